@@ -1,0 +1,1 @@
+"""Runnable experiments; nothing here is needed to use jaxtrain as a library."""

@@ -1,0 +1,155 @@
+"""Train a ConvNet on handwritten digits: ``python -m experiments.vision``.
+
+BatchNorm and dropout on the 8x8 digits bundled with scikit-learn: 1,797 images, a fifth held out.
+It takes seconds on 2 CPU cores and reaches 98 % or more; ``--optimizer.name lars`` does too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from experiments import options
+from jaxtrain import data
+from jaxtrain.experiment import Experiment
+from jaxtrain.models import convnet
+from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.state import TrainState
+
+HELD_OUT_EVERY = 5
+
+# Peak learning rates that suit the default run, by optimizer.
+LEARNING_RATES = {
+    "sgd": 0.3,
+    "momentum": 0.1,
+    "adam": 3e-3,
+    "adamw": 3e-3,
+    "rmsprop": 1e-3,
+    "adafactor": 1e-2,
+    "lion": 3e-4,
+    "lamb": 1e-2,
+    "lars": 30.0,
+    "muon": 1e-2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains a ConvNet on handwritten digits."""
+
+    run: options.Run = dataclasses.field(default_factory=options.RunOptions)
+    mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
+    optimizer: options.OptimizerOptions = dataclasses.field(
+        default_factory=lambda: options.OptimizerOptions(name="momentum", weight_decay=1e-4)
+    )
+
+    steps: int = 400
+    """Train steps."""
+    global_batch: int = 128
+    """Images per step, over all devices."""
+    channels: tuple[int, ...] = (32, 64)
+    """Output channels of each convolution."""
+    dropout: float = 0.3
+    """Rate before the output."""
+    accumulate: int = 1
+    """Microbatches per step, in one scan; BatchNorm sees one at a time."""
+    precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
+    """Dtypes; bf16 keeps float32 parameters, statistics and optimizer state."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
+    seed: int = 0
+    """Of parameters, dropout and the order of the images."""
+    simulate_devices: options.SimulateDevices = 0
+
+
+def build(config: Config) -> Experiment:
+    """Builds the experiment.
+
+    Raises:
+      ValueError: for options that do not fit each other.
+    """
+    train, held_out = load_digits()
+    model = convnet.ConvNetConfig(channels=config.channels, dropout=config.dropout)
+    batches = data.Batches(train, global_batch=config.global_batch, seed=config.seed)
+    return Experiment(
+        name="vision",
+        init_fn=functools.partial(convnet.init, model),
+        loss_fn=convnet.loss_fn(model),
+        has_model_state=True,
+        optimizer=options.make_optimizer(
+            config.optimizer, steps=config.steps, default_rates=LEARNING_RATES
+        ),
+        batch=batches.shapes,
+        train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
+        eval_batches=lambda: data.eval_batches(held_out, config.global_batch),
+        steps=config.steps,
+        mesh=dataclasses.asdict(config.mesh),
+        policy=Policy.named(config.precision),
+        accumulate=config.accumulate,
+        zero=config.zero,
+        seed=config.seed,
+        items_per_step=config.global_batch,
+        item="images",
+        config={"experiment": "vision", "flags": dataclasses.asdict(config)},
+        facts={
+            "model": f"ConvNet, channels {', '.join(map(str, config.channels))}, BatchNorm, "
+            f"dropout {config.dropout}",
+            "images": f"{len(train):,} to train on, {len(held_out):,} held out",
+            "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
+        },
+        conclude=conclude,
+        best_metric="accuracy",
+        best_mode="max",
+    )
+
+
+class Images:
+    """Random access to images: rows of ``image`` [8, 8, 1], ``label`` and ``mask``."""
+
+    def __init__(self, images_NHWC: np.ndarray, labels_N: np.ndarray):
+        self.images_NHWC = images_NHWC
+        self.labels_N = labels_N
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {
+            "image": self.images_NHWC[index],
+            "label": self.labels_N[index],
+            "mask": np.float32(1),
+        }
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
+
+
+def load_digits() -> tuple[Images, Images]:
+    """Returns the images to train on and the held-out ones: every fifth.
+
+    Raises:
+      ValueError: where scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise ValueError(
+            "the digits come with scikit-learn: install it with pip install 'jaxtrain[vision]'"
+        ) from None
+    digits = datasets.load_digits()
+    images = (digits.images / 16).astype(np.float32)[..., None]
+    labels = digits.target.astype(np.int32)
+    held_out = np.arange(len(labels)) % HELD_OUT_EVERY == 0
+    return Images(images[~held_out], labels[~held_out]), Images(images[held_out], labels[held_out])
+
+
+def conclude(state: TrainState, means: Mapping[str, float]) -> list[str]:
+    """Says how many held-out images were right."""
+    del state
+    return [f"held-out accuracy {means['accuracy']:.2%}, loss {means['loss']:.4f}"]
+
+
+if __name__ == "__main__":
+    options.main(Config, build)

@@ -1,0 +1,49 @@
+"""jaxtrain: pure, sharded JAX train steps for data, tensor and pipeline parallelism.
+
+The public names; everything else is importable from its module. ``import jaxtrain as jt``.
+"""
+
+from jaxtrain import optim
+from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.experiment import Experiment
+from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.optim import make_optimizer, schedules
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.sharding import Rules, constrain
+from jaxtrain.precision import Policy, float32_products
+from jaxtrain.state import (
+    TrainState,
+    abstract_state,
+    describe_sharding,
+    gradient_shardings,
+    init_state,
+)
+from jaxtrain.step import build_eval_step, build_train_step
+
+__all__ = [
+    "CompiledStep",
+    "Experiment",
+    "FitResult",
+    "Hook",
+    "Policy",
+    "Rules",
+    "RunOptions",
+    "TrainState",
+    "WeightedLoss",
+    "abstract_state",
+    "build_eval_step",
+    "build_train_step",
+    "compile_step",
+    "constrain",
+    "describe_sharding",
+    "fit",
+    "float32_products",
+    "gradient_shardings",
+    "init_state",
+    "make_mesh",
+    "make_optimizer",
+    "optim",
+    "schedules",
+    "train_loop",
+]

@@ -1,0 +1,247 @@
+"""From a pure step to a sharded, donated, compiled program, with its promises checked."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import LARGE, batch_shardings
+from jaxtrain.state import local_bytes
+from jaxtrain.tree import named_leaves
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of a compiled step's report: a promise, what was found, whether it holds."""
+
+    promise: str
+    found: str
+    holds: bool
+
+
+class CompiledStep:
+    """A compiled step, called like the function it came from.
+
+    Attributes:
+      compiled: the ``jax.stages.Compiled``, for its text and analyses.
+      checks: what was promised and what was found.
+      compile_seconds: wall time of lowering and compiling.
+    """
+
+    def __init__(self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds):
+        self.compiled = compiled
+        self.checks = tuple(checks)
+        self.compile_seconds = compile_seconds
+        self._state_shapes = state_shapes
+        self._batch_shapes = batch_shapes
+        self.batch_shardings = shardings
+
+    def __call__(self, state: PyTree, batch: PyTree) -> Any:
+        """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.
+
+        Raises:
+          ValueError: where a leaf has another shape or dtype than the step was compiled for.
+        """
+        try:
+            return self.compiled(state, self.place(batch))
+        except (TypeError, ValueError):
+            # Looked for only now, so that a good call pays nothing for it.
+            _check_like("state", self._state_shapes, state)
+            _check_like("batch", self._batch_shapes, batch)
+            raise
+
+    def place(self, batch: PyTree) -> PyTree:
+        """Puts a batch where the step expects it; arrays already there are passed on."""
+        if self.batch_shardings is None:
+            return jax.device_put(batch)
+        if jax.process_count() == 1:
+            return jax.device_put(batch, self.batch_shardings)
+        return jax.tree.map(_place_global, batch, self.batch_shardings)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes on one device at the step's peak: arguments, results and temporaries."""
+        analysis = self.compiled.memory_analysis()
+        return (
+            analysis.argument_size_in_bytes
+            + analysis.output_size_in_bytes
+            + analysis.temp_size_in_bytes
+            - analysis.alias_size_in_bytes
+        )
+
+    def report(self) -> str:
+        """Draws the checks as a table."""
+        width = max(len(check.promise) for check in self.checks)
+        return "\n".join(
+            f"{'ok ' if check.holds else 'NOT'}  {check.promise.ljust(width)}  {check.found}"
+            for check in self.checks
+        )
+
+
+def compile_step(
+    step: Callable[[PyTree, PyTree], Any],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    mesh: Mesh | None = None,
+    donate: bool = True,
+) -> CompiledStep:
+    """Compiles ``step(state, batch)`` for the shardings that ``state`` has.
+
+    A step that returns ``(state, anything)`` has its state donated and returned in the shardings it
+    came in; ``anything`` is copied to all devices. The leading axis of batch leaves is split over
+    ``data`` and ``fsdp``.
+
+    Args:
+      step: a pure function, such as :func:`jaxtrain.build_train_step` returns.
+      state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`).
+      batch: an example, or its shapes; host arrays are welcome.
+      mesh: the mesh that ``state`` lies on; None for one device.
+      donate: False for a step that only reads the state and returns no new one (evaluation).
+
+    Returns:
+      A function like ``step`` that cannot recompile: other shapes are errors.
+
+    Raises:
+      ValueError: where the state is not on the mesh, a large leaf lies whole on it by accident, the
+        batch does not divide, or the step returns a state unlike the one it was given.
+      RuntimeError: where the compiled program breaks a promise (see ``CompiledStep.checks``).
+    """
+    state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
+    donated = (0,) if donate else ()
+    if mesh is None:
+        state_in = batch_in = None
+        jitted = jax.jit(step, donate_argnums=donated)
+    else:
+        state_in = _shardings_on(state, mesh)
+        batch_in = batch_shardings(batch_shapes, mesh)
+        copied = NamedSharding(mesh, P())
+        jitted = jax.jit(
+            step,
+            in_shardings=(state_in, batch_in),
+            out_shardings=(state_in, copied) if donate else copied,
+            donate_argnums=donated,
+        )
+    start = time.perf_counter()
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        if donate:
+            _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
+        compiled = jitted.lower(state_shapes, batch_shapes).compile()
+    seconds = time.perf_counter() - start
+    checks = _check_compiled(compiled, state, state_in) if donate else []
+    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
+    if not all(check.holds for check in checks):
+        raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
+    return result
+
+
+def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    placed = state if shardings is None else jax.tree.map(_on, state, shardings)
+    wanted = local_bytes(placed)
+    checks = [
+        Check(
+            "state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted
+        ),
+        Check("no recompilation", "compiled ahead of time for fixed shapes", True),
+    ]
+    if shardings is None:
+        return checks
+    named = named_leaves(state)
+    wanted_leaves = jax.tree.leaves(shardings)
+    found_leaves = jax.tree.leaves(compiled.output_shardings[0])
+    moved = [
+        name
+        for (name, leaf), want, found in zip(
+            named.items(), wanted_leaves, found_leaves, strict=True
+        )
+        if not want.is_equivalent_to(found, leaf.ndim)
+    ]
+    text = f"{moved[0]} moves" if moved else f"all {len(named)} leaves stay where they are"
+    whole = [
+        (local_bytes(leaf), name)
+        for (name, leaf), sharding in zip(named.items(), wanted_leaves, strict=True)
+        if sharding.is_fully_replicated
+    ]
+    size, name = max(whole, default=(0, "none"))
+    return [
+        *checks,
+        Check("state returned as it came", text, not moved),
+        Check("largest leaf on every device", f"{name}, {size:,} bytes", True),
+    ]
+
+
+def _check_returned(given: PyTree, result: Any) -> None:
+    """Raises unless a step's result is a pair whose first part is like the state it was given."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"the step returns {type(result).__name__} and not (state, metrics); for a step that "
+            "returns no state, pass donate=False"
+        )
+    returned = result[0]
+    if jax.tree.structure(given) != jax.tree.structure(returned):
+        raise ValueError(
+            "the step returns a state of another structure than it was given: every field and key "
+            "must come back"
+        )
+    for (name, a), b in zip(named_leaves(given).items(), jax.tree.leaves(returned), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"the step was given state leaf {name!r} as {a.dtype}{list(a.shape)} and returns "
+                f"{b.dtype}{list(b.shape)}: cast it back so that it can be fed to the next call"
+            )
+
+
+def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
+    if jax.tree.structure(wanted) != jax.tree.structure(given):
+        raise ValueError(
+            f"the {what} has leaves {sorted(named_leaves(given))} and the step was compiled for "
+            f"{sorted(named_leaves(wanted))}"
+        )
+    given = jax.eval_shape(lambda tree: tree, given)
+    for (name, a), b in zip(named_leaves(wanted).items(), jax.tree.leaves(given), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                f"{what} leaf {name!r} is {b.dtype}{list(b.shape)} and the step was compiled "
+                f"for {a.dtype}{list(a.shape)}: keep shapes fixed; pad and mask the last batch"
+            )
+
+
+def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
+    """The state's shardings, having checked that it lies on the mesh and not whole by accident."""
+    splitting = [a for a in ("fsdp", "tensor") if mesh.shape[a] > 1]
+    for name, leaf in named_leaves(state).items():
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            place = "is on the host" if sharding is None else f"has {sharding}"
+            raise ValueError(
+                f"state leaf {name!r} {place} and not on the mesh: create the state with "
+                "init_state(..., mesh=mesh)"
+            )
+        if splitting and math.prod(leaf.shape) >= LARGE and sharding.is_fully_replicated:
+            raise ValueError(
+                f"state leaf {name!r} of shape {tuple(leaf.shape)} is copied whole to all "
+                f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
+                "sharding rule for it"
+            )
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -1,0 +1,304 @@
+"""Text to token ids and back, without loss: bytes as they are, or byte-level BPE.
+
+Both tokenizers here can encode any bytes whatever, and `decode_bytes` returns exactly those bytes.
+Every document is followed by one end-of-document token, `eod`, which no text encodes to.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+EOD = "<|endoftext|>"
+_INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
+
+
+class Tokenizer(Protocol):
+    """What packing, generation and bits per byte need of a tokenizer.
+
+    Attributes:
+      vocab_size: one more than the highest id.
+      eod: the id of the end-of-document token.
+      fingerprint: a short text, equal for two tokenizers only if they encode alike.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the ids of a text, int32 [T], with no end-of-document token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns `encode` of each text; may use every core."""
+        ...
+
+    def decode(self, ids: Any) -> str:
+        """Returns the text of some ids; bytes that are not UTF-8 become U+FFFD, `eod` nothing."""
+        ...
+
+    def decode_bytes(self, ids: Any) -> bytes:
+        """Returns the bytes of some ids, exactly; `eod` has none."""
+        ...
+
+    def token_bytes(self, ids: Any) -> int:
+        """Counts the bytes that some ids stand for: the denominator of bits per byte."""
+        ...
+
+
+class _BytePieces:
+    """The half that is common to both tokenizers: every id stands for some bytes."""
+
+    def __init__(self, pieces: list[bytes], eod: int):
+        self._pieces = pieces
+        self._lengths = np.array([len(piece) for piece in pieces], np.int64)
+        self.eod = eod
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._pieces)
+
+    def decode(self, ids: Any) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Any) -> bytes:
+        return b"".join([self._pieces[each] for each in self._checked(ids).tolist()])
+
+    def token_bytes(self, ids: Any) -> int:
+        return int(self._lengths[self._checked(ids)].sum())
+
+    def _checked(self, ids: Any) -> np.ndarray:
+        ids = np.asarray(ids)
+        if not ids.size:
+            return np.zeros(0, np.int64)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"token ids have dtype {ids.dtype}; give integers")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(
+                f"token id {bad} is outside the vocabulary of {self.vocab_size}; "
+                "mask the padded part of the logits"
+            )
+        return ids.reshape(-1)
+
+
+class ByteTokenizer(_BytePieces):
+    """Every byte is its own token; 256 is the end of a document.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.vocab_size, tokenizer.eod
+    (257, 256)
+    >>> tokenizer.encode("né").tolist()
+    [110, 195, 169]
+    >>> tokenizer.decode([110, 195, 169, 256])
+    'né'
+    """
+
+    fingerprint = "bytes"
+
+    def __init__(self) -> None:
+        super().__init__([bytes([byte]) for byte in range(256)] + [b""], eod=256)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the bytes of a text as int32 [T]; a str is encoded as UTF-8."""
+        return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns `encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode_bytes(self, ids: Any) -> bytes:
+        """Returns the bytes of some ids; `eod` has none."""
+        ids = self._checked(ids)
+        return ids[ids != self.eod].astype(np.uint8).tobytes()
+
+
+class BPETokenizer(_BytePieces):
+    """Byte-level BPE (Radford et al. 2019) by Hugging Face `tokenizers`; make it by train or load.
+
+    Bytes that are not UTF-8 become one token each. Text that spells a special token is encoded as
+    the text it is, so no document can end another.
+
+    >>> tokenizer = BPETokenizer.train([b"the theme of the thesis"], 260)
+    >>> tokenizer.vocab_size
+    260
+    >>> len(tokenizer.encode("the thesis")) < 10
+    True
+    >>> tokenizer.decode(tokenizer.encode("the thesis"))
+    'the thesis'
+    """
+
+    def __init__(self, tokenizer: Any, eod: int):
+        # Files may carry a maximum length and padding for some model's sake; both lose text.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        super().__init__(_pieces(tokenizer, eod), eod)
+        single = {piece[0]: id for id, piece in enumerate(self._pieces) if len(piece) == 1}
+        self._byte_ids = np.array([single.get(byte, -1) for byte in range(256)], np.int32)
+
+    @classmethod
+    def train(cls, documents: Iterable[str | bytes], vocab_size: int) -> "BPETokenizer":
+        """Learns merges from some documents; the same documents give the same tokenizer.
+
+        Args:
+          documents: texts; what is not UTF-8 in them is not learned from.
+          vocab_size: how many ids, at least 257: 256 bytes, the end of a document (id 0) and the
+            merges. Fewer come out when the documents have no more pairs to merge.
+
+        Raises:
+          ImportError: if `tokenizers` is not installed.
+          ValueError: if `vocab_size` is below 257.
+        """
+        library = _import_tokenizers()
+        if vocab_size < 257:
+            raise ValueError(f"vocab_size is {vocab_size}; byte-level BPE needs at least 257")
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[EOD],
+            initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        texts = (_as_bytes(document).decode("utf-8", "ignore") for document in documents)
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer, tokenizer.token_to_id(EOD))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, eod: str = EOD) -> "BPETokenizer":
+        """Reads a ``tokenizer.json``; nothing in it is executed.
+
+        Args:
+          path: the file, as Hugging Face `tokenizers` writes it.
+          eod: the token that ends a document.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          ImportError: if `tokenizers` is not installed.
+          ValueError: if the file is not one of byte-level BPE, changes text, or has no `eod`.
+        """
+        library = _import_tokenizers()
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"tokenizer file '{path}' does not exist")
+        try:
+            tokenizer = library.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+        # tokenizers raises bare Exception for a file that it cannot parse.
+        except Exception as error:
+            raise ValueError(f"'{path}' is not a tokenizer.json ({error})") from None
+        if not isinstance(tokenizer.model, library.models.BPE) or "ByteLevel" not in repr(
+            tokenizer.decoder
+        ):
+            raise ValueError(
+                f"'{path}' holds a {type(tokenizer.model).__name__} tokenizer that is not "
+                "byte-level; use a byte-level BPE one (as of GPT-2, Llama 3 or Qwen)"
+            )
+        if tokenizer.token_to_id(eod) is None:
+            special = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
+            raise ValueError(f"'{path}' has no token '{eod}'; pass eod=... one of {special}")
+        self = cls(tokenizer, tokenizer.token_to_id(eod))
+        self._check_lossless(path)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes ``tokenizer.json``, readable by `load` and by Hugging Face `tokenizers`."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Returns what `save` writes."""
+        return self._tokenizer.to_str(pretty=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of what `save` writes, with the end-of-document id."""
+        digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        return f"bpe-{self.eod}-{digest}"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the ids of a text, int32 [T]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns the ids of each text, int32 [T]; uses every core."""
+        # Odd parts are the invalid bytes of a text, which UTF-8 text itself cannot contain.
+        split = [
+            _INVALID_UTF8.split(_as_bytes(text).decode("utf-8", "surrogateescape"))
+            for text in texts
+        ]
+        valid = [part for parts in split for part in parts[::2]]
+        encodings = self._tokenizer.encode_batch_fast(valid, add_special_tokens=False)
+        ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
+        return [
+            np.concatenate(
+                [self._invalid(part) if odd % 2 else next(ids) for odd, part in enumerate(parts)]
+            )
+            for parts in split
+        ]
+
+    def _invalid(self, part: str) -> np.ndarray:
+        data = part.encode("utf-8", "surrogateescape")
+        ids = self._byte_ids[np.frombuffer(data, np.uint8)]
+        if ids.min() < 0:
+            raise ValueError(
+                f"byte 0x{data[int(ids.argmin())]:02x} is not UTF-8 and has no token of its own in "
+                "this tokenizer; give it UTF-8 text"
+            )
+        return ids
+
+    def _check_lossless(self, path: str | os.PathLike[str]) -> None:
+        probe = "A  probe,\n\tof 1 Line"
+        got = self.decode(self.encode(probe))
+        if got != probe:
+            raise ValueError(
+                f"'{path}' turns {probe!r} into {got!r}, so its bits per byte would be wrong; "
+                "use a tokenizer that keeps text as it is (add_prefix_space=false, no lowercasing)"
+            )
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8") if isinstance(text, str) else text
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError(
+            "byte-level BPE needs the package tokenizers: pip install 'jaxtrain[text]'"
+        ) from None
+    return tokenizers
+
+
+def _pieces(tokenizer: Any, eod: int) -> list[bytes]:
+    """Returns the bytes each id stands for; ids that no token has, and `eod`, stand for none."""
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    byte_of = _byte_alphabet()
+    pieces = [b""] * (max(vocabulary.values()) + 1)
+    for token, id in vocabulary.items():
+        if id in added or any(letter not in byte_of for letter in token):
+            pieces[id] = token.encode("utf-8")
+        else:
+            pieces[id] = bytes(byte_of[letter] for letter in token)
+    pieces[eod] = b""
+    return pieces
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the byte of each GPT-2 letter: printable Latin-1 is itself, the rest is 256+."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + order): byte for order, byte in enumerate(others)}

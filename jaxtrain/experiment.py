@@ -1,0 +1,166 @@
+"""An experiment as plain data and pure functions: what `fit` trains, `plan` sizes, `parity` checks.
+
+An experiment module has ``build(config) -> Experiment``. Because everything takes this one object,
+what was planned is what is trained.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.sharding import Rules
+from jaxtrain.precision import Policy
+from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
+from jaxtrain.step import build_eval_step, build_train_step
+
+PyTree = Any
+
+
+class BatchStream(Protocol):
+    """Where training batches come from: a batch is a function of the step and of nothing else."""
+
+    def __call__(
+        self, start_step: int, sharding: jax.sharding.NamedSharding
+    ) -> AbstractContextManager[Iterator[PyTree]]:
+        """Opens the endless stream of global batches from ``start_step`` on, placed on devices."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that a training run is made of.
+
+    Args:
+      name: names the run's folder.
+      init_fn: ``rng -> params`` (with ``has_model_state``: ``-> (params, model_state)``).
+      loss_fn: as for :func:`jaxtrain.build_train_step`.
+      optimizer: an optax transformation.
+      batch: the shapes and dtypes of one global batch.
+      train_batches: opens the stream of training batches.
+      steps: train steps in all.
+      eval_batches: makes one pass over the held-out batches; None for no evaluation.
+      eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
+      mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
+      rules: sharding rules.
+      policy: dtypes.
+      accumulate: microbatches per step.
+      zero: 0 to 3, as in :func:`jaxtrain.init_state`.
+      has_model_state: which form the losses and ``init_fn`` have.
+      seed: of parameters and of the randomness of steps.
+      items_per_step: how many tokens (or images) one global batch holds.
+      item: what those are called.
+      flops_per_step: of one step over all devices, by ``flops_formula``; None where unknown.
+      flops_formula: its name.
+      config: the configuration, as JSON-able data, stored with every checkpoint.
+      files: text files to keep in the run's folder (name to text), such as a tokenizer.
+      facts: more lines for the header (name to text).
+      conclude: ``(state, evaluation means) -> lines`` printed when training is over.
+      best_metric: the evaluation metric that decides which checkpoint is best.
+      best_mode: ``"min"`` or ``"max"``.
+    """
+
+    name: str
+    init_fn: Callable[[jax.Array], PyTree]
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    batch: PyTree
+    train_batches: BatchStream
+    steps: int
+    eval_batches: Callable[[], Iterable[PyTree]] | None = None
+    eval_loss_fn: Callable[..., Any] | None = None
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    rules: Rules = dataclasses.field(default_factory=Rules)
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    accumulate: int = 1
+    zero: int = 0
+    has_model_state: bool = False
+    seed: int = 0
+    items_per_step: int = 0
+    item: str = "tokens"
+    flops_per_step: float | None = None
+    flops_formula: str = ""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
+    best_metric: str = "loss"
+    best_mode: str = "min"
+
+
+def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
+    """Makes the experiment's mesh over ``devices`` (all by default)."""
+    return make_mesh(**experiment.mesh, devices=devices)
+
+
+def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
+    """Returns the state's shapes, dtypes and shardings."""
+    return abstract_state(
+        experiment.init_fn, experiment.optimizer, **_state_options(experiment, mesh)
+    )
+
+
+def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
+    """Creates the initial state on the mesh."""
+    return init_state(
+        experiment.init_fn,
+        experiment.optimizer,
+        jax.random.key(experiment.seed),
+        **_state_options(experiment, mesh),
+    )
+
+
+def compile_train(experiment: Experiment, state: TrainState, mesh: Mesh) -> CompiledStep:
+    """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
+    step = build_train_step(
+        experiment.loss_fn,
+        experiment.optimizer,
+        policy=experiment.policy,
+        accumulate=experiment.accumulate,
+        has_model_state=experiment.has_model_state,
+        gradient_shardings=gradient_shardings(state, zero=experiment.zero),
+        norms=True,
+    )
+    return compile_step(step, state, experiment.batch, mesh=mesh)
+
+
+def compile_eval(
+    experiment: Experiment, state: TrainState, batch: PyTree, mesh: Mesh
+) -> CompiledStep:
+    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``."""
+    step = build_eval_step(
+        experiment.eval_loss_fn or experiment.loss_fn,
+        policy=experiment.policy,
+        has_model_state=experiment.has_model_state,
+    )
+    return compile_step(step, state, batch, mesh=mesh, donate=False)
+
+
+def evaluate(
+    step: CompiledStep, state: TrainState, batches: Iterable[PyTree]
+) -> dict[str, jax.Array]:
+    """Runs the evaluation over all batches and returns means weighted over all of them."""
+    total: WeightedLoss | None = None
+    for batch in batches:
+        part = step(state, batch)
+        total = part if total is None else total + part
+    if total is None:
+        raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")
+    return jax.device_get(total).means()
+
+
+def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "rules": experiment.rules,
+        "zero": experiment.zero,
+        "policy": experiment.policy,
+        "has_model_state": experiment.has_model_state,
+    }

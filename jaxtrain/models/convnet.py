@@ -1,0 +1,141 @@
+"""A small convolutional classifier with BatchNorm and dropout, in Flax NNX.
+
+It is here for what a GPT does not have: state that is updated outside of gradients. Parameters and
+running statistics are two plain nested dicts; ``init`` makes both and ``loss_fn`` returns the second
+anew, which is what ``has_model_state=True`` asks of the step builders.
+
+Shapes: N images, H height, W width, C channels, K classes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxtrain.gradients import WeightedLoss
+
+Params = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvNetConfig:
+    """The shape of the classifier.
+
+    Args:
+      image: height, width and channels of an image.
+      classes: K.
+      channels: output channels of each convolution; between two of them the image is halved.
+      hidden: width of the dense layer before the output.
+      dropout: rate before the output.
+      momentum: of the running statistics, as a fraction of the old value kept per step.
+    """
+
+    image: tuple[int, int, int] = (8, 8, 1)
+    classes: int = 10
+    channels: tuple[int, ...] = (32, 64)
+    hidden: int = 128
+    dropout: float = 0.3
+    momentum: float = 0.9
+
+    def __post_init__(self):
+        shrink = 2 ** (len(self.channels) - 1)
+        height, width, _ = self.image
+        if not self.channels or height % shrink or width % shrink:
+            raise ValueError(
+                f"images of {height}x{width} cannot be halved between {len(self.channels)} "
+                f"convolutions: use sides that are multiples of {shrink}, or fewer channels"
+            )
+
+
+class ConvNet(nnx.Module):
+    """Convolution, BatchNorm, ReLU; pooling in between; two dense layers at the end."""
+
+    def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
+        inputs = (config.image[2], *config.channels)
+        pairs = list(zip(inputs, inputs[1:], strict=False))
+        self.convolutions = nnx.Dict(
+            {
+                str(i): nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)
+                for i, (a, b) in enumerate(pairs)
+            }
+        )
+        # Statistics in float32 whatever the image is computed in.
+        self.norms = nnx.Dict(
+            {
+                str(i): nnx.BatchNorm(b, momentum=config.momentum, rngs=rngs)
+                for i, (_, b) in enumerate(pairs)
+            }
+        )
+        shrink = 2 ** (len(config.channels) - 1)
+        flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
+        self.dense = nnx.Linear(flat, config.hidden, rngs=rngs)
+        self.out = nnx.Linear(config.hidden, config.classes, rngs=rngs)
+        self.rate = config.dropout
+
+    def __call__(self, x_NHWC: jax.Array, rng: jax.Array | None) -> jax.Array:
+        for i in range(len(self.norms)):
+            if i > 0:
+                x_NHWC = nnx.max_pool(x_NHWC, (2, 2), strides=(2, 2))
+            x_NHWC = self.convolutions[str(i)](x_NHWC)
+            x_NHWC = jax.nn.relu(self.norms[str(i)](x_NHWC, use_running_average=rng is None))
+        hidden = jax.nn.relu(self.dense(x_NHWC.reshape(x_NHWC.shape[0], -1)))
+        if rng is not None and self.rate:
+            keep = jax.random.bernoulli(rng, 1 - self.rate, hidden.shape)
+            hidden = jnp.where(keep, hidden / (1 - self.rate), 0)
+        return self.out(hidden)
+
+
+def init(config: ConvNetConfig, rng: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draws parameters and makes fresh running statistics.
+
+    Returns:
+      ``(params, model_state)``, nested dicts of float32 arrays.
+
+    >>> params, statistics = init(ConvNetConfig(), jax.random.key(0))
+    >>> sorted(params), sorted(statistics["norms"]["0"])
+    (['convolutions', 'dense', 'norms', 'out'], ['mean', 'var'])
+    """
+    state = nnx.state(ConvNet(config, rngs=nnx.Rngs(rng)))
+    params, statistics = state.split(nnx.Param, nnx.BatchStat)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
+
+
+def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str, Any]]]:
+    """Returns ``loss(params, model_state, batch, rng)``: summed cross-entropy and new statistics.
+
+    A batch has ``image`` [N, H, W, C] in 0..1, ``label`` [N] int32 and ``mask`` [N] float32. With
+    ``rng`` None the running statistics are used, and nothing is dropped. The metric is
+    ``accuracy``.
+    """
+    definition = _definition(config)
+
+    def loss(params: Params, model_state: Params, batch: Mapping[str, jax.Array], rng):
+        model = nnx.merge(definition, _joined(params, model_state))
+        dtype = params["out"]["kernel"].dtype
+        logits_NK = model(batch["image"].astype(dtype), rng).astype(jnp.float32)
+        nll_N = optax.softmax_cross_entropy_with_integer_labels(logits_NK, batch["label"])
+        correct_N = logits_NK.argmax(-1) == batch["label"]
+        statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        return WeightedLoss(
+            total=(nll_N * batch["mask"]).sum(),
+            weight=batch["mask"].sum(),
+            metrics={"accuracy": (correct_N * batch["mask"]).sum()},
+        ), jax.tree.map(lambda new, old: new.astype(old.dtype), statistics, dict(model_state))
+
+    return loss
+
+
+@functools.cache
+def _definition(config: ConvNetConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: ConvNet(config, rngs=nnx.Rngs(0))))[0]
+
+
+def _joined(a: Params, b: Params) -> dict[str, Any]:
+    """Merges two nested dicts with no leaf in common."""
+    both = {k: _joined(a[k], b[k]) if isinstance(a[k], Mapping) else a[k] for k in a if k in b}
+    return dict(a) | dict(b) | both

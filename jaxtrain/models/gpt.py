@@ -1,0 +1,325 @@
+"""A decoder-only transformer in the GPT-2 and the Llama form, as pure functions of plain dicts.
+
+``init`` makes the parameters, ``loss_fn`` the loss that the step builders take. Both are put together
+from the three stages that a pipeline places on its devices: :func:`embed`, :func:`block` (one layer)
+or :func:`blocks` (a scan over stacked layers), and :func:`head_loss`.
+
+A batch is a dict of [B, T] arrays: ``tokens`` and ``targets`` int32, ``mask`` float32, and optionally
+``segments`` (int32 document numbers from 1, 0 for padding: attention stays within a document) and
+``positions`` (int32, starting again at each document; without it 0 .. T - 1).
+
+Parameters are float32 from ``init``; the model computes in whatever floating dtype it is given them,
+with norms, softmax, rotary angles and losses in float32.
+
+Shapes: B batch, T positions, D width, L layers, H query heads, G key and value heads, K features per
+head, F hidden width, V rows of the token table.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models import layers
+from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
+from jaxtrain.ops.attention import SAVED, attention
+from jaxtrain.ops.losses import cross_entropy, matmul_float32
+from jaxtrain.ops.rotary import rotary_angles
+from jaxtrain.parallel.sharding import constrain
+from jaxtrain.tree import named_leaves
+
+__all__ = [
+    "PRESETS",
+    "RULES",
+    "STACKED",
+    "GPTConfig",
+    "block",
+    "blocks",
+    "embed",
+    "flops_per_token",
+    "gpt2_124m",
+    "head_loss",
+    "init",
+    "llama_1b",
+    "llama_7b",
+    "logits",
+    "loss_fn",
+    "parameter_count",
+    "tiny",
+]
+
+Params = Mapping[str, Any]
+Batch = Mapping[str, jax.Array]
+
+# Parameter path to logical axes, for jaxtrain.parallel.Rules; the first match decides.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"^embed/tokens$", ("vocab", "embed")),
+    (r"^embed/positions$", (None, "embed")),
+    (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
+    (r"^blocks/attn/q/bias$", ("layers", "heads")),
+    (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
+    (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
+    (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
+    (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
+    (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
+    (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
+    (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
+    (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
+    (r"^final_norm/(scale|bias)$", (None,)),
+    (r"^head/kernel$", ("embed", "vocab")),
+)
+
+# Parameters whose leading axis is the layer: optimizers that take norms must take them per layer.
+STACKED = (r"^blocks/",)
+
+
+def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
+    """Draws float32 parameters: N(0, 0.02), residual projections divided by sqrt(2 L).
+
+    The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
+
+    Args:
+      config: the shape of the model.
+      rng: a key.
+
+    Returns:
+      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
+
+    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
+    >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
+    (3, 8, 8)
+    """
+    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
+    params = {
+        "embed": layers.pure(layers.Embed, config, rng_embed),
+        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config))(
+            jax.random.split(rng_blocks, config.layers)
+        ),
+        "final_norm": layers.pure(layers.Norm, config, rng_head),
+    }
+    return params if config.tied else params | {"head": layers.pure(layers.Head, config, rng_head)}
+
+
+def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
+    """Returns ``loss(params, batch, rng)``: masked cross-entropy, summed over tokens.
+
+    ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of the
+    mask) and the metric ``accuracy``.
+
+    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> batch = {"tokens": jnp.ones((2, 4), int), "targets": jnp.ones((2, 4), int)}
+    >>> batch["mask"] = jnp.ones((2, 4))
+    >>> loss = loss_fn(config)(init(config, jax.random.key(0)), batch, None)
+    >>> float(loss.weight), bool(abs(loss.means()["loss"] - jnp.log(5)) < 0.2)
+    (8.0, True)
+    """
+
+    def loss(params: Params, batch: Batch, rng: jax.Array | None) -> WeightedLoss:
+        x_BTD = embed(config, params, batch, rng)
+        x_BTD = blocks(config, params["blocks"], x_BTD, batch, rng)
+        return head_loss(config, params, x_BTD, batch)
+
+    return loss
+
+
+def logits(
+    config: GPTConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    rng: jax.Array | None = None,
+) -> jax.Array:
+    """Returns float32 logits [B, T, vocab_size] of the next token.
+
+    Args:
+      config, params: the model.
+      tokens_BT: int32.
+      segments, positions: [B, T] int32, as in a batch.
+      rng: key for dropout; None means none.
+    """
+    batch = {"tokens": tokens_BT, "segments": segments, "positions": positions}
+    batch = {name: value for name, value in batch.items() if value is not None}
+    x_BTD = embed(config, params, batch, rng)
+    x_BTD = blocks(config, params["blocks"], x_BTD, batch, rng)
+    return head_logits(config, params, x_BTD)
+
+
+def embed(
+    config: GPTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """First stage: tokens (and learned positions) to the residual stream [B, T, D].
+
+    Args:
+      params: the whole model's, or any dict with ``embed``.
+      rng: the step's key, as given to :func:`blocks`; None means no dropout.
+
+    Raises:
+      ValueError: for rows longer than a table of learned positions.
+    """
+    tokens_BT = batch["tokens"]
+    if config.positions == "learned" and tokens_BT.shape[1] > config.seq_len:
+        raise ValueError(
+            f"rows of {tokens_BT.shape[1]} tokens are longer than the {config.seq_len} learned "
+            "positions; raise seq_len or shorten the rows"
+        )
+    module = layers.apply(layers.Embed, config, params["embed"])
+    x_BTD = module(tokens_BT, _positions(batch, tokens_BT.shape))
+    # Layers fold in 0 .. L - 1.
+    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
+    return constrain(layers.drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+
+
+def block(
+    config: GPTConfig,
+    layer_params: Params,
+    x_BTD: jax.Array,
+    batch: Batch,
+    rng: jax.Array | None = None,
+) -> jax.Array:
+    """One layer, [B, T, D] to [B, T, D], without rematerialisation.
+
+    Args:
+      layer_params: one layer's, without the leading axis L.
+      batch: ``segments`` and ``positions`` are read, where present.
+      rng: ``jax.random.fold_in(rng, l)`` of the step's key for layer l, so that any split of the
+        layers into stages drops the same features; None means no dropout.
+    """
+    angles = None
+    if config.positions == "rope":
+        positions = _positions(batch, x_BTD.shape[:2])
+        angles = rotary_angles(positions, config.head_dim, theta=config.rope_theta)
+
+    def attend(q_BTHK, k_BTGK, v_BTGK):
+        out_BTHK = attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            segments_BT=batch.get("segments"),
+            implementation=config.attention,
+        )
+        return out_BTHK, None
+
+    return layers.apply(layers.Block, config, layer_params)(x_BTD, angles, attend, rng=rng)[0]
+
+
+def blocks(
+    config: GPTConfig,
+    stacked: Params,
+    x_BTD: jax.Array,
+    batch: Batch,
+    rng: jax.Array | None = None,
+    *,
+    first: int | jax.Array = 0,
+) -> jax.Array:
+    """Consecutive layers, scanned ``scan_unroll`` at a time and rematerialised as ``remat`` says.
+
+    Args:
+      stacked: parameters with a leading axis: all L layers, or a stage's.
+      rng: the step's key; layer l gets ``fold_in(rng, l)``.
+      first: the number of the first of these layers.
+    """
+    count = jax.tree.leaves(stacked)[0].shape[0]
+
+    def layer(x_BTD, params_and_index):
+        layer_params, index = params_and_index
+        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+        return block(config, layer_params, x_BTD, batch, layer_rng), None
+
+    # In a loop the forward and the backward pass are apart, and no common subexpression can undo
+    # the rematerialisation; a loop of one iteration is no loop.
+    layer = _remat(config, layer, prevent_cse=count <= config.scan_unroll)
+    return jax.lax.scan(
+        layer, x_BTD, (stacked, first + jnp.arange(count)), unroll=config.scan_unroll
+    )[0]
+
+
+def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
+    """Last stage: final norm, output projection and masked cross-entropy.
+
+    Args:
+      params: the whole model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
+    """
+    total, correct = cross_entropy(
+        _final_norm(config, params, x_BTD),
+        _head_kernel(config, params),
+        batch["targets"],
+        batch["mask"],
+        vocab_size=config.vocab_size,
+        chunk=config.loss_chunk,
+    )
+    weight = batch["mask"].astype(total.dtype).sum()
+    return WeightedLoss(total=total, weight=weight, metrics={"accuracy": correct})
+
+
+def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    """Final norm and output projection: float32 [B, T, vocab_size]."""
+    x_ND = _final_norm(config, params, x_BTD).reshape(-1, config.width)
+    logits_NV = matmul_float32(x_ND, _head_kernel(config, params))
+    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Counts the parameters, without the padding of the token tables.
+
+    >>> parameter_count(gpt2_124m()), parameter_count(llama_7b())
+    (124439808, 6738415616)
+    """
+    padding = (config.padded_vocab - config.vocab_size) * config.width
+    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Floating-point operations per token of a forward and backward pass: ``6 N + 12 L H K T``.
+
+    The model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), to
+    be divided by a device's peak for its utilisation. N counts the parameters that a token is
+    multiplied by: a table that is only looked up (learned positions, untied token embedding) is
+    not in it. The attention term is that of full rows of ``seq_len`` tokens, not halved for
+    causality; recomputation is not counted.
+
+    >>> flops_per_token(gpt2_124m())
+    855166464
+    """
+    lookups = config.seq_len * config.width if config.positions == "learned" else 0
+    lookups += 0 if config.tied else config.vocab_size * config.width
+    attend = 12 * config.layers * config.heads * config.head_dim * config.seq_len
+    return 6 * (parameter_count(config) - lookups) + attend
+
+
+def _sizes(config: GPTConfig) -> dict[str, int]:
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+
+
+def _positions(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
+    """[B, T], or [1, T] where every row counts from 0."""
+    positions = batch.get("positions")
+    return jnp.arange(shape[1])[None] if positions is None else positions
+
+
+def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    return layers.apply(layers.Norm, config, params["final_norm"])(x_BTD)
+
+
+def _head_kernel(config: GPTConfig, params: Params) -> jax.Array:
+    return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
+
+
+def _remat(config: GPTConfig, layer: Callable[..., Any], *, prevent_cse: bool):
+    if config.remat == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    policy = {
+        "full": policies.nothing_saveable,
+        # Products with weights have no batch dimensions; those inside attention do.
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(*SAVED),
+        ),
+    }[config.remat]
+    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)

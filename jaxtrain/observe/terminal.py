@@ -1,0 +1,117 @@
+"""What a person sees of a run: what will run, one line of progress, and what came of it."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from jaxtrain.observe.memory import human_count
+
+# Seconds between lines where output is not a terminal.
+LINE_SECONDS = 15.0
+
+
+def print_header(title: str, facts: Mapping[str, str], *, console: Console | None = None) -> None:
+    """Prints a table of facts; in the first process only."""
+    if jax.process_index() != 0:
+        return
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in facts.items():
+        table.add_row(name, text)
+    console = console or make_console()
+    console.print(f"[bold]{title}[/bold]")
+    console.print(table, highlight=False)
+    console.print()
+
+
+def print_lines(lines: Iterable[str], *, console: Console | None = None) -> None:
+    """Prints text as it is; in the first process only."""
+    console = console or make_console()
+    if jax.process_index() == 0:
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def make_console() -> Console:
+    """A console on standard output."""
+    return Console()
+
+
+class Progress:
+    """A bar with step, loss, throughput and time left; plain lines where there is no terminal.
+
+    Args:
+      total: steps in all.
+      start: steps done already.
+      item: what throughput counts.
+      console: where to print.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        item: str = "tokens",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total, self._item, self._clock = total, item, clock
+        self._console = console or make_console()
+        self._quiet = jax.process_index() != 0
+        self._begin, self._start = clock(), start
+        self._line_at = self._begin
+        self._bar: RichProgress | None = None
+        if self._console.is_terminal and not self._quiet:
+            self._bar = RichProgress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("", total=total, completed=start, text="")
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, loss: float, items_per_second: float | None) -> None:
+        """Shows that a step has ended."""
+        rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
+        text = "  ".join(part for part in (f"loss {loss:.4f}", rate) if part)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif not self._quiet:
+            now = self._clock()
+            if step in (self._start + 1, self._total) or now - self._line_at >= LINE_SECONDS:
+                self._line_at = now
+                self._print(f"step {step}/{self._total}  {text}  {self._left(step, now)}".rstrip())
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if not self._quiet:
+            self._print(text)
+
+    def _left(self, step: int, now: float) -> str:
+        done = step - self._start
+        if done <= 1 or step == self._total:
+            return ""
+        seconds = int((now - self._begin) / done * (self._total - step))
+        return f"{seconds // 60}:{seconds % 60:02d} left"
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Numerical operations that models share: attention, losses, rotary positions."""

@@ -1,0 +1,203 @@
+"""Output logits and the cross-entropy of tokens, without keeping the logits.
+
+Shapes: B batch, T positions, N tokens (of a tile), D width, V columns of the projection (vocabulary
+and padding), S shards of the batch, M = N / S.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.parallel.sharding import constrain
+
+# Elements of the float32 logits that one tile may have on one device (256 MiB).
+TILE = 2**26
+
+# Finite, so that the exponential of padding is 0 and no difference is a NaN.
+MASKED = float(-0.7 * np.finfo(np.float32).max)
+
+
+@jax.custom_jvp
+def matmul_float32(x_ND: jax.Array, kernel_DV: jax.Array) -> jax.Array:
+    """Multiplies in the operands' dtype and returns the float32 accumulator, [N, V].
+
+    The derivative rounds cotangents to the operands' dtype first: the rule that JAX has for a
+    product with ``preferred_element_type`` would multiply float32 by bfloat16, at the speed of
+    float32.
+    """
+    return jnp.matmul(x_ND, kernel_DV, preferred_element_type=_wide(x_ND.dtype))
+
+
+@matmul_float32.defjvp
+def _matmul_float32_jvp(primals, tangents):
+    (x_ND, kernel_DV), (d_x_ND, d_kernel_DV) = primals, tangents
+    out_NV = matmul_float32(x_ND, kernel_DV)
+    return out_NV, (d_x_ND @ kernel_DV + x_ND @ d_kernel_DV).astype(out_NV.dtype)
+
+
+def cross_entropy(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    vocab_size: int,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums ``mask * -log softmax(x @ kernel)[target]`` over tokens.
+
+    Products are in the dtype of the operands with float32 accumulation, all else is float32. Logits
+    exist for one tile of tokens at a time: where the result is differentiated, both gradients are
+    formed along with the loss, tile by tile, so that nothing is computed twice and what is kept for
+    the backward pass has the size of ``x_BTD`` and ``kernel_DV``.
+
+    Args:
+      x_BTD: final hidden states.
+      kernel_DV: output projection; columns from ``vocab_size`` on are padding and left out. A tied
+        token table is given transposed.
+      targets_BT: int32, below ``vocab_size``.
+      mask_BT: weight of each token; 0 leaves it out.
+      vocab_size: columns that are tokens.
+      chunk: positions of every row per tile, a divisor of T; None takes the fewest tiles with at
+        most ``TILE`` logits per device.
+
+    Returns:
+      The total, and ``sum(mask)`` over tokens whose target has the largest logit (ties count; it
+      has no gradient). Both float32 scalars.
+
+    Raises:
+      ValueError: if ``chunk`` does not divide T.
+
+    >>> x_BTD = jnp.zeros((1, 2, 3))
+    >>> total, _ = cross_entropy(
+    ...     x_BTD, jnp.ones((3, 64)), jnp.array([[0, 1]]), jnp.ones((1, 2)), vocab_size=2
+    ... )
+    >>> (total / 2).round(4)  # log 2
+    Array(0.6931, dtype=float32)
+    """
+    T = x_BTD.shape[1]
+    tiles = _tiles(x_BTD.shape[0], T, kernel_DV.shape[1]) if chunk is None else T // chunk
+    if T % tiles or (chunk is not None and tiles * chunk != T):
+        raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
+    mask_BT = mask_BT.astype(_wide(x_BTD.dtype))
+    return _cross_entropy(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT):
+    def tile(_, parts):
+        nll_N, _, hit_N = _token_losses(vocab_size, kernel_DV, *parts[:2])
+        return None, (nll_N, hit_N)
+
+    _, (nll_BT, hit_BT) = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
+    return (nll_BT * mask_BT).sum(), (hit_BT * mask_BT).sum()
+
+
+def _forward(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT):
+    dtype, wide = x_BTD.dtype, _wide(x_BTD.dtype)
+    scale = _fixed_scale(dtype)
+    (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
+
+    def tile(d_kernel_SDV, parts):
+        x_ND, targets_N, mask_N = parts
+        nll_N, softmax_NV, hit_N = _token_losses(vocab_size, kernel_DV, x_ND, targets_N)
+        target_NV = targets_N[:, None] == jnp.arange(V)
+        d_logits_NV = ((softmax_NV - target_NV) * (scale * mask_N)[:, None]).astype(dtype)
+        d_x_ND = jnp.matmul(d_logits_NV, kernel_DV.T, preferred_element_type=wide).astype(dtype)
+        # One sum per shard of the batch, added up after the last tile: a single sum would make
+        # the partitioner reduce over all devices in every tile.
+        x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
+        d_logits_SMV = d_logits_NV.reshape(shards, -1, V)
+        part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=wide)
+        return constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab"), (d_x_ND, nll_N, hit_N)
+
+    start = constrain(jnp.zeros((shards, D, V), wide), "batch", None, "vocab")
+    d_kernel_SDV, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
+    d_x_BTD, nll_BT, hit_BT = per_token
+    saved = (d_x_BTD, d_kernel_SDV.sum(axis=0), nll_BT, jnp.zeros(0, kernel_DV.dtype))
+    return ((nll_BT * mask_BT).sum(), (hit_BT * mask_BT).sum()), saved
+
+
+def _backward(vocab_size, tiles, saved, cotangents):
+    d_x_BTD, d_kernel_DV, nll_BT, like_kernel = saved
+    d_total = cotangents[0]
+    factor = d_total / _fixed_scale(d_x_BTD.dtype)
+    d_x = (d_x_BTD * factor).astype(d_x_BTD.dtype)
+    return d_x, (d_kernel_DV * factor).astype(like_kernel.dtype), None, nll_BT * d_total
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _token_losses(vocab_size, kernel_DV, x_ND, targets_N):
+    """Returns per token the loss [N], the softmax [N, V] and whether the target is on top [N]."""
+    logits = jnp.matmul(x_ND, kernel_DV, preferred_element_type=_wide(x_ND.dtype))
+    column = jnp.arange(logits.shape[1])
+    if vocab_size < logits.shape[1]:
+        logits = jnp.where(column < vocab_size, logits, MASKED)
+    peak = logits.max(axis=1)
+    weights = jnp.exp(logits - peak[:, None])
+    total = weights.sum(axis=1)
+    # A comparison and a sum, not a gather: the vocabulary may be sharded.
+    target = jnp.where(column == targets_N[:, None], logits, 0.0).sum(axis=1)
+    return peak + jnp.log(total) - target, weights / total[:, None], target >= peak
+
+
+def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
+    """Folds ``tile(sums, (x_ND, targets_N, mask_N)) -> (sums, per_token)`` over tiles of tokens.
+
+    Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile on
+    one device where the sequence is sharded, and a cut of the flattened tokens where the batch is.
+    """
+    B, T, _ = x_BTD.shape
+    batch = (x_BTD, targets_BT, mask_BT)
+    if tiles == 1:
+        sums, per_token = tile(start, tuple(a.reshape(B * T, *a.shape[2:]) for a in batch))
+        return sums, jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), per_token)
+
+    def cut(a):
+        return jnp.moveaxis(a.reshape(B, T // tiles, tiles, *a.shape[2:]), 2, 0)
+
+    def flat(sums, parts):
+        sums, per_token = tile(sums, tuple(a.reshape(-1, *a.shape[2:]) for a in parts))
+        return sums, jax.tree.map(lambda a: a.reshape(B, T // tiles, *a.shape[1:]), per_token)
+
+    sums, per_token = jax.lax.scan(flat, start, tuple(cut(a) for a in batch))
+    return sums, jax.tree.map(
+        lambda a: jnp.moveaxis(a, 0, 2).reshape(B, T, *a.shape[3:]), per_token
+    )
+
+
+def _tiles(B: int, T: int, V: int) -> int:
+    """The fewest tiles, a divisor of T, with at most TILE logits per device."""
+    needed = -(-B * T * V // (TILE * math.prod(_auto_axes().values())))
+    return next(n for n in range(min(needed, T), T + 1) if T % n == 0)
+
+
+def _batch_shards(B: int) -> int:
+    """Into how many parts the ambient mesh cuts the batch."""
+    axes = _auto_axes()
+    shards = math.prod(axes.get(name, 1) for name in BATCH_AXES)
+    return shards if B % shards == 0 else 1
+
+
+def _auto_axes() -> dict[str, int]:
+    """Axes of the ambient mesh that split these arrays; in manual code (a pipeline) not all do."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True) if not mesh.empty else ()
+    return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Auto}
+
+
+def _fixed_scale(dtype) -> float:
+    # The gradient is formed before the loss scale is known, and a softmax over a large vocabulary
+    # lies below float16's normal range.
+    return 1024.0 if dtype == jnp.float16 else 1.0
+
+
+def _wide(dtype) -> jnp.dtype:
+    """At least float32 (float64 stays)."""
+    return jnp.promote_types(dtype, jnp.float32)

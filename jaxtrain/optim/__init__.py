@@ -1,0 +1,29 @@
+"""Optimizers and learning-rate schedules by name, as plain optax transformations."""
+
+from jaxtrain.optim import schedules
+from jaxtrain.optim.accumulation import accumulate
+from jaxtrain.optim.chains import OPTIMIZERS, make_optimizer
+from jaxtrain.optim.layerwise import per_layer
+from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_axes
+from jaxtrain.optim.rate import (
+    LearningRateState,
+    current_learning_rate,
+    scale_by_learning_rate,
+)
+from jaxtrain.optim.schedules import make_schedule
+
+__all__ = [
+    "OPTIMIZERS",
+    "LearningRateState",
+    "accumulate",
+    "by_path",
+    "current_learning_rate",
+    "decay_mask",
+    "hidden_matrices",
+    "make_optimizer",
+    "make_schedule",
+    "per_layer",
+    "scale_by_learning_rate",
+    "schedules",
+    "stacked_axes",
+]

@@ -1,0 +1,195 @@
+"""Which parameters a rule applies to: masks and stacked axes, chosen by path and by rank per layer.
+
+A mask is a tree of bools with the structure of the parameters. Wherever an option asks for one it
+takes a callable ``params -> mask`` or a sequence of regexes, of which any may match (``re.search``)
+the parameter's path.
+
+Stacked parameters hold one layer per index of their leading axes, as ``lax.scan`` and pipelines
+want them: ``stacked=(r"^blocks/",)`` says that every parameter below ``blocks`` has one such axis,
+``{r"^blocks/": 2}`` that it has two. The first pattern that matches decides.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.optim import numerics
+from jaxtrain.tree import map_named, named_leaves
+
+Mask = Callable[[Any], Any] | Sequence[str]
+Stacked = Sequence[str] | Mapping[str, int]
+
+# Whole words of a path: `norm1`, `attn_norm`, `LayerNorm_0`, `ln_f`, but not `normal_proj`.
+_NORM_OR_BIAS = re.compile(
+    r"(^|/)(\w*_)?(layer|rms|batch|group|instance)?norm(\d+|_\w+)?(/|$)"
+    r"|(^|/)(ln|bn|gn)(_?\w{1,2})?(/|$)"
+    r"|(^|/|_)(bias|scale)$",
+    re.IGNORECASE,
+)
+# Tables and output layers: `embed`, `tok_embedding`, `wte`, `lm_head`, `logits`; not `multi_head`.
+_TABLE_OR_HEAD = re.compile(
+    r"(^|/)(\w*embed\w*|wte|wpe|(\w*_)?head(_?\d+)?|(\w*_)?logits|classifier)(/|$)", re.IGNORECASE
+)
+_MULTI_HEAD = re.compile(r"(^|/)multi_?head(_?\d+)?(/|$)", re.IGNORECASE)
+
+
+def by_path(patterns: Sequence[str]) -> Callable[[Any], Any]:
+    """Returns a callable ``params -> mask``, True where any of ``patterns`` matches the path.
+
+    Args:
+      patterns: regexes, matched with ``re.search`` against paths such as ``blocks/attn/q/kernel``.
+
+    Returns:
+      A callable from a parameter tree to a tree of bools of its structure.
+
+    Raises:
+      ValueError: if ``patterns`` is a lone string or holds a regex that does not compile.
+
+    >>> by_path((r"^embed/", r"bias$"))({"embed": {"table": 0}, "fc": {"w": 0, "bias": 0}})
+    {'embed': {'table': True}, 'fc': {'bias': True, 'w': False}}
+    """
+    compiled = [pattern for pattern, _ in _compile("the sequence of patterns", patterns)]
+    return lambda params: map_named(
+        lambda name, _: any(pattern.search(name) for pattern in compiled), params
+    )
+
+
+def decay_mask(params: Any, *, stacked: Stacked = ()) -> Any:
+    """Returns the default mask of weight decay: True for matrices, False for norms and biases.
+
+    A parameter decays unless its rank per layer is below 2, or a word of its path says norm
+    (``norm1``, ``attn_norm``, ``LayerNorm_0``, ``ln_f``, ...), or its path ends in ``bias`` or
+    ``scale``. Embeddings decay.
+
+    Args:
+      params: tree of arrays, or of anything with a shape.
+      stacked: which leading axes index layers and so do not count as rank; see the module.
+
+    Returns:
+      A tree of bools of the same structure.
+
+    >>> params = {"blocks": {"w": jnp.ones((4, 8, 8)), "b": jnp.ones((4, 8))}}
+    >>> decay_mask(params, stacked=(r"^blocks/",))
+    {'blocks': {'b': False, 'w': True}}
+    """
+    return map_named(
+        lambda name, p, n: jnp.ndim(p) - n >= 2 and not _NORM_OR_BIAS.search(name),
+        params,
+        stacked_axes(params, stacked),
+    )
+
+
+def hidden_matrices(params: Any, *, stacked: Stacked = ()) -> Any:
+    """Returns Muon's default mask: True for matrices (rank 2 per layer) of hidden layers.
+
+    False for embeddings (a word of the path holds ``embed``, or is ``wte``, ``wpe``), for output
+    layers (``head``, ``lm_head``, ``logits``, ``classifier``), and for every other rank: whether
+    axes of a rank-3 kernel belong to its input or its output cannot be read off its shape.
+
+    >>> params = {"wte": jnp.ones((16, 8)), "blocks": {"w": jnp.ones((4, 8, 8))}}
+    >>> hidden_matrices(params, stacked=(r"^blocks/",))
+    {'blocks': {'w': True}, 'wte': False}
+    """
+    return map_named(
+        lambda name, p, n: jnp.ndim(p) - n == 2 and not _is_table_or_head(name),
+        params,
+        stacked_axes(params, stacked),
+    )
+
+
+def stacked_axes(params: Any, stacked: Stacked) -> Any:
+    """Returns a tree of ints: how many leading axes of each parameter index layers.
+
+    Args:
+      params: tree of arrays.
+      stacked: regexes, or a mapping from regex to the number of axes; the first match decides.
+
+    Returns:
+      A tree of the structure of ``params``, 0 where no pattern matches.
+
+    Raises:
+      ValueError: if a parameter has fewer axes than its pattern says, or ``stacked`` is malformed.
+
+    >>> stacked_axes({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(2)}, {r"^a/": 1})
+    {'a': {'w': 1}, 'b': 0}
+    """
+    rules = _compile("stacked", stacked)
+
+    def count(name: str, p: Any) -> int:
+        axes = next((axes for pattern, axes in rules if pattern.search(name)), 0)
+        if jnp.ndim(p) < axes:
+            raise ValueError(
+                f"parameter {name!r} has shape {jnp.shape(p)}, too few axes for the {axes} stacked "
+                "axes that 'stacked' gives it; narrow the pattern"
+            )
+        return axes
+
+    return map_named(count, params)
+
+
+def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:
+    """Raises ValueError if a pattern matches no parameter: a typo that would do nothing."""
+    names = list(named_leaves(params))
+    for pattern, _ in _compile(option, patterns):
+        if names and not any(pattern.search(name) for name in names):
+            raise ValueError(
+                f"{option} pattern {pattern.pattern!r} matches no parameter; "
+                f"the paths are like {names[0]!r}"
+            )
+
+
+def resolve(option: str, mask: Mask, params: Any) -> Any:
+    """Returns the tree of bools that ``mask``, a callable or patterns, gives for ``params``.
+
+    Raises:
+      ValueError: if the tree's structure is not that of ``params``, or a pattern matches nothing.
+    """
+    if not callable(mask):
+        check_matches(option, mask, params)
+        return by_path(mask)(params)
+    tree = mask(params)
+    if jax.tree.structure(tree) != jax.tree.structure(params):
+        wanted, given = named_leaves(params), named_leaves(tree)
+        odd = next((n for n in [*wanted, *given] if (n in wanted) != (n in given)), "")
+        raise ValueError(
+            f"{option} must return a tree of bools with the structure of the parameters; "
+            f"they differ at {odd!r}"
+        )
+    return jax.tree.map(bool, tree)
+
+
+def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> None:
+    """Raises ValueError if ``mask`` is True at a parameter that is no matrix per layer."""
+
+    def check(name: str, p: Any, n: int, selected: bool) -> None:
+        if selected and jnp.ndim(p) - n < 2:
+            raise ValueError(
+                f"{option} selects parameter {name!r}, whose shape per layer is "
+                f"{jnp.shape(p)[n:]}; only rank 2 and above will do"
+            )
+
+    map_named(check, params, stacked_axes(params, stacked), mask)
+
+
+def _is_table_or_head(name: str) -> bool:
+    return _TABLE_OR_HEAD.search(_MULTI_HEAD.sub("/", name)) is not None
+
+
+def _compile(
+    option: str, patterns: Sequence[str] | Mapping[str, int]
+) -> list[tuple[re.Pattern[str], int]]:
+    if isinstance(patterns, str):
+        # A string is a sequence of one-letter patterns, which match nearly everything.
+        raise ValueError(f"{option} is the string {patterns!r}; write ({patterns!r},)")
+    pairs = patterns.items() if isinstance(patterns, Mapping) else [(p, 1) for p in patterns]
+    rules = []
+    for pattern, axes in pairs:
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{option} pattern {pattern!r} is not a regex: {error}") from None
+        rules.append((compiled, numerics.check_integer(f"{option}[{pattern!r}]", axes, low=0)))
+    return rules

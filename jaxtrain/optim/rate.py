@@ -1,0 +1,92 @@
+"""The stage that multiplies by the learning rate, and leaves in the state the one it used."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+LearningRate = float | jax.Array | Callable[[jax.Array], jax.Array]
+
+
+class LearningRateState(NamedTuple):
+    """State of ``scale_by_learning_rate``.
+
+    Attributes:
+      count: int32 scalar, updates made so far.
+      learning_rate: float32 scalar, the rate of the latest update; before any, that of count 0.
+    """
+
+    count: jax.Array
+    learning_rate: jax.Array
+
+
+def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransformation:
+    """Multiplies updates by minus the learning rate, which it keeps readable in its state.
+
+    optax's own stage keeps a count only when given a schedule, and the rate never.
+
+    Args:
+      learning_rate: a number, a traced scalar, or a schedule ``count -> rate``.
+
+    Returns:
+      A transformation whose state is a ``LearningRateState``.
+
+    >>> tx = scale_by_learning_rate(lambda count: 0.5 / (1 + count))
+    >>> state = tx.init(jnp.ones(2))
+    >>> for _ in range(2):
+    ...     updates, state = tx.update(jnp.ones(2), state)
+    >>> updates.tolist(), float(state.learning_rate), int(state.count)
+    ([-0.25, -0.25], 0.25, 2)
+    """
+
+    def rate_at(count: jax.Array) -> jax.Array:
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        return jnp.asarray(rate, jnp.float32)
+
+    def init(params):
+        del params
+        count = jnp.zeros([], jnp.int32)
+        return LearningRateState(count, rate_at(count))
+
+    def update(updates, state, params=None):
+        del params
+        rate = rate_at(state.count)
+        updates = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
+        return updates, LearningRateState(optax.safe_increment(state.count), rate)
+
+    return optax.GradientTransformation(init, update)
+
+
+def current_learning_rate(opt_state: Any) -> jax.Array | None:
+    """Returns the learning rate of the latest update, read from any optax state, or None.
+
+    Finds the stage of ``make_optimizer`` and, failing that, the ``learning_rate`` hyperparameter of
+    ``optax.inject_hyperparams``; parameters that happen to be called so are not mistaken for it. Of
+    several it returns the first in flattening order.
+
+    Args:
+      opt_state: optimizer state; traced is fine.
+
+    Returns:
+      Scalar array (with the leading axes of a vmapped state), or None if the state holds no rate.
+
+    >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    >>> float(current_learning_rate(tx.init(jnp.ones(2))))
+    0.5
+    >>> current_learning_rate(optax.sgd(0.5).init(jnp.ones(2))) is None
+    True
+    """
+
+    def is_injected(node: Any) -> bool:
+        return "learning_rate" in (getattr(node, "hyperparams", None) or {})
+
+    def nodes(wanted: Callable[[Any], bool]) -> list[Any]:
+        return [node for node in jax.tree.leaves(opt_state, is_leaf=wanted) if wanted(node)]
+
+    for node in nodes(lambda node: isinstance(node, LearningRateState)):
+        return node.learning_rate
+    for node in nodes(is_injected):
+        return jnp.asarray(node.hyperparams["learning_rate"])
+    return None

@@ -1,0 +1,214 @@
+"""The train state: everything that a step reads and writes, as one pytree, born sharded."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.sharding import Rule, Rules, param_shardings, state_shardings
+from jaxtrain.precision import LossScale, Policy
+from jaxtrain.tree import named_leaves
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a train step carries from one call to the next.
+
+    Args:
+      step: int32 scalar, calls of the step so far; the batch and the randomness of a step depend on
+        it and on nothing else.
+      params: nested dict of arrays.
+      opt_state: the optimizer's state.
+      model_state: what the model updates outside of gradients (BatchNorm statistics), or None.
+      rng: typed PRNG key; the randomness of a step is ``fold_in(rng, step)``.
+      loss_scale: dynamic loss scale, or None.
+      skipped: int32 scalar, microbatches left out so far because they were not finite.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: jax.Array
+    loss_scale: LossScale | None
+    skipped: jax.Array
+
+
+def init_state(
+    init_fn: Callable[[jax.Array], PyTree],
+    optimizer: optax.GradientTransformation,
+    rng: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | Sequence[Rule] | None = None,
+    zero: int = 0,
+    policy: Policy | None = None,
+    has_model_state: bool = False,
+) -> TrainState:
+    """Creates a train state, each leaf directly in its place on the mesh.
+
+    Args:
+      init_fn: ``rng -> params``, or ``rng -> (params, model_state)`` with ``has_model_state``.
+      optimizer: any optax transformation.
+      rng: typed key, such as ``jax.random.key(0)``.
+      mesh: from :func:`jaxtrain.make_mesh`; None for one device (and under ``vmap``).
+      rules: sharding rules by parameter path; without one, a parameter is split over ``fsdp`` along
+        its largest dimension that divides.
+      zero: what is split over the ``data`` axis too (Rajbhandari et al. 2020): 0 nothing, 1 the
+        optimizer state, 2 also gradients (see :func:`gradient_shardings`), 3 also parameters. The
+        ``fsdp`` axis splits all three at any value.
+      policy: the dtype of parameters, and the loss scale; float32 and none by default.
+      has_model_state: whether ``init_fn`` returns model state too.
+
+    Returns:
+      The state. On every mesh the same ``rng`` gives the same bits.
+
+    Raises:
+      ValueError: for a parameter that its rule does not fit, or that would stay whole by accident.
+
+    >>> import optax
+    >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
+    Array(0, dtype=int32)
+    """
+    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
+    if mesh is None:
+        return jax.jit(create)(rng)
+    shapes = jax.eval_shape(create, rng)
+    shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
+    return jax.jit(create, out_shardings=shardings)(rng)
+
+
+def abstract_state(
+    init_fn: Callable[[jax.Array], PyTree],
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | Sequence[Rule] | None = None,
+    zero: int = 0,
+    policy: Policy | None = None,
+    has_model_state: bool = False,
+) -> TrainState:
+    """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
+
+    Returns:
+      A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
+    """
+    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
+    shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    if mesh is None:
+        return shapes
+    shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def train_state_shardings(
+    state: TrainState, mesh: Mesh, rules: Rules | Sequence[Rule] | None = None, *, zero: int = 0
+) -> TrainState:
+    """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero is {zero!r}: use 0, 1, 2 or 3")
+    params = param_shardings(state.params, mesh, rules, zero=zero)
+    copied = NamedSharding(mesh, P())
+    return dataclasses.replace(
+        jax.tree.map(lambda _: copied, state),
+        params=params,
+        opt_state=state_shardings(state.opt_state, state.params, params, mesh, zero=zero),
+    )
+
+
+def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree:
+    """Returns how gradients are to lie: like parameters, and with ``zero >= 2`` also over ``data``.
+
+    Args:
+      state: a state on a mesh (shapes with shardings suffice).
+      zero: as in :func:`init_state`.
+    """
+    shardings = jax.tree.map(lambda p: p.sharding, state.params)
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    if zero < 2:
+        return shardings
+    return state_shardings(state.params, state.params, shardings, mesh, zero=zero)
+
+
+def describe_sharding(state: PyTree) -> str:
+    """Draws a table of what lies where: name, shape, dtype, spec, and bytes per device.
+
+    Args:
+      state: any pytree of arrays, or of shapes with shardings; a ``TrainState`` also gets totals
+        for parameters and optimizer state.
+
+    >>> print(describe_sharding({"w": jax.numpy.ones((2, 3))}))
+    parameter  shape  dtype    spec   bytes/device
+    w          2x3    float32  whole            24
+    total                                       24
+    """
+    listed = state.params if isinstance(state, TrainState) else state
+    rows = [("parameter", "shape", "dtype", "spec", "bytes/device")]
+    for name, leaf in named_leaves(listed).items():
+        spec = getattr(getattr(leaf, "sharding", None), "spec", P())
+        text = ", ".join(
+            "-" if e is None else "+".join((e,) if isinstance(e, str) else e) for e in spec
+        )
+        split = any(entry is not None for entry in spec)
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        rows.append(
+            (name, shape, str(leaf.dtype), text if split else "whole", f"{local_bytes(leaf):,}")
+        )
+    if isinstance(state, TrainState):
+        rows.append(("parameters", "", "", "", f"{local_bytes(state.params):,}"))
+        rows.append(("optimizer state", "", "", "", f"{local_bytes(state.opt_state):,}"))
+    rows.append(("total", "", "", "", f"{local_bytes(state):,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join(
+            [c.ljust(w) for c, w in zip(row[:4], widths[:4], strict=True)]
+            + [row[4].rjust(widths[4])]
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def local_bytes(tree: PyTree) -> int:
+    """Returns the bytes that a pytree (arrays, or shapes with shardings) takes on one device."""
+
+    def size(leaf: Any) -> int:
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if sharding is not None else leaf.shape
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
+            return math.prod(shape) * math.prod(data.shape) * data.dtype.itemsize
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _creator(init_fn, optimizer, policy, has_model_state):
+    def create(rng: jax.Array) -> TrainState:
+        init_rng, step_rng = jax.random.split(rng)
+        params, model_state = init_fn(init_rng) if has_model_state else (init_fn(init_rng), None)
+        params = policy.cast_to_param(params)
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=optimizer.init(params),
+            model_state=model_state,
+            rng=step_rng,
+            loss_scale=policy.initial_loss_scale(),
+            skipped=jnp.int32(0),
+        )
+
+    return create

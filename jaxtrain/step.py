@@ -1,0 +1,204 @@
+"""Train and evaluation steps: pure functions of a state and a batch, neither jitted nor sharded.
+
+A step holds no mesh, no flags and no side effects: ``jax.jit`` it, ``jax.vmap`` it over a
+population, ``jax.lax.scan`` it, differentiate through it, or hand it to
+:func:`jaxtrain.compile_step`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import gradients
+from jaxtrain.gradients import GradientEngine, WeightedLoss, select
+from jaxtrain.optim import current_learning_rate
+from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.precision import Policy
+from jaxtrain.state import TrainState
+
+PyTree = Any
+Metrics = dict[str, jax.Array]
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    policy: Policy | None = None,
+    accumulate: int = 1,
+    has_model_state: bool = False,
+    gradient_shardings: PyTree | None = None,
+    norms: bool = False,
+) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
+    """Builds ``step(state, batch) -> (state, metrics)``.
+
+    Args:
+      loss_fn: ``(params, batch, rng) -> WeightedLoss`` or scalar (weight 1); with
+        ``has_model_state``, ``(params, model_state, batch, rng) -> (loss, model_state)``.
+      optimizer: any optax transformation. Its update also receives ``value`` (the mean loss) and
+        ``weight`` (the batch's weight) for those that use them.
+      policy: dtypes, and whether the loss is scaled; float32 by default.
+      accumulate: microbatches per step. Loss and gradients are summed over them, divided once by
+        the whole batch's weight, and applied in one update.
+      has_model_state: which of the two forms ``loss_fn`` has.
+      gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin how gradients lie.
+      norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
+
+    Returns:
+      The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (before
+      clipping), ``learning_rate`` (where the optimizer's state tells it), ``skipped`` (microbatches
+      left out of this step because they were not finite) and ``loss_scale`` (where there is one).
+      A step with nothing finite in it changes no parameter and no optimizer state.
+
+    Raises:
+      ValueError: for ``accumulate`` below 1, and when the step is traced for a batch that does not
+        divide or a state without the loss scale that ``policy`` asks for.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
+    constrain = (
+        constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
+    )
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+    if accumulate == 1:
+        engine = gradients.plain(loss_fn)
+    else:
+        engine = gradients.accumulated(loss_fn, accumulate, constrain)
+    return build_update(engine, optimizer, policy=policy, constrain=constrain, norms=norms)
+
+
+def build_update(
+    engine: GradientEngine,
+    optimizer: optax.GradientTransformation,
+    *,
+    policy: Policy | None = None,
+    constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
+    norms: bool = False,
+) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
+    """Builds a train step from a gradient engine: mean gradient, one optimizer update, metrics.
+
+    :func:`build_train_step` is this over the engines of :mod:`jaxtrain.gradients`; a gradient
+    computed some other way (a pipeline) comes in here.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    policy = policy or Policy.f32()
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        _check_loss_scale(state, policy)
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        rng = jax.random.fold_in(state.rng, state.step)
+        sums = engine(state.params, state.model_state, batch, rng, scale)
+
+        weight = sums.loss.weight
+        usable = weight > 0
+        per_token = jnp.where(usable, 1.0 / jnp.where(usable, weight, 1.0), 0.0)
+        grads = constrain(jax.tree.map(lambda g: g * per_token, sums.grads))
+        metrics = sums.loss.means() | {
+            "weight": weight,
+            "grad_norm": optax.tree.norm(grads),
+            "skipped": sums.skipped,
+        }
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=metrics["loss"], weight=weight
+        )
+        params, opt_state = select(
+            usable,
+            (optax.apply_updates(state.params, updates), opt_state),
+            (state.params, state.opt_state),
+        )
+        if norms:
+            metrics["param_norm"] = _norm(params)
+            metrics["update_norm"] = jnp.where(usable, _norm(updates), 0.0)
+        if (learning_rate := current_learning_rate(opt_state)) is not None:
+            metrics["learning_rate"] = learning_rate
+        if state.loss_scale is not None:
+            metrics["loss_scale"] = scale
+        return TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            model_state=sums.model_state,
+            rng=state.rng,
+            loss_scale=state.loss_scale and state.loss_scale.updated(sums.skipped > 0),
+            skipped=state.skipped + sums.skipped,
+        ), metrics
+
+    return step
+
+
+def build_eval_step(
+    loss_fn: Callable[..., Any], *, policy: Policy | None = None, has_model_state: bool = False
+) -> Callable[[TrainState, PyTree], WeightedLoss]:
+    """Builds ``evaluate(state, batch) -> WeightedLoss``, sums that can be added over batches.
+
+    Args:
+      loss_fn: as for :func:`build_train_step`; it is called with ``rng=None``, by which a model
+        knows that nothing is to be dropped.
+      policy: dtypes; float32 by default.
+      has_model_state: which of the two forms ``loss_fn`` has. New model state is discarded.
+
+    >>> evaluate = build_eval_step(lambda params, batch, rng: WeightedLoss(params * batch, 2.0))
+    >>> state = TrainState(0, jnp.float32(3), None, None, None, None, 0)
+    >>> (evaluate(state, 4.0) + evaluate(state, 8.0)).means()["loss"]
+    Array(9., dtype=float32)
+    """
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+
+    def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
+        loss, _ = loss_fn(state.params, state.model_state, batch, None)
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), loss)
+
+    return evaluate
+
+
+def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
+    """Brings a loss to ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``."""
+
+    def normalized(params, model_state, batch, rng):
+        if has_model_state:
+            loss, model_state = loss_fn(params, model_state, batch, rng)
+        else:
+            loss = loss_fn(params, batch, rng)
+        if not isinstance(loss, WeightedLoss):
+            loss = WeightedLoss(loss, jnp.float32(1.0))
+        if jnp.shape(loss.total) or jnp.shape(loss.weight):
+            raise ValueError(
+                f"the loss has shape {jnp.shape(loss.total)} and its weight "
+                f"{jnp.shape(loss.weight)}: both must be scalars; return "
+                "WeightedLoss(total=(loss * mask).sum(), weight=mask.sum())"
+            )
+        loss = dataclasses.replace(
+            loss, total=jnp.asarray(loss.total), weight=jnp.asarray(loss.weight)
+        )
+        return loss, model_state
+
+    return normalized
+
+
+def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Casts parameters to the compute dtype on their way into a normalized loss."""
+
+    def cast(params, model_state, batch, rng):
+        return loss_fn(policy.cast_to_compute(params), model_state, batch, rng)
+
+    return cast
+
+
+def _norm(tree: PyTree) -> jax.Array:
+    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def _check_loss_scale(state: TrainState, policy: Policy) -> None:
+    if (state.loss_scale is None) != (policy.loss_scale is None):
+        has, wants = (
+            ("no loss scale", "one") if state.loss_scale is None else ("a loss scale", "none")
+        )
+        raise ValueError(
+            f"the state has {has} and the step's policy wants {wants}: give init_state and "
+            "build_train_step the same policy"
+        )

@@ -1,0 +1,38 @@
+"""Pytrees addressed by path: the names that rules, masks, tables and error messages use.
+
+A path is the keys from the root joined by ``/``: ``{"blocks": {"attn": {"q": w}}}`` has the one
+path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices of sequences are keys
+too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+SEPARATOR = "/"
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Writes a JAX key path as words joined by ``/``."""
+    return jax.tree_util.keystr(path, simple=True, separator=SEPARATOR)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of ``tree`` by path name, in flattening order.
+
+    >>> named_leaves({"a": {"b": 1}, "c": [2, 3]})
+    {'a/b': 1, 'c/0': 2, 'c/1': 3}
+    """
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Maps ``function(name, leaf, *rest_leaves)`` over ``tree``; ``rest`` share its structure.
+
+    >>> map_named(lambda name, leaf: name.endswith("bias"), {"w": 1, "bias": 2})
+    {'bias': True, 'w': False}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
+    )

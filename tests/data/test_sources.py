@@ -1,0 +1,294 @@
+"""Sources: what is read, in which order, how it is split, and what is said of bad files."""
+
+import hashlib
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def everything(split):
+    return sorted([*split.train, *split.held_out])
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    return [list(part) for part in python_stdlib()]
+
+
+def test_stdlib_is_every_source_file_once(stdlib):
+    root = Path(sysconfig.get_paths()["stdlib"])
+    expected = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
+    }
+    names = [document.name for part in stdlib for document in part]
+    assert len(names) == len(set(names))
+    assert set(names) == expected
+    assert {"abc.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
+
+
+def test_stdlib_order_and_bytes(stdlib):
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for part in stdlib:
+        assert [document.name for document in part] == sorted(document.name for document in part)
+        for document in part[::40]:
+            assert document.text == (root / document.name).read_bytes()
+    assert [list(part) for part in python_stdlib()] == stdlib
+
+
+def test_stdlib_split_is_the_hash_of_the_relative_path(stdlib):
+    train, held_out = stdlib
+    for held, part in ((False, train), (True, held_out)):
+        for document in part:
+            digest = hashlib.sha256(document.name.encode()).hexdigest()
+            assert (int(digest[:16], 16) / 2**64 < 0.05) == held
+    assert 0.03 < len(held_out) / (len(train) + len(held_out)) < 0.07
+
+
+def test_stdlib_without_tests_and_with_installed_packages(tmp_path, monkeypatch):
+    write(
+        tmp_path,
+        {
+            "a.py": b"a",
+            "b/c.py": b"\xff\xfe not UTF-8",
+            "b/data.txt": b"-",
+            "site-packages/x.py": b"-",
+            "b/dist-packages/x.py": b"-",
+            "__pycache__/a.py": b"-",
+        },
+    )
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert everything(python_stdlib()) == [("a.py", b"a"), ("b/c.py", b"\xff\xfe not UTF-8")]
+
+
+@given(st.text())
+def test_hash_fraction_is_in_range(name):
+    assert 0 <= hash_fraction(name) < 1
+    exact = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    assert abs(hash_fraction(name) - exact) < 1e-15
+
+
+def test_folder_reads_text_and_passes_over_the_rest(tmp_path):
+    write(
+        tmp_path,
+        {
+            "b.txt": b"B\r\n",
+            "a/x.MD": "é".encode(),
+            "c.png": b"C",
+            ".git/d.txt": b"-",
+            ".e.txt": b"-",
+        },
+    )
+    assert everything(text_folder(tmp_path)) == [("a/x.MD", "é".encode()), ("b.txt", b"B\r\n")]
+    chosen = everything(text_folder(tmp_path, suffixes=[".png", ".txt"]))
+    assert chosen == [("b.txt", b"B\r\n"), ("c.png", b"C")]
+
+
+def test_folder_split_is_by_path_and_stays_when_files_are_added(tmp_path):
+    write(tmp_path, {f"{n}.txt": b"%d" % n for n in range(100)})
+    first = text_folder(tmp_path, held_out=0.2)
+    held = {document.name for document in first.held_out}
+    assert held == {f"{n}.txt" for n in range(100) if hash_fraction(f"{n}.txt") < 0.2}
+    assert {document.name for document in first.train} == {f"{n}.txt" for n in range(100)} - held
+    write(tmp_path, {f"{n}.txt": b"%d" % n for n in range(100, 150)})
+    again = text_folder(tmp_path, held_out=0.2)
+    assert held <= {document.name for document in again.held_out}
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(2, 5), held_out=st.floats(0.01, 0.99), salt=st.integers(0, 10**6))
+def test_small_folders_have_both_sides(tmp_path_factory, count, held_out, salt):
+    folder = tmp_path_factory.mktemp("few")
+    write(folder, {f"{salt}-{n}.txt": b"text" for n in range(count)})
+    split = text_folder(folder, held_out=held_out)
+    assert list(split.train)
+    assert list(split.held_out)
+    assert len(everything(split)) == count
+
+
+def test_nothing_held_out_on_request(tmp_path):
+    write(tmp_path, {"a.txt": b"a\n", "b.txt": b"b\n"})
+    split = text_folder(tmp_path, held_out=0)
+    assert (len(list(split.train)), list(split.held_out)) == (2, [])
+    assert list(text_folder(tmp_path / "a.txt", held_out=0)) != []
+    assert list(text_folder(tmp_path / "a.txt", held_out=0).train) == [("a.txt", b"a\n")]
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(min_size=1, max_size=200), held_out=st.floats(0, 0.99))
+def test_single_text_is_cut_in_two_between_characters(tmp_path_factory, text, held_out):
+    path = tmp_path_factory.mktemp("one") / "input.txt"
+    path.write_bytes(text.encode())
+    train, held = (b"".join(d.text for d in part) for part in text_folder(path, held_out=held_out))
+    assert train + held == text.encode()
+    assert train.decode() + held.decode() == text
+    assert train
+    assert len(held) <= held_out * len(text.encode())
+
+
+def test_single_text_is_cut_at_a_line_end(tmp_path):
+    lines = b"".join(b"line %d\n" % n for n in range(1000))
+    write(tmp_path, {"input.txt": lines})
+    train, held = (b"".join(d.text for d in part) for part in text_folder(tmp_path))
+    assert train.endswith(b"\n")
+    assert held.startswith(b"line")
+    assert abs(len(held) - 0.05 * len(lines)) < 10
+
+
+def rows_of(texts, field="text"):
+    return b"".join(json.dumps({"id": 0, field: text}).encode() + b"\n" for text in texts)
+
+
+def test_jsonl_rows_split_by_path_and_row(tmp_path):
+    texts = [f"row {n} ümlaut" for n in range(300)]
+    write(tmp_path, {"data.jsonl": rows_of(texts, "body")})
+    split = text_folder(tmp_path, field="body")
+    expected = {f"data.jsonl:{n + 1}": text.encode() for n, text in enumerate(texts)}
+    assert dict(everything(split)) == expected
+    held = [document.name for document in split.held_out]
+    assert held == [name for name in expected if hash_fraction(name) < 0.05]
+    assert 3 < len(held) < 35
+
+
+def test_jsonl_blank_lines_and_two_files(tmp_path):
+    write(tmp_path, {"a.jsonl": rows_of(["x"]) + b"\n  \n" + rows_of(["y"]), "b.txt": b"z"})
+    assert everything(text_folder(tmp_path)) == [
+        ("a.jsonl:1", b"x"),
+        ("a.jsonl:4", b"y"),
+        ("b.txt", b"z"),
+    ]
+
+
+def write_parquet(path, columns, **options):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), "dictionary"])
+def test_parquet_rows(tmp_path, kind):
+    texts = [f"row {n} ß" for n in range(2500)]
+    column = pyarrow.array(texts)
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
+    write_parquet(tmp_path / "d.parquet", {"n": range(2500), "body": column}, row_group_size=700)
+    split = text_folder(tmp_path, field="body")
+    expected = {f"d.parquet:{n}": text.encode() for n, text in enumerate(texts)}
+    assert dict(everything(split)) == expected
+    assert [d.name for d in split.train] == [n for n in expected if hash_fraction(n) >= 0.05]
+
+
+def test_parquet_is_not_loaded_whole(tmp_path):
+    texts = [f"{n:05d}" * 2000 for n in range(2000)]
+    write_parquet(tmp_path / "d.parquet", {"text": texts}, row_group_size=100, use_dictionary=False)
+    before = pyarrow.total_allocated_bytes()
+    most = 0
+    for _ in text_folder(tmp_path).train:
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    # The column is 20 MB; a batch of 1024 rows is half of it.
+    assert 0 < most < 15e6
+
+
+def test_reading_is_lazy(tmp_path):
+    write(tmp_path, {"a.txt": b"a", "b.txt": b"b", "c.txt": b"\xff"})
+    documents = iter(text_folder(tmp_path, held_out=0).train)
+    assert [next(documents), next(documents)] == [("a.txt", b"a"), ("b.txt", b"b")]
+    with pytest.raises(ValueError, match="UTF-8"):
+        next(documents)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.txt": b"abc\xffd"}, r"a.txt' is not UTF-8: byte 0xff at offset 3 "),
+        ({"a.jsonl": rows_of(["x"]) + b'{"text": "\xff"}\n'}, r"0xff at offset 33 "),
+        ({"a.jsonl": rows_of(["x"]) + b'{"body": "x"}'}, r"a.jsonl' line 2 has no field 'text'"),
+        ({"a.jsonl": b"[1]"}, r"line 1 has no field 'text'; it has no fields"),
+        ({"a.jsonl": b"\n{x"}, r"a.jsonl' line 2 is not JSON"),
+        ({"a.jsonl": b'{"text": 3}'}, r"line 1 has a field 'text' of type int; it must be"),
+        ({"a.jsonl": b'{"text": "\\ud800"}'}, r"line 1 .* half of a surrogate pair"),
+        ({"a.parquet": b"not parquet at all"}, r"a.parquet' is cut short or damaged"),
+        ({"a.parquet": b""}, r"a.parquet' is cut short or damaged"),
+    ],
+)
+def test_bad_content_is_named(tmp_path, files, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        everything(text_folder(write(tmp_path, files)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
+def test_truncated_parquet_names_the_file(tmp_path, keep):
+    path = tmp_path / "d.parquet"
+    write_parquet(path, {"text": [str(n) * 50 for n in range(3000)]}, row_group_size=500)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ValueError, match=r"d.parquet' is cut short or damaged"):
+        everything(text_folder(tmp_path))
+
+
+def test_parquet_damaged_inside_names_the_file(tmp_path):
+    path = tmp_path / "d.parquet"
+    write_parquet(path, {"text": [str(n) * 50 for n in range(3000)]}, row_group_size=500)
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 3
+    data[middle : middle + 2000] = b"\xff" * 2000
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"d.parquet' is cut short or damaged"):
+        everything(text_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["x"]}, r"column 'text' is missing; .* \['body'\]"),
+        ({"text": [1], "body": ["x"]}, r"column 'text' is of type int64; .* \['body'\]"),
+        ({"text": ["x", None]}, r"d.parquet' row 1 has no 'text'"),
+    ],
+)
+def test_parquet_columns(tmp_path, columns, message):
+    columns = {name: pyarrow.array(values) for name, values in columns.items()}
+    write_parquet(tmp_path / "d.parquet", columns)
+    with pytest.raises(ValueError, match=message):
+        everything(text_folder(tmp_path))
+
+
+def test_missing_things(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere' does not exist"):
+        text_folder(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no file ending in \.txt"):
+        text_folder(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"a.png' holds no file ending in \.txt"):
+        text_folder(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="held_out is 1; give"):
+        text_folder(tmp_path, held_out=1)
+    with pytest.raises(ValueError, match=r"suffixes is '\.txt'; give several"):
+        text_folder(tmp_path, suffixes=".txt")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    write(tmp_path, {"a.parquet": b"", "b.txt": b"b"})
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+        text_folder(tmp_path)
+
+
+def test_documents_can_be_read_again():
+    documents = sources.Documents(lambda: iter([Document("a", b"x")]))
+    assert list(documents) == list(documents) == [("a", b"x")]

@@ -1,0 +1,204 @@
+"""Tokenizers: nothing is lost, and the count of bytes is exact."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.data import EOD, BPETokenizer, ByteTokenizer
+
+TEXT = [
+    b"def f(x):\n    return x + 1\n",
+    "the theme of the thesis, naïve café, 日本語".encode(),
+    b"for i in range(10):\n\tprint(i)\n",
+] * 5
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return BPETokenizer.train(TEXT, 300)
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def tokenizer(request, bpe):
+    return ByteTokenizer() if request.param == "bytes" else bpe
+
+
+def test_byte_ids():
+    assert ByteTokenizer().encode(b"a\x00\xff").tolist() == [97, 0, 255]
+    assert ByteTokenizer().encode("é").tolist() == [0xC3, 0xA9]
+    assert (ByteTokenizer().vocab_size, ByteTokenizer().eod) == (257, 256)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.one_of(st.binary(), st.text().map(str.encode)))
+def test_any_bytes_round_trip(tokenizer, data):
+    ids = tokenizer.encode(data)
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    assert tokenizer.decode_bytes(ids) == data
+    assert tokenizer.token_bytes(ids) == len(data)
+    assert tokenizer.token_bytes([*ids, tokenizer.eod]) == len(data)
+    assert tokenizer.decode([*ids, tokenizer.eod]) == data.decode("utf-8", "replace")
+    assert tokenizer.eod not in ids
+    assert all(0 <= each < tokenizer.vocab_size for each in ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text())
+def test_any_text_round_trips(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    np.testing.assert_array_equal(ids, tokenizer.encode(text.encode()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=st.lists(st.one_of(st.binary(max_size=20), st.text(max_size=20)), max_size=5))
+def test_batch_is_each(tokenizer, texts):
+    batch = tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in texts]
+
+
+def test_bpe_agrees_with_the_library(bpe, tmp_path):
+    """Our ids, and our text from ids, are those of Hugging Face for the same file."""
+    bpe.save(tmp_path / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in [*(each.decode() for each in TEXT[:3]), "unseen  words\n"]:
+        assert bpe.encode(text).tolist() == library.encode(text).ids
+        assert bpe.decode(library.encode(text).ids) == library.decode(library.encode(text).ids)
+
+
+def test_bpe_merges_what_is_frequent(bpe):
+    assert bpe.vocab_size == 300
+    assert bpe.eod == 0
+    assert len(bpe.encode(TEXT[0])) < 0.7 * len(TEXT[0])
+
+
+def test_bpe_training_repeats(bpe):
+    again = BPETokenizer.train(iter(TEXT), 300)
+    assert again.fingerprint == bpe.fingerprint
+    assert BPETokenizer.train(TEXT, 290).fingerprint != bpe.fingerprint
+
+
+def test_bpe_load_gives_the_same(bpe, tmp_path):
+    bpe.save(tmp_path / "tokenizer.json")
+    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    assert (loaded.vocab_size, loaded.eod) == (bpe.vocab_size, bpe.eod)
+    assert loaded.fingerprint == bpe.fingerprint
+    assert loaded.encode(TEXT[1]).tolist() == bpe.encode(TEXT[1]).tolist()
+
+
+def test_text_cannot_spell_the_end_of_a_document(bpe):
+    ids = bpe.encode(f"one{EOD}two")
+    assert bpe.eod not in ids
+    assert bpe.decode(ids) == f"one{EOD}two"
+
+
+def changed(bpe, tmp_path, **changes):
+    bpe.save(tmp_path / "tokenizer.json")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | changes))
+    return tmp_path / "tokenizer.json"
+
+
+def test_truncation_padding_and_added_starts_of_a_file_are_not_applied(bpe, tmp_path):
+    path = changed(
+        bpe,
+        tmp_path,
+        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 99},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": EOD,
+        },
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": EOD, "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
+            "special_tokens": {EOD: {"id": EOD, "ids": [0], "tokens": [EOD]}},
+        },
+    )
+    library = tokenizers.Tokenizer.from_file(str(path))
+    assert len(library.encode("the theme of the thesis").ids) == 99
+    loaded = BPETokenizer.load(path)
+    assert loaded.encode(TEXT[1]).tolist() == bpe.encode(TEXT[1]).tolist()
+
+
+def test_added_tokens_and_holes_count_their_bytes(bpe, tmp_path):
+    bpe.save(tmp_path / "tokenizer.json")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary[last] = 350  # No token has the ids 299 to 349.
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append({"id": 351, "content": "<é>", **added})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    (id,) = set(loaded.encode("a<é>b")) - set(loaded.encode("ab"))
+    assert id not in vocabulary.values()
+    assert loaded.decode(loaded.encode("a<é>b")) == "a<é>b"
+    assert loaded.token_bytes([id]) == 4
+    assert loaded.vocab_size > 350
+    assert loaded.token_bytes([350]) == len(last)
+
+
+def test_failing_documents_are_not_swallowed():
+    def documents():
+        yield b"text"
+        raise ValueError("the third file is bad")
+
+    with pytest.raises(ValueError, match="the third file is bad"):
+        BPETokenizer.train(documents(), 300)
+
+
+def test_bpe_load_refusals(bpe, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json' does not exist"):
+        BPETokenizer.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bad.json' is not a tokenizer.json \("):
+        BPETokenizer.load(tmp_path / "bad.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(tmp_path / "word.json"))
+    with pytest.raises(ValueError, match="holds a WordLevel tokenizer that is not byte-level"):
+        BPETokenizer.load(tmp_path / "word.json")
+    with pytest.raises(ValueError, match=r"no token '<end>'; pass eod=... one of \['<\|endoftext"):
+        BPETokenizer.load(changed(bpe, tmp_path), eod="<end>")
+    path = changed(bpe, tmp_path, normalizer={"type": "Lowercase"})
+    with pytest.raises(ValueError, match=r"of 1 Line' into .*of 1 line'.*no lowercasing"):
+        BPETokenizer.load(path)
+
+
+def test_bad_sizes_and_ids(tokenizer):
+    with pytest.raises(ValueError, match="vocab_size is 256"):
+        BPETokenizer.train(TEXT, 256)
+    size = tokenizer.vocab_size
+    for method in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.token_bytes):
+        with pytest.raises(
+            ValueError, match=f"token id {size} is outside the vocabulary of {size}"
+        ):
+            method([1, size])
+        with pytest.raises(ValueError, match="token id -1 is outside"):
+            method([-1, 1])
+        with pytest.raises(TypeError, match="dtype float64"):
+            method([0.5])
+    assert tokenizer.decode([]) == ""
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+        BPETokenizer.train(TEXT, 300)
+    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+        BPETokenizer.load("any.json")

@@ -1,0 +1,108 @@
+"""Norms, activations and rotary positions against their definitions in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.ops.activations import gelu, swiglu
+from jaxtrain.ops.norms import layer_norm, rms_norm
+from jaxtrain.ops.rotary import rotary_angles, rotate
+
+EPS = 1e-5
+
+
+def plain_layer_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + EPS) * scale + bias
+
+
+def plain_rms_norm(x, scale):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS) * scale
+
+
+def plain_gelu(x):
+    return x / 2 * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
+
+
+def plain_swiglu(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+WIDE, ROW = (3, 4, 6), (6,)
+CASES = {
+    "layer_norm": (functools.partial(layer_norm, eps=EPS), plain_layer_norm, (WIDE, ROW, ROW)),
+    "rms_norm": (functools.partial(rms_norm, eps=EPS), plain_rms_norm, (WIDE, ROW)),
+    "gelu": (gelu, plain_gelu, (WIDE,)),
+    "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients_are_those_of_the_definition(name):
+    function, plain, shapes = CASES[name]
+    rng = np.random.default_rng(0)
+    args = [3 * rng.standard_normal(shape) for shape in shapes]
+    weights = rng.standard_normal(WIDE)
+    with jax.enable_x64(True):
+        every = tuple(range(len(args)))
+        got, expected = (
+            jax.value_and_grad(lambda *a, f=f: (f(*a) * weights).sum(), every)(*args)
+            for f in (function, plain)
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), got, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_in_and_out_with_float32_between(name):
+    function, plain, shapes = CASES[name]
+    rng = np.random.default_rng(1)
+    args = [jnp.asarray(100 + rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    out = function(*args)
+    exact = plain(*(a.astype(jnp.float32) for a in args))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=1 / 128)
+    grads = jax.grad(lambda *a: function(*a).sum(), tuple(range(len(args))))(*args)
+    assert [g.dtype for g in grads] == [jnp.bfloat16] * len(args)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("layer_norm", 1), ("rms_norm", 1), ("gelu", 1)])
+def test_one_wide_array_is_kept_for_the_backward_pass(name, kept):
+    function, _, shapes = CASES[name]
+    args = [jnp.ones(shape) for shape in shapes]
+    leaves = jax.tree.leaves(jax.vjp(function, *args)[1])
+    assert sum(leaf.shape == WIDE for leaf in leaves) == kept
+
+
+def test_layer_norm_without_bias():
+    x = jnp.asarray(np.random.default_rng(2).standard_normal(WIDE), jnp.float32)
+    zero = jnp.zeros(ROW)
+    np.testing.assert_array_equal(
+        layer_norm(x, zero + 2, None, eps=EPS), layer_norm(x, zero + 2, zero, eps=EPS)
+    )
+
+
+def test_rotation_is_multiplication_by_a_unit_complex_number():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((2, 5, 3, 8))
+    positions = rng.integers(0, 1000, (2, 5))
+    turned = rotate(jnp.asarray(x, jnp.float32), rotary_angles(jnp.asarray(positions), 8))
+    frequencies = 10000.0 ** (-np.arange(4) / 4)
+    pairs = x[..., :4] + 1j * x[..., 4:]
+    pairs = pairs * np.exp(1j * positions[..., None] * frequencies)[:, :, None]
+    np.testing.assert_allclose(turned[..., :4], pairs.real, atol=2e-4)
+    np.testing.assert_allclose(turned[..., 4:], pairs.imag, atol=2e-4)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+
+    def product(t, s):
+        angles = [rotary_angles(jnp.array([[p]]), 8, theta=100.0) for p in (t, s)]
+        return (rotate(q, angles[0]) * rotate(k, angles[1])).sum()
+
+    np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
+    assert abs(product(7, 3) - product(8, 3)) > 1e-3

@@ -1,0 +1,176 @@
+"""Cross-entropy against its definition in NumPy float64, and what it compiles to."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.ops import losses
+from jaxtrain.ops.losses import cross_entropy, matmul_float32
+
+VOCAB, PADDED, D = 11, 16, 5
+
+
+def arrays(seed=0, B=2, T=6):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((B, T, D))
+    kernel = rng.standard_normal((D, PADDED))
+    targets = rng.integers(0, VOCAB, (B, T))
+    return x, kernel, targets, rng.integers(0, 3, (B, T)) * 0.5
+
+
+def definition(x, kernel, targets, mask):
+    """Value, gradients of x, kernel and mask, and the correct count, by the formula."""
+    logits = (x @ kernel)[..., :VOCAB]
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    one_hot = np.eye(VOCAB)[targets]
+    nll = -np.log((softmax * one_hot).sum(-1))
+    d_logits = (softmax - one_hot) * mask[..., None]
+    d_kernel = np.zeros_like(kernel)
+    d_kernel[:, :VOCAB] = np.einsum("btd,btv->dv", x, d_logits)
+    correct = ((logits.argmax(-1) == targets) * mask).sum()
+    return (nll * mask).sum(), (d_logits @ kernel[:, :VOCAB].T, d_kernel, nll), correct
+
+
+def total(x, kernel, targets, mask, **options):
+    return cross_entropy(x, kernel, targets, mask, vocab_size=VOCAB, **options)
+
+
+def float32(*xs):
+    return tuple(jnp.asarray(x, jnp.int32 if x.dtype == int else jnp.float32) for x in xs)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99), chunk=st.sampled_from([None, 1, 2, 6]), scale=st.floats(0.1, 9.0))
+def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale):
+    batch = arrays(seed)
+    value, grads, correct = definition(*batch)
+    forward = functools.partial(total, chunk=chunk)
+    np.testing.assert_allclose(jax.jit(forward)(*float32(*batch)), (value, correct), rtol=1e-5)
+
+    def scaled(*args):  # a cotangent other than 1
+        loss, hits = forward(*args)
+        return scale * loss, hits
+
+    gradient = jax.jit(jax.value_and_grad(scaled, (0, 1, 3), has_aux=True))
+    (got, hits), got_grads = gradient(*float32(*batch))
+    np.testing.assert_allclose(got, scale * value, rtol=1e-5)
+    np.testing.assert_allclose(hits, correct)
+    for a, b in zip(got_grads, grads, strict=True):
+        np.testing.assert_allclose(a, scale * b, rtol=1e-4, atol=scale * 1e-5)
+
+
+def test_padding_gets_no_gradient_whatever_its_logits():
+    x, kernel, targets, mask = arrays()
+    kernel[:, VOCAB:] = 1e4
+    grad = jax.grad(lambda kernel: total(x, kernel, targets, mask)[0])(jnp.asarray(kernel))
+    assert not grad[:, VOCAB:].any()
+    assert jnp.isfinite(grad).all()
+
+
+def test_a_chunk_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="chunk=4 does not divide the 6 positions"):
+        total(*arrays(), chunk=4)
+
+
+def test_tiles_bound_the_logits_per_device(monkeypatch):
+    monkeypatch.setattr(losses, "TILE", 2 * 2 * PADDED)
+    assert losses._tiles(2, 6, PADDED) == 3
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert losses._tiles(4, 6, PADDED) == 3
+    batch = float32(*arrays(B=8))
+    sizes = [
+        v.aval.size
+        for grad in [jax.make_jaxpr(jax.grad(lambda x: total(x, *batch[1:])[0]))(batch[0])]
+        for eqn in losses_equations(grad.jaxpr)
+        for v in eqn.outvars
+    ]
+    assert max(sizes) < 8 * 6 * PADDED
+
+
+def losses_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from losses_equations(inner)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_sharded_batch_gives_the_same_and_moves_gradients_once(chunk):
+    batch = float32(*arrays(B=4, T=8))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "tensor"))
+    gradient = jax.value_and_grad(lambda x, k, t, m: total(x, k, t, m, chunk=chunk)[0], (0, 1))
+    expected = gradient(*batch)
+    with jax.set_mesh(mesh):
+        placed = jax.jit(gradient, in_shardings=(rows, columns, rows, rows))
+        got = placed(*batch)
+        text = placed.lower(*batch).compile().as_text()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, expected)
+    # No activation is gathered: every device keeps its own rows. The kernel's gradient (each device
+    # has half the columns) is reduced after the tiles, not in each.
+    assert "all-gather" not in text
+    computations = text.split("\n\n")
+    entry = next(part for part in computations if part.startswith("ENTRY"))
+    of_kernel = re.compile(rf"f32\[(1,)?{D},{PADDED // 2}\]\S*.* all-reduce\(")
+    assert len(of_kernel.findall(text)) == len(of_kernel.findall(entry)) == 1
+
+
+def test_it_maps_over_kernels():
+    x, kernel, targets, mask = float32(*arrays())
+    kernels = jnp.stack([kernel, -kernel])
+
+    def gradient(kernel):
+        return jax.grad(lambda k: total(x, k, targets, mask, chunk=2)[0])(kernel)
+
+    several = jax.vmap(gradient)(kernels)
+    np.testing.assert_allclose(several[1], gradient(-kernel), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_gradients_are_rounded_not_lost(dtype):
+    x, kernel, targets, mask = float32(*arrays(B=8, T=8))
+    x, kernel = (0.1 * a.astype(dtype) for a in (x, kernel))
+
+    def mean(x, kernel):
+        return total(x, kernel, targets, mask)[0] / mask.sum()
+
+    got = jax.grad(mean, (0, 1))(x, kernel)
+    _, expected, _ = definition(
+        *(np.asarray(a, np.float64) for a in (x, kernel)), np.asarray(targets), np.asarray(mask)
+    )
+    for a, b in zip(got, expected, strict=False):
+        assert a.dtype == dtype
+        b = b / float(mask.sum())
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=0.02 * np.abs(b).max())
+
+
+def test_float16_keeps_the_softmax_of_a_large_vocabulary():
+    # 1 / 65,536 of probability each: below float16's normal range before it meets the hidden state.
+    x, kernel = jnp.ones((1, 1, 1), jnp.float16), jnp.zeros((1, 65536), jnp.float16)
+    loss = lambda kernel: 2.0**15 * cross_entropy(  # noqa: E731
+        x, kernel, jnp.zeros((1, 1), int), jnp.ones((1, 1)), vocab_size=65536
+    )[0]
+    np.testing.assert_allclose(jax.grad(loss)(kernel)[0, 1:], 0.5, rtol=1e-3)
+
+
+def test_matmul_float32_accumulates_forward_and_rounds_backward():
+    x, kernel = jnp.ones((3, 300), jnp.bfloat16), jnp.ones((300, 2), jnp.bfloat16)
+    out, pullback = jax.vjp(matmul_float32, x, kernel)
+    assert out.dtype == jnp.float32
+    assert out[0, 0] == 300 + 0  # 300 is no bfloat16 sum: 256 + 1 rounds to 256
+    d_x, d_kernel = pullback(jnp.ones_like(out))
+    assert (d_x.dtype, d_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert d_kernel[0, 0] == 3
+    text = str(jax.make_jaxpr(pullback)(out))
+    assert "preferred_element_type=float32" not in text

@@ -1,0 +1,62 @@
+"""A small regression with ragged masks, shared by the tests of the core."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.gradients import WeightedLoss
+
+ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
+
+
+def init(rng: jax.Array) -> dict:
+    one, two = jax.random.split(rng)
+    return {
+        "up": {"kernel": 0.3 * jax.random.normal(one, (INPUTS, HIDDEN)), "bias": jnp.zeros(HIDDEN)},
+        "down": {"kernel": 0.3 * jax.random.normal(two, (HIDDEN, OUTPUTS))},
+    }
+
+
+def loss_fn(params: dict, batch: dict, rng: jax.Array | None) -> WeightedLoss:
+    del rng
+    x_ND = batch["x"].astype(params["up"]["kernel"].dtype)
+    hidden_NH = jnp.tanh(x_ND @ params["up"]["kernel"] + params["up"]["bias"])
+    y_NO = (hidden_NH @ params["down"]["kernel"]).astype(jnp.float32)
+    error_N = jnp.square(y_NO - batch["y"]).mean(-1)
+    mask_N = batch["mask"]
+    return WeightedLoss(
+        total=(error_N * mask_N).sum(),
+        weight=mask_N.sum(),
+        metrics={
+            "largest": (jnp.abs(y_NO).max(-1) * mask_N).sum(),
+            "half": (mask_N.sum() / 2, 1.0),
+        },
+    )
+
+
+def make_batch(seed: int = 0, rows: int = ROWS, keep: float = 0.7) -> dict[str, np.ndarray]:
+    r = np.random.default_rng(seed)
+    mask = (r.random(rows) < keep).astype(np.float32)
+    mask[0] = 1.0
+    return {
+        "x": r.normal(size=(rows, INPUTS)).astype(np.float32),
+        "y": r.normal(size=(rows, OUTPUTS)).astype(np.float32),
+        "mask": mask,
+    }
+
+
+def reference(params: dict, batch: dict) -> tuple[float, dict, float]:
+    """Mean loss, its gradients and the weight, in NumPy float64, by hand."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    b = {k: np.asarray(v, np.float64) for k, v in batch.items()}
+    weight = b["mask"].sum()
+    hidden = np.tanh(b["x"] @ p["up"]["kernel"] + p["up"]["bias"])
+    difference = hidden @ p["down"]["kernel"] - b["y"]
+    loss = (np.square(difference).mean(-1) * b["mask"]).sum() / weight
+    d_y = 2 * difference / OUTPUTS * b["mask"][:, None] / weight
+    d_hidden = d_y @ p["down"]["kernel"].T * (1 - hidden**2)
+    grads = {
+        "up": {"kernel": b["x"].T @ d_hidden, "bias": d_hidden.sum(0)},
+        "down": {"kernel": hidden.T @ d_y},
+    }
+    return loss, grads, weight

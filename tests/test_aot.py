@@ -1,0 +1,60 @@
+"""The train step through the real TPU and GPU compilers, on a machine that has neither chip."""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+import jaxtrain as jt
+from jaxtrain.models import gpt
+
+H100 = pathlib.Path(__file__).parent / "gpu_targets" / "h100.txtpb"
+GPT2 = gpt.GPTConfig(vocab_size=257, seq_len=128, layers=2, width=256, heads=4)
+LLAMA = dataclasses.replace(
+    GPT2, kv_heads=2, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
+)
+
+
+def tpu():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
+    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+
+
+def gpu():
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("needs the GPU compiler: pip install 'jaxtrain[aot]'")
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=H100.read_text(), topology="1x1x8"
+    ).devices
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(target, config):
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
+    optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    policy = jt.Policy.bf16()
+    state = jt.abstract_state(
+        lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES, policy=policy
+    )
+    tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    step = jt.build_train_step(
+        gpt.loss_fn(config),
+        optimizer,
+        policy=policy,
+        accumulate=2,
+        gradient_shardings=jt.gradient_shardings(state),
+    )
+    train = jt.compile_step(step, state, batch, mesh=mesh)
+    assert all(check.holds for check in train.checks), train.report()
+    # Moments and master parameters are float32; nothing that is multiplied is.
+    products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
+    assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
+    assert jt.float32_products(step, state, batch) == []

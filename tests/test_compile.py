@@ -1,0 +1,127 @@
+"""What a compiled step promises, and what it says when the promise cannot be kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.compile import _check_compiled
+from jaxtrain.state import local_bytes
+from tests import problems
+
+OPTIMIZER = optax.adam(1e-2)
+STEP = jt.build_train_step(problems.loss_fn, OPTIMIZER)
+
+
+def make(**axes):
+    mesh = jt.make_mesh(**axes) if axes else None
+    return jt.init_state(problems.init, OPTIMIZER, jax.random.key(0), mesh=mesh), mesh
+
+
+def test_the_state_is_donated_in_full_and_comes_back_as_it_was_sharded():
+    state, mesh = make(data=2, fsdp=4)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    assert all(check.holds for check in train.checks), train.report()
+    assert f"of {local_bytes(state):,} bytes" in train.report()
+    old = state
+    for seed in range(2):
+        state, _ = train(state, problems.make_batch(seed))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+
+
+def test_a_program_that_keeps_its_old_state_is_reported():
+    state, mesh = make(data=8)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    batch = jax.device_put(
+        problems.make_batch(), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    )
+    not_donating = jax.jit(STEP).lower(state, batch).compile()
+    donated, *_ = _check_compiled(not_donating, state, shardings)
+    assert donated.promise == "state donated in full"
+    assert not donated.holds
+
+
+def test_numpy_batches_are_split_over_the_batch_axes():
+    state, mesh = make(data=2, fsdp=2, tensor=2)
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    placed = train.place(problems.make_batch())
+    assert {s.data.shape for s in placed["x"].addressable_shards} == {
+        (problems.ROWS // 4, problems.INPUTS)
+    }
+    again = train.place(placed)
+    assert again["x"] is placed["x"] or again["x"].sharding == placed["x"].sharding
+
+
+def test_compiling_needs_no_arrays():
+    mesh = jt.make_mesh(fsdp=8)
+    shapes = jt.abstract_state(problems.init, OPTIMIZER, mesh=mesh)
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, problems.make_batch()))
+    train = jt.compile_step(STEP, shapes, batch, mesh=mesh)
+    state = jt.init_state(problems.init, OPTIMIZER, jax.random.key(0), mesh=mesh)
+    assert jax.tree.map(lambda s: s.sharding, shapes) == jax.tree.map(lambda x: x.sharding, state)
+    assert int(train(state, problems.make_batch())[0].step) == 1
+    assert train.memory_bytes >= local_bytes(shapes)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 8}])
+def test_other_shapes_are_refused_and_never_recompiled(axes):
+    state, mesh = make(**axes)
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    batch = problems.make_batch(rows=problems.ROWS // 2)
+    with pytest.raises(ValueError, match=r"batch leaf 'mask' is float32\[8\] and the step was"):
+        train(state, batch)
+    with pytest.raises(ValueError, match=r"the batch has leaves \['x'\] and the step was"):
+        train(state, {"x": batch["x"]})
+    state, _ = train(state, problems.make_batch())
+    assert int(state.step) == 1
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    state, mesh = make(data=8)
+    with pytest.raises(
+        ValueError, match=r"'mask' has shape \(12,\).*not divisible.*data of size 8"
+    ):
+        jt.compile_step(STEP, state, problems.make_batch(rows=12), mesh=mesh)
+
+
+def test_a_state_off_the_mesh_is_refused():
+    mesh = jt.make_mesh(data=8)
+    state, _ = make()
+    with pytest.raises(ValueError, match=r"state leaf 'step' .* not on the mesh: create the state"):
+        jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+
+
+def test_a_large_leaf_copied_to_every_device_is_refused():
+    mesh = jt.make_mesh(fsdp=8)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = jax.device_put({"w": np.zeros((1024, 1024), np.float32)}, whole)
+    with pytest.raises(ValueError, match=r"'w' of shape \(1024, 1024\) is copied whole"):
+        jt.compile_step(lambda s, b: (s, {}), state, problems.make_batch(), mesh=mesh)
+
+
+def test_a_step_that_changes_a_dtype_is_refused_by_name():
+    def widening(state, batch):
+        return {"w": state["w"].astype(jnp.float32)}, {}
+
+    with pytest.raises(ValueError, match=r"'w' as bfloat16\[2\] and returns float32\[2\]"):
+        jt.compile_step(widening, {"w": jnp.zeros(2, jnp.bfloat16)}, problems.make_batch())
+
+
+def test_a_step_that_returns_no_pair_is_told_about_donate():
+    with pytest.raises(ValueError, match="pass donate=False"):
+        jt.compile_step(lambda s, b: s, {"w": jnp.zeros(2)}, problems.make_batch())
+
+
+def test_evaluation_reads_the_state_and_leaves_it():
+    state, mesh = make(data=2, fsdp=4)
+    evaluate = jt.compile_step(
+        jt.build_eval_step(problems.loss_fn), state, problems.make_batch(), mesh=mesh, donate=False
+    )
+    loss = evaluate(state, problems.make_batch())
+    expected = problems.reference(jax.device_get(state.params), problems.make_batch())[0]
+    assert float(loss.means()["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -1,0 +1,162 @@
+"""The mesh never changes the mathematics: every layout against one device, in float32.
+
+Each case trains a small GPT for five steps with ragged masks and packed documents, and compares the
+loss, every gradient, every parameter and all optimizer state with the run on one device. Five steps
+are scanned in one call, so that a case compiles once.
+
+The error of a leaf is ``|a - b| / |b|`` in the 2-norm. A leaf that is zero but for rounding (the
+gradient of a key bias: softmax does not see it) has no norm to speak of, so ``|b|`` counts as at
+least a hundredth of what the leaf would have if it shared its tree's root mean square.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.models import gpt
+from jaxtrain.tree import named_leaves
+
+TOLERANCE = 1e-5
+STEPS, BATCH = 5, 32
+
+GPT2 = gpt.GPTConfig(vocab_size=61, seq_len=16, layers=2, width=32, heads=4)
+LLAMA = dataclasses.replace(
+    GPT2, kv_heads=4, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
+)
+FORMS = {"gpt2": GPT2, "llama": LLAMA}
+
+# name: mesh axes, zero
+LAYOUTS = {
+    "data 8": ({"data": 8}, 0),
+    "fsdp 8": ({"fsdp": 8}, 0),
+    "data 2 x tensor 4": ({"data": 2, "tensor": 4}, 0),
+    "data 2 x fsdp 2 x tensor 2": ({"data": 2, "fsdp": 2, "tensor": 2}, 0),
+    "data 8, zero 1": ({"data": 8}, 1),
+    "data 8, zero 2": ({"data": 8}, 2),
+    "data 8, zero 3": ({"data": 8}, 3),
+}
+ACCUMULATE = (1, 4)
+REMAT = ("none", "full")
+OPTIMIZERS = ("adamw", "lamb")
+
+
+def record_gradients() -> optax.GradientTransformation:
+    """Keeps the latest gradient in the optimizer's state, where it can be compared."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, grads),
+    )
+
+
+def optimizer_named(name: str) -> optax.GradientTransformation:
+    # Adam divides by the gradient's own size: where that is rounding noise, so is the update. An
+    # epsilon above the noise keeps it out of the comparison.
+    chain = jt.make_optimizer(
+        name,
+        learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
+        weight_decay=0.1,
+        clip_norm=0.5,
+        eps=1e-4,
+        stacked=gpt.STACKED,
+    )
+    return optax.chain(record_gradients(), chain)
+
+
+@functools.cache
+def batches():
+    r = np.random.default_rng(0)
+    shape = (STEPS, BATCH, GPT2.seq_len)
+    boundary = r.random(shape) < 0.15
+    boundary[..., 0] = True
+    segments = np.cumsum(boundary, -1)
+    starts = np.maximum.accumulate(np.where(boundary, np.arange(shape[-1]), 0), -1)
+    keep = r.random((STEPS, BATCH, 1)) ** 2
+    return {
+        "tokens": r.integers(0, GPT2.vocab_size, shape).astype(np.int32),
+        "targets": r.integers(0, GPT2.vocab_size, shape).astype(np.int32),
+        "mask": (r.random(shape) < keep).astype(np.float32),
+        "segments": segments.astype(np.int32),
+        "positions": (np.arange(shape[-1]) - starts).astype(np.int32),
+    }
+
+
+def train(form, optimizer, accumulate, remat, mesh=None, zero=0):
+    """Five steps in one compiled call; returns host arrays."""
+    config = dataclasses.replace(FORMS[form], remat=remat)
+    chain = optimizer_named(optimizer)
+
+    def init(rng):
+        # Biases that start at zero would leave nothing to be relative to.
+        params = gpt.init(config, rng)
+        return jt.tree.map_named(
+            lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
+        )
+
+    state = jt.init_state(init, chain, jax.random.key(0), mesh=mesh, rules=gpt.RULES, zero=zero)
+    shardings = None if mesh is None else jt.gradient_shardings(state, zero=zero)
+    step = jt.build_train_step(
+        gpt.loss_fn(config), chain, accumulate=accumulate, gradient_shardings=shardings
+    )
+
+    def five(state, batches):
+        # compile_step splits the leading axis of a batch; steps come second.
+        return jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batches))
+
+    rows_first = {name: np.swapaxes(x, 0, 1) for name, x in batches().items()}
+    compiled = jt.compile_step(five, state, rows_first, mesh=mesh)
+    state, metrics = compiled(state, rows_first)
+    return jax.device_get(
+        {
+            "loss": metrics["loss"],
+            "grad_norm": metrics["grad_norm"],
+            "gradients": state.opt_state[0],
+            "parameters": state.params,
+            "optimizer state": state.opt_state[1],
+        }
+    )
+
+
+reference = functools.cache(functools.partial(train, mesh=None))
+
+
+def worst(found, expected) -> tuple[float, str]:
+    """The largest relative error over the leaves of a tree, and the leaf that has it."""
+    found, expected = named_leaves(found), named_leaves(expected)
+    total = math.sqrt(sum(float(np.square(np.float64(x)).sum()) for x in expected.values()))
+    count = sum(x.size for x in expected.values())
+    errors = []
+    for name, b in expected.items():
+        floor = 0.01 * total * math.sqrt(b.size / count)
+        norm = max(float(np.linalg.norm(np.float64(b))), floor)
+        distance = float(np.linalg.norm(np.float64(found[name]) - np.float64(b)))
+        errors.append((distance / norm if norm else distance, name))
+    return max(errors)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("accumulate", ACCUMULATE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_layout_agrees_with_one_device(form, layout, accumulate, remat, optimizer):
+    axes, zero = LAYOUTS[layout]
+    expected = reference(form, optimizer, accumulate, remat)
+    found = train(form, optimizer, accumulate, remat, jt.make_mesh(**axes), zero)
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+
+
+def test_the_comparison_sees_a_gradient_that_is_off_by_a_little():
+    expected = reference("gpt2", "adamw", 1, "none")
+    scaled = jax.tree.map(np.copy, expected["gradients"])
+    scaled["blocks"]["mlp"]["up"]["bias"] *= 1 + 1e-4
+    error, name = worst(scaled, expected["gradients"])
+    assert error > TOLERANCE
+    assert name == "blocks/mlp/up/bias"

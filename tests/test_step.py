@@ -1,0 +1,185 @@
+"""The train step is a pure function: it can be vmapped, scanned, differentiated and jitted."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from tests import problems
+
+
+def make(accumulate=1, optimizer=None, **options):
+    optimizer = optimizer or jt.make_optimizer("adamw", learning_rate=1e-2, clip_norm=1.0)
+    state = jt.init_state(problems.init, optimizer, jax.random.key(0), policy=options.get("policy"))
+    return state, jt.build_train_step(problems.loss_fn, optimizer, accumulate=accumulate, **options)
+
+
+def stacked_batches(count: int):
+    batches = [problems.make_batch(seed) for seed in range(count)]
+    return jax.tree.map(lambda *x: np.stack(x), *batches)
+
+
+def test_one_step_of_sgd_is_the_definition():
+    state, step = make(optimizer=optax.sgd(0.5), norms=True)
+    batch = problems.make_batch()
+    loss, grads, weight = problems.reference(state.params, batch)
+    after, metrics = jax.jit(step)(state, batch)
+    expected = jax.tree.map(lambda p, g: np.asarray(p) - 0.5 * g, state.params, grads)
+    chex.assert_trees_all_close(after.params, expected, rtol=1e-5, atol=1e-6)
+    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
+    assert float(metrics["weight"]) == weight
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert float(metrics["update_norm"]) == pytest.approx(0.5 * norm, rel=1e-5)
+    after_norm = np.sqrt(sum(np.square(p).sum() for p in jax.tree.leaves(after.params)))
+    assert float(metrics["param_norm"]) == pytest.approx(after_norm, rel=1e-5)
+    assert int(after.step) == 1
+
+
+def test_learning_rate_in_force_is_reported():
+    schedule = jt.schedules.warmup_cosine(1e-2, warmup_steps=4, total_steps=20)
+    state, step = make(optimizer=jt.make_optimizer("adam", learning_rate=schedule))
+    step = jax.jit(step)
+    for count in range(6):
+        state, metrics = step(state, problems.make_batch(count))
+        assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(count)), rel=1e-6)
+
+
+def test_vmap_over_a_population_of_seeds_and_learning_rates():
+    seeds, rates = jnp.arange(3), jnp.array([1e-3, 1e-2, 1e-1])
+    batches = stacked_batches(4)
+
+    def train(seed, learning_rate):
+        optimizer = jt.make_optimizer("adamw", learning_rate=learning_rate, weight_decay=0.1)
+        state = jt.init_state(problems.init, optimizer, jax.random.key(seed))
+        step = jt.build_train_step(problems.loss_fn, optimizer, accumulate=2)
+        return jax.lax.scan(step, state, batches)
+
+    population = jax.jit(jax.vmap(train))(seeds, rates)
+    for i, (seed, rate) in enumerate(zip(seeds, rates, strict=True)):
+        alone = jax.jit(train)(seed, rate)
+        member = jax.tree.map(lambda x, i=i: x[i], population)
+        chex.assert_trees_all_close(
+            (member[0].params, member[0].opt_state, member[1]),
+            (alone[0].params, alone[0].opt_state, alone[1]),
+            rtol=2e-5,
+            atol=1e-6,
+        )
+
+
+def test_scanning_ten_steps_in_one_call_equals_ten_calls():
+    state, step = make(accumulate=2)
+    batches = stacked_batches(10)
+    scanned, history = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, batches)
+    jitted = jax.jit(step)
+    for i in range(10):
+        state, metrics = jitted(state, jax.tree.map(lambda x, i=i: x[i], batches))
+        assert float(history["loss"][i]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    chex.assert_trees_all_close(scanned.params, state.params, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(scanned.opt_state, state.opt_state, rtol=1e-5, atol=1e-7)
+    assert int(scanned.step) == 10
+
+
+def test_differentiating_through_three_steps_agrees_with_finite_differences():
+    batches = stacked_batches(3)
+    held_out = problems.make_batch(99)
+
+    def final_loss(log_rate):
+        optimizer = jt.make_optimizer("momentum", learning_rate=jnp.exp(log_rate))
+        state = jt.init_state(problems.init, optimizer, jax.random.key(0))
+        step = jt.build_train_step(problems.loss_fn, optimizer, accumulate=2)
+        state, _ = jax.lax.scan(step, state, batches)
+        loss = problems.loss_fn(state.params, held_out, None)
+        return loss.total / loss.weight
+
+    at, h = jnp.log(0.3), 0.02
+    slope = jax.jit(jax.grad(final_loss))(at)
+    final_loss = jax.jit(final_loss)
+    finite = (final_loss(at + h) - final_loss(at - h)) / (2 * h)
+    assert abs(float(finite)) > 1e-2
+    assert float(slope) == pytest.approx(float(finite), rel=1e-2)
+
+
+def test_the_step_has_no_side_effects():
+    state, step = make(accumulate=2)
+    batch = problems.make_batch()
+    before = jax.tree.map(np.array, (state.params, state.opt_state, batch))
+    first = jax.jit(step)(state, batch)
+    second = jax.jit(step)(state, batch)
+    chex.assert_trees_all_equal((state.params, state.opt_state, batch), before)
+    chex.assert_trees_all_equal(first[0].params, second[0].params)
+
+
+def test_a_scalar_loss_weighs_one():
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(lambda rng: {"w": jnp.ones(3)}, optimizer, jax.random.key(0))
+
+    def loss(params, batch, rng):
+        return jnp.mean(params["w"] * batch)
+
+    step = jt.build_train_step(loss, optimizer, accumulate=2)
+    state, metrics = step(state, jnp.arange(4.0)[:, None] * jnp.ones(3))
+    assert float(metrics["loss"]) == pytest.approx(1.5)
+    assert float(metrics["weight"]) == 2.0
+    np.testing.assert_allclose(state.params["w"], 1 - 0.1 * 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_with_nothing_finite_changes_no_parameter_and_no_optimizer_state(accumulate):
+    state, step = make(accumulate)
+    batch = problems.make_batch()
+    batch["y"][:] = np.nan
+    after, metrics = jax.jit(step)(state, batch)
+    chex.assert_trees_all_equal(after.params, state.params)
+    chex.assert_trees_all_equal(after.opt_state, state.opt_state)
+    assert int(metrics["skipped"]) == accumulate == int(after.skipped)
+    assert int(after.step) == 1
+    recovered, metrics = jax.jit(step)(after, problems.make_batch(1))
+    assert int(metrics["skipped"]) == 0
+    assert int(recovered.skipped) == accumulate
+    chex.assert_tree_all_finite(recovered.params)
+
+
+def test_multisteps_in_the_chain_equals_the_scan_in_the_step_with_ragged_masks():
+    batches = [
+        problems.make_batch(seed, keep=keep) for seed, keep in enumerate([0.1, 0.9, 0.5, 1.0])
+    ]
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    options = {"learning_rate": 1e-2, "weight_decay": 0.1, "clip_norm": 0.05}
+    state, big_step = make(optimizer=jt.make_optimizer("adamw", **options))
+    big, metrics = jax.jit(big_step)(state, whole)
+    state, small_step = make(optimizer=jt.make_optimizer("adamw", **options, accumulate=4))
+    small_step = jax.jit(small_step)
+    for batch in batches:
+        first = state.params
+        state, small_metrics = small_step(state, batch)
+        if batch is not batches[-1]:
+            chex.assert_trees_all_equal(state.params, first)
+    chex.assert_trees_all_close(state.params, big.params, rtol=1e-5, atol=1e-7)
+    assert float(small_metrics["learning_rate"]) == float(metrics["learning_rate"])
+
+
+def test_eval_sums_add_up_to_the_mean_over_everything():
+    state, _ = make()
+    evaluate = jax.jit(jt.build_eval_step(problems.loss_fn))
+    parts = [problems.make_batch(s, keep=k) for s, k in ((0, 0.1), (1, 1.0))]
+    total = evaluate(state, parts[0]) + evaluate(state, parts[1])
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    assert float(total.means()["loss"]) == pytest.approx(
+        problems.reference(state.params, whole)[0], rel=1e-6
+    )
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    state, _ = make()
+    step = jt.build_train_step(lambda params, batch, rng: batch["mask"], optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"the loss has shape \(16,\).*must be scalars"):
+        step(state, problems.make_batch())
+
+
+def test_accumulate_below_one_is_refused():
+    with pytest.raises(ValueError, match="accumulate is 0: use 1 or more"):
+        jt.build_train_step(problems.loss_fn, optax.sgd(0.1), accumulate=0)
