@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -94,6 +94,7 @@ def compile_step(
     *,
     mesh: Mesh | None = None,
     donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """Compiles ``step(state, batch)`` for the shardings that ``state`` has.
 
@@ -107,6 +108,7 @@ def compile_step(
       batch: an example, or its shapes; host arrays are welcome.
       mesh: the mesh that ``state`` lies on; None for one device.
       donate: False for a step that only reads the state and returns no new one (evaluation).
+      compiler_options: XLA options for this program alone, by their flag's name.
 
     Returns:
       A function like ``step`` that cannot recompile: other shapes are errors.
@@ -135,7 +137,7 @@ def compile_step(
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         if donate:
             _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
-        compiled = jitted.lower(state_shapes, batch_shapes).compile()
+        compiled = jitted.lower(state_shapes, batch_shapes).compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)

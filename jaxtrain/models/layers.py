@@ -63,8 +63,11 @@ class Embed(nnx.Module):
         self.learned = config.positions == "learned"
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x_BTD = _lookup(self.tokens[...], tokens_BT)
-        return x_BTD + _lookup(self.positions[...], positions_BT) if self.learned else x_BTD
+        # A table split along its width is gathered first: rows are split over the same devices.
+        x_BTD = _lookup(constrain(self.tokens[...], "vocab", None), tokens_BT)
+        if not self.learned:
+            return x_BTD
+        return x_BTD + _lookup(constrain(self.positions[...], None, None), positions_BT)
 
 
 class Attention(nnx.Module):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.optim.numerics import cast_like
+from jaxtrain.optim.numerics import cast_like, check_integer
 
 
 def accumulate(
@@ -36,6 +36,9 @@ def accumulate(
     Returns:
       The accumulating transformation.
 
+    Raises:
+      ValueError: if ``every`` is not an integer of at least 1.
+
     >>> tx = accumulate(optax.sgd(1.0), every=2)
     >>> state = tx.init(jnp.zeros(1))
     >>> for gradient, tokens in ((1.0, 3), (5.0, 1)):
@@ -43,6 +46,7 @@ def accumulate(
     >>> updates.tolist()
     [-2.0]
     """
+    every = check_integer("every", every, low=1)
     steps = optax.MultiSteps(
         _mean_of_sums(optax.with_extra_args_support(tx)),
         every,

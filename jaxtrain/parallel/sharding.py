@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES
@@ -171,11 +171,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation's sharding, one logical axis name (or None) per dimension.
+    """Pins an activation's sharding, one logical axis name per dimension; None is not split.
 
-    Reads the ambient mesh (``jax.set_mesh``, which the compiled step enters while it is traced) and
-    leaves ``x`` alone where there is none, inside ``vmap``-ed or manual code on other axes too. A
-    dimension that its mesh axes do not divide is left to the compiler.
+    Reads the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters while it traces) and
+    leaves ``x`` alone where there is none. A dimension that its mesh axes do not divide is left to
+    the compiler, and so are axes that surrounding ``shard_map`` code has taken over.
 
     >>> constrain(jax.numpy.ones((4, 2)), "batch", None).shape
     (4, 2)
@@ -185,19 +185,15 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain: {len(axes)} axis names {axes} for an array of rank {x.ndim}")
-    rules = Rules()
-    free = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = {axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1}
+    if not free:
+        return x
     entries = []
     for size, logical in zip(x.shape, axes, strict=True):
-        carried = tuple(
-            axis
-            for axis in rules.mesh_axes(logical, mesh)
-            if free[axis] == jax.sharding.AxisType.Auto
-        )
+        carried = tuple(axis for axis in Rules().mesh_axes(logical, mesh) if axis in free)
         fits = size % math.prod(mesh.shape[axis] for axis in carried) == 0
-        entries.append(carried if carried and fits else None)
-    if not any(entries):
-        return x
+        entries.append((carried or None) if fits else P.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 

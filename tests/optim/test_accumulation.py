@@ -151,6 +151,11 @@ def test_state_paths_end_in_the_parameter_path():
     assert all(path.endswith(("/a/w", "/b")) for path in arrays)
 
 
+def test_every_is_a_number_of_calls():
+    with pytest.raises(ValueError, match="every is 0; it must be at least 1"):
+        accumulate(optax.sgd(0.1), every=0)
+
+
 def test_extra_arguments_reach_the_rule():
     def use_value(updates, state, params=None, *, value, **extra):
         return jax.tree.map(lambda u: u * value, updates), state
