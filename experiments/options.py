@@ -36,7 +36,7 @@ class MeshOptions:
 class OptimizerOptions:
     """The optimizer chain. An option left out takes the optimizer's own default."""
 
-    name: Literal[tuple(optim.OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    name: Literal[tuple(optim.OPTIMIZERS)] = "muon"  # type: ignore[valid-type]
     """Which update rule."""
     learning_rate: float | None = None
     """Peak learning rate; left out, one that suits the optimizer here."""

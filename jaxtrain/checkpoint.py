@@ -210,6 +210,8 @@ class Checkpointer:
     def drop_after(self, step: int) -> None:
         """Deletes every checkpoint later than ``step``, so that training may go on from there."""
         later = [other for other in self.steps() if other > step]
+        # Every process must have listed them all before the first one is gone.
+        multihost_utils.sync_global_devices("Checkpointer.drop_after")
         for other in later:
             self._writer().delete(other)
             self._retention.scores.pop(other, None)

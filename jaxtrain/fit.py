@@ -162,9 +162,10 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         progress = stack.enter_context(
             terminal.Progress(experiment.steps, start=start, item=experiment.item)
         )
-        evaluation = _Evaluation(experiment, mesh, log, progress, options.eval_every)
+        rate = throughput.Throughput(experiment.items_per_step)
+        logging = _Logging(experiment, mesh, log, progress, rate, options.log_every)
+        evaluation = _Evaluation(experiment, mesh, log, progress, rate, options.eval_every)
         saving = _Saving(experiment, checkpoints, evaluation, options.save_every)
-        logging = _Logging(experiment, mesh, log, progress, options.log_every)
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             hooks = (logging, evaluation, saving)
@@ -227,10 +228,9 @@ def write_text(path: epath.Path, text: str) -> None:
 class _Logging(Hook):
     """Metrics to the logs every so many steps, and to the progress line at every step."""
 
-    def __init__(self, experiment, mesh, log, progress, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.every = every
-        self.throughput = throughput.Throughput(experiment.items_per_step)
+        self.throughput, self.every = rate, every
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.throughput.step()
@@ -263,9 +263,9 @@ class _Logging(Hook):
 class _Evaluation(Hook):
     """Held-out means, every so many steps and when asked; compiled when first needed."""
 
-    def __init__(self, experiment, mesh, log, progress, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.every = every
+        self.throughput, self.every = rate, every
         self.latest: tuple[int, dict[str, float]] = (-1, {})
         self._step: CompiledStep | None = None
 
@@ -286,6 +286,7 @@ class _Evaluation(Hook):
         self.latest = (step, means)
         self.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         self.progress.note(f"held-out loss {means['loss']:.4f}")
+        self.throughput.pause()
         return means
 
 
@@ -336,11 +337,24 @@ def _facts(experiment, mesh, state, train) -> dict[str, str]:
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
         "mesh": split,
         "dtypes": str(experiment.policy),
+        **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
         "compiled": f"in {train.compile_seconds:.1f} s; "
         + "; ".join(c.promise for c in train.checks),
     }
+
+
+def _flops(experiment, devices) -> dict[str, str]:
+    if experiment.flops_per_step is None:
+        return {}
+    known = throughput.mfu(
+        experiment.flops_per_step, 1.0, devices, dtype=experiment.policy.compute_dtype
+    )
+    kind = f"{experiment.policy.compute_dtype} on {devices[0].device_kind!r}"
+    mfu = "" if known is not None else f"; no MFU: the peak of {kind} is not known"
+    text = f"{experiment.flops_per_step:.3g} per step, by {experiment.flops_formula}{mfu}"
+    return {"FLOPs": text}
 
 
 def _conclude(experiment: Experiment, result: FitResult) -> None:

@@ -101,9 +101,9 @@ def initial_state(form, optimizer):
     return jt.init_state(init, optimizer_named(optimizer), jax.random.key(0))
 
 
-def train(form, optimizer, accumulate, remat, mesh=None, zero=0):
+def train(form, optimizer, accumulate, remat, mesh=None, zero=0, dropout=0.0):
     """Five steps in one compiled call; returns host arrays."""
-    config = dataclasses.replace(FORMS[form], remat=remat)
+    config = dataclasses.replace(FORMS[form], remat=remat, dropout=dropout)
     chain = optimizer_named(optimizer)
     # The step donates its state, and this one is shared between cases.
     state = jax.tree.map(jnp.copy, initial_state(form, optimizer))
@@ -165,6 +165,28 @@ def test_layout_agrees_with_one_device(form, layout, accumulate, remat, optimize
     found = train(form, optimizer, accumulate, remat, jt.make_mesh(**axes), zero)
     errors = {part: worst(found[part], expected[part]) for part in expected}
     assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+
+
+def test_dropout_masks_do_not_depend_on_the_mesh():
+    expected = train("gpt2", "adamw", 4, "full", dropout=0.3)
+    found = train(
+        "gpt2", "adamw", 4, "full", jt.make_mesh(data=2, fsdp=2, tensor=2), zero=2, dropout=0.3
+    )
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+    without = reference("gpt2", "adamw", 4, "full")
+    assert worst(expected["gradients"], without["gradients"])[0] > 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_initial_parameters_are_the_same_bits_on_every_mesh(form):
+    init = functools.partial(gpt.init, FORMS[form])
+    chain = optimizer_named("adamw")
+    alone = jt.init_state(init, chain, jax.random.key(7))
+    for axes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        mesh = jt.make_mesh(**axes)
+        state = jt.init_state(init, chain, jax.random.key(7), mesh=mesh, rules=gpt.RULES)
+        jax.tree.map(np.testing.assert_array_equal, state.params, alone.params)
 
 
 def test_the_comparison_sees_a_gradient_that_is_off_by_a_little():

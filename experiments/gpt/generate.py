@@ -1,6 +1,7 @@
 """Write text with a trained GPT: ``python -m experiments.gpt.generate --run runs/gpt-1``."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -63,9 +64,9 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
     return model, params, data.BPETokenizer.load(Path(folder / TOKENIZER_FILE))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
-    config = tyro.cli(Config)
+    config = tyro.cli(Config, args=arguments)
     try:
         model, params, tokenizer = load(config.run, config.step)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]

@@ -120,8 +120,18 @@ class GPTConfig:
 
 
 def tiny() -> GPTConfig:
-    """Byte-level GPT-2 form, 1.9 M parameters: trains on a laptop's CPU."""
-    return GPTConfig(vocab_size=257, seq_len=256, layers=4, width=192, heads=6)
+    """Byte-level, 1.8 M parameters: trains on a laptop's CPU."""
+    return GPTConfig(
+        vocab_size=257,
+        seq_len=256,
+        layers=4,
+        width=192,
+        # On a CPU the softmax costs more than attention's products: few, wide heads.
+        heads=3,
+        positions="rope",
+        norm="rmsnorm",
+        bias=False,
+    )
 
 
 def gpt2_124m() -> GPTConfig:

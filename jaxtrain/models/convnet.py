@@ -100,8 +100,8 @@ def init(config: ConvNetConfig, rng: jax.Array) -> tuple[dict[str, Any], dict[st
     >>> sorted(params), sorted(statistics["norms"]["0"])
     (['convolutions', 'dense', 'norms', 'out'], ['mean', 'var'])
     """
-    state = nnx.state(ConvNet(config, rngs=nnx.Rngs(rng)))
-    params, statistics = state.split(nnx.Param, nnx.BatchStat)
+    model = ConvNet(config, rngs=nnx.Rngs(rng))
+    params, statistics = nnx.state(model, nnx.Param), nnx.state(model, nnx.BatchStat)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 

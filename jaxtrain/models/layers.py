@@ -122,9 +122,7 @@ class MLP(nnx.Module):
         if self.gated:
             self.gate = _dense(config, config.width, config.mlp_width, rngs)
         self.up = _dense(config, config.width, config.mlp_width, rngs)
-        self.down = _dense(
-            config, config.mlp_width, config.width, rngs, std=_residual_std(config)
-        )
+        self.down = _dense(config, config.mlp_width, config.width, rngs, std=_residual_std(config))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])

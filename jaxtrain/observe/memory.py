@@ -1,5 +1,6 @@
 """Memory in use, where the backend or the operating system tells it, and sizes in words."""
 
+import pathlib
 import resource
 import sys
 
@@ -24,6 +25,12 @@ def device_memory() -> dict[str, float]:
 
 def host_memory() -> int:
     """Returns the most bytes of memory that this process has had resident."""
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():
+        # Linux counts in ru_maxrss what the parent had when it started this process.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -35,7 +42,7 @@ def human_bytes(size: float) -> str:
     ('0 B', '1.5 KiB', '80.0 GiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(size) < 1023.95:  # what is shown as 1024.0 belongs to the next unit
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
@@ -44,11 +51,11 @@ def human_bytes(size: float) -> str:
 def human_count(count: float) -> str:
     """Writes a count in decimal units.
 
-    >>> human_count(950), human_count(14_200), human_count(6.74e9)
-    ('950', '14.2 k', '6.74 G')
+    >>> human_count(950), human_count(14_200), human_count(999_900), human_count(6.74e9)
+    ('950', '14.2 k', '1 M', '6.74 G')
     """
-    for unit in ("", " k", " M", " G"):
-        if abs(count) < 1000:
+    for unit in ("", " k", " M", " G", " T", " P"):
+        if abs(count) < 999.5:  # from here on three digits would be written 1e+03
             return f"{count:.3g}{unit}"
         count /= 1000
-    return f"{count:.3g} T"
+    return f"{count:.3g} E"

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
 from jaxtrain.observe.memory import human_count
 
@@ -16,16 +17,16 @@ LINE_SECONDS = 15.0
 
 
 def print_header(title: str, facts: Mapping[str, str], *, console: Console | None = None) -> None:
-    """Prints a table of facts; in the first process only."""
+    """Prints a table of facts, texts as they are; in the first process only."""
     if jax.process_index() != 0:
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in facts.items():
-        table.add_row(name, text)
+        table.add_row(Text(name), Text(text))  # not as markup, in which [brackets] are styles
     console = console or make_console()
-    console.print(f"[bold]{title}[/bold]")
+    console.print(Text(title, style="bold"))
     console.print(table, highlight=False)
     console.print()
 
@@ -65,8 +66,8 @@ class Progress:
         self._total, self._item, self._clock = total, item, clock
         self._console = console or make_console()
         self._quiet = jax.process_index() != 0
-        self._begin, self._start = clock(), start
-        self._line_at = self._begin
+        self._start, self._line_at = start, clock()
+        self._first: tuple[int, float] | None = None
         self._bar: RichProgress | None = None
         if self._console.is_terminal and not self._quiet:
             self._bar = RichProgress(
@@ -97,6 +98,8 @@ class Progress:
             self._bar.update(self._task, completed=step, text=text)
         elif not self._quiet:
             now = self._clock()
+            # The first step waits for more than itself, and would lengthen the time left for long.
+            self._first = self._first or (step, now)
             if step in (self._start + 1, self._total) or now - self._line_at >= LINE_SECONDS:
                 self._line_at = now
                 self._print(f"step {step}/{self._total}  {text}  {self._left(step, now)}".rstrip())
@@ -107,10 +110,10 @@ class Progress:
             self._print(text)
 
     def _left(self, step: int, now: float) -> str:
-        done = step - self._start
-        if done <= 1 or step == self._total:
+        first, at = self._first
+        if step == first or step == self._total:
             return ""
-        seconds = int((now - self._begin) / done * (self._total - step))
+        seconds = int((now - at) / (step - first) * (self._total - step))
         return f"{seconds // 60}:{seconds % 60:02d} left"
 
     def _print(self, text: str) -> None:

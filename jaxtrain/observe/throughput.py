@@ -8,25 +8,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Dense peak FLOP/s of one device in bfloat16 (and float16), by what JAX calls the device.
-# TPU: cloud.google.com/tpu/docs, "System architecture", one page per generation; a v4 device is a
-# chip (two cores in one), and so are all after it but TPU7x, whose chips are two devices each.
-# NVIDIA: data sheets, "BFLOAT16 Tensor Core", without sparsity.
-PEAK_BF16_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 1153.5e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA L4": 121e12,
+# Dense peak FLOP/s of one device, by what JAX calls the device and by the operands' dtype.
+# TPU: cloud.google.com/tpu/docs, "System architecture", "Peak compute per chip", one page per
+# generation. A device is a chip (on v4 and v5p both of its cores as one) except on TPU7x, where
+# each of a chip's two cores is a device: half of 2307 (bfloat16) and of 4614 (float8) TFLOP/s.
+# NVIDIA: the data sheet of each product, "BFLOAT16/FP16/FP8 Tensor Core", without sparsity: where
+# a sheet gives the figure with sparsity alone, half of it. A slice of a GPU (MIG) has another name,
+# and so is not taken for the whole.
+_A100 = {"bfloat16": 312e12, "float16": 312e12}
+_HOPPER_SXM = {"bfloat16": 989.4e12, "float16": 989.4e12, "float8": 1978.9e12}
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "TPU v4": {"bfloat16": 275e12},
+    "TPU v5 lite": {"bfloat16": 197e12},
+    "TPU v5": {"bfloat16": 459e12, "float8": 459e12},
+    "TPU v5p": {"bfloat16": 459e12, "float8": 459e12},
+    "TPU v6 lite": {"bfloat16": 918e12, "float8": 918e12},
+    "TPU7x": {"bfloat16": 1153.5e12, "float8": 2307e12},
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "float8": 1513e12},
+    "NVIDIA H100 NVL": {"bfloat16": 835.5e12, "float16": 835.5e12, "float8": 1670.5e12},
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA B200": {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12},
+    "NVIDIA L4": {"bfloat16": 121e12, "float16": 121e12, "float8": 242.5e12},
+    "NVIDIA L40S": {"bfloat16": 362.05e12, "float16": 362.05e12, "float8": 733e12},
+    "Tesla V100-SXM2-16GB": {"float16": 125e12},
+    "Tesla V100-SXM2-32GB": {"float16": 125e12},
+    "Tesla T4": {"float16": 65e12},
 }
 
 
@@ -35,15 +46,14 @@ def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
 
     Args:
       device_kind: ``jax.Device.device_kind``.
-      dtype: of the operands. Only the 16-bit types are in the table: float32 products run on
-        different units by a setting that a utilisation would have to know.
+      dtype: of the operands. float32 is in no row: its products run on different units by a setting
+        that a utilisation would have to know.
 
-    >>> peak_flops("NVIDIA H200"), peak_flops("cpu")
-    (989400000000000.0, None)
+    >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H200", jnp.float32), peak_flops("cpu")
+    (989400000000000.0, None, None)
     """
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return None
-    return PEAK_BF16_FLOPS.get(device_kind)
+    name = jnp.dtype(dtype).name
+    return PEAK_FLOPS.get(device_kind, {}).get("float8" if name.startswith("float8") else name)
 
 
 def mfu(

@@ -1,14 +1,18 @@
 """Where metrics go: a JSON-lines file and TensorBoard, written by the first process alone."""
 
+import contextlib
 import json
 import math
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
 import tensorboardX
 from etils import epath
+
+# Seconds between uploads of a log that lives in a bucket.
+UPLOAD_SECONDS = 10.0
 
 
 class Writer(Protocol):
@@ -27,36 +31,60 @@ class JSONLWriter:
     """One JSON object per line: ``{"step": 10, "train/loss": 2.5}``.
 
     Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
-    ``"inf"`` and ``"-inf"``.
+    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns. A file in a
+    bucket cannot be appended to: there the whole log is written anew, at most every
+    ``UPLOAD_SECONDS`` and once more by ``close``.
 
     Args:
       path: the file, on a disk or in a bucket.
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
+      clock: seconds, monotonic.
     """
 
-    def __init__(self, path: epath.PathLike, *, resume_step: int | None = None):
-        self._path = epath.Path(path)
-        kept = [] if resume_step is None else _lines_up_to(self._path, resume_step)
-        # A file in a bucket cannot be appended to: there the lines are kept and written whole.
-        self._remote = "://" in str(path)
-        self._kept = kept
-        _replace(self._path, kept, remote=self._remote)
-        self._file = None if self._remote else self._path.open("a")
+    def __init__(
+        self,
+        path: epath.PathLike,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._path, self._clock = epath.Path(path), clock
+        lines = [] if resume_step is None else _lines_up_to(self._path, resume_step)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_remote(path):
+            self._file, self._lines = None, lines
+            self._upload()
+        else:
+            _replace(self._path, lines)
+            self._file, self._lines = self._path.open("a"), []
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends a line."""
+        """Appends a line.
+
+        Raises:
+          ValueError: a value is named ``step``, which is the line's own.
+        """
+        if "step" in values:
+            raise ValueError("a value is named 'step', like the step itself; give it another name")
         line = json.dumps({"step": step} | {name: _plain(x) for name, x in values.items()}) + "\n"
         if self._file is not None:
             self._file.write(line)
             self._file.flush()
-        else:
-            self._kept.append(line)
-            self._path.write_text("".join(self._kept))
+            return
+        self._lines.append(line)
+        if self._clock() - self._uploaded >= UPLOAD_SECONDS:
+            self._upload()
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+        else:
+            self._upload()
+
+    def _upload(self) -> None:
+        self._path.write_text("".join(self._lines))
+        self._uploaded = self._clock()
 
 
 class TensorBoardWriter:
@@ -64,11 +92,12 @@ class TensorBoardWriter:
 
     Args:
       directory: where its event files go.
-      resume_step: hide what an earlier run wrote after this step.
+      resume_step: hide what an earlier run wrote after this step; None hides all of it.
     """
 
     def __init__(self, directory: epath.PathLike, *, resume_step: int | None = None):
-        purge = None if resume_step is None else resume_step + 1
+        # TensorBoard drops what earlier files hold from the purge step on.
+        purge = 0 if resume_step is None else resume_step + 1
         self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge, flush_secs=30)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -93,9 +122,10 @@ class Fanout:
             writer.write(step, values)
 
     def close(self) -> None:
-        """Closes each."""
-        for writer in self._writers:
-            writer.close()
+        """Closes each, even where closing another fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
 
 
 def make_writers(run_dir: epath.PathLike, *, resume_step: int | None = None) -> Fanout:
@@ -125,22 +155,22 @@ def _lines_up_to(path: epath.Path, step: int) -> list[str]:
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text().splitlines():
         try:
-            keep = json.loads(line)["step"] <= step and line.endswith("\n")
+            keep = json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
             keep = False  # A line that was cut off when the run was killed.
         if keep:
-            kept.append(line)
+            kept.append(line + "\n")
     return kept
 
 
-def _replace(path: epath.Path, lines: list[str], *, remote: bool) -> None:
+def _is_remote(path: epath.PathLike) -> bool:
+    return "://" in str(path)
+
+
+def _replace(path: epath.Path, lines: list[str]) -> None:
     """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if remote:
-        path.write_text("".join(lines))
-        return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.writelines(lines)
-    epath.Path(file.name).replace(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(lines))
+    partial.replace(path)

@@ -85,9 +85,7 @@ def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = N
     'cudnn'
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}"
-        )
+        raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     backend = backend or jax.default_backend()
     obstacle = None
     if backend != "gpu":
@@ -181,9 +179,7 @@ _tiled.defvjp(_forward, _backward)
 def _tiles(T: int, S: int, causal: bool, block: int) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
     ends = [min(start + block, T) for start in range(0, T, block)]
-    return [
-        (slice(i * block, end), slice(0, end if causal else S)) for i, end in enumerate(ends)
-    ]
+    return [(slice(i * block, end), slice(0, end if causal else S)) for i, end in enumerate(ends)]
 
 
 def _scores(q_BGRTK, k_BGSK, segments_BT, rows: slice, keys: slice, causal: bool) -> jax.Array:

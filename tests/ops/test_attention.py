@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention, cached_attention, choose
+from jaxtrain.precision import float32_products
 
 
 def definition(xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT):
@@ -82,10 +83,11 @@ def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
     out = attention(q, k, v)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=0.02)
-    text = str(jax.make_jaxpr(jax.grad(lambda q: attention(q, k, v).sum()))(q))
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 2 + 5  # forward, and the scores again with four gradients
-    assert all("preferred_element_type=float32" in line for line in products)
+    gradient = jax.grad(lambda qkv: attention(*qkv).astype(jnp.float32).sum())
+    assert float32_products(gradient, (q, k, v)) == []
+    text = str(jax.make_jaxpr(gradient)((q, k, v)))
+    # Forward 2; backward the scores again, and four gradients; all accumulate in float32.
+    assert text.count("dot_general[") == text.count("preferred_element_type=float32") == 7
 
 
 def test_extreme_scores_stay_finite():

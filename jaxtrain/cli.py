@@ -1,0 +1,122 @@
+"""The command line: ``jaxtrain COMMAND ...``, the same as ``python -m jaxtrain COMMAND ...``.
+
+A command is a frozen dataclass of its flags and a function that runs it; :data:`COMMANDS` lists
+them. What cannot be done is one sentence on standard error and exit status 2.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import tyro
+
+from jaxtrain.parallel.pipeline import draw
+from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+
+DESCRIPTION = "What there is to know about a training run before it starts."
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Args:
+      options: a frozen dataclass: its fields are the flags, its docstring the help.
+      run: ``(options, rest) -> exit status``; ``rest`` are the flags that it passes on.
+      passes_on: whether flags that ``options`` does not have go to ``rest``; otherwise they are
+        an error, and ``rest`` is empty.
+    """
+
+    options: type
+    run: Callable[[Any, list[str]], int]
+    passes_on: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """Draws pipeline schedules tick by tick and compares their makespan, bubble and stash."""
+
+    stages: int
+    """Devices along the pipe axis."""
+    microbatches: int
+    """Microbatches per step."""
+    virtual: int | None = None
+    """Chunks per device of the interleaved schedule; 2 when left out."""
+    schedule: Literal[SCHEDULES] | None = None  # type: ignore[valid-type]
+    """Only this one; all when left out."""
+    forward: float = 1.0
+    """Time of a whole stage forward."""
+    backward: float = 2.0
+    """Time of a whole stage backward; 3 when it recomputes the forward."""
+    png: Path | None = None
+    """Also save the picture, true to time, in this file."""
+
+
+def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
+    """Prints, and where asked for saves, the pictures and the summary."""
+    del rest
+    for name in ("forward", "backward"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} is {getattr(options, name)}: a time is more than 0")
+    tables = []
+    for name in SCHEDULES if options.schedule is None else [options.schedule]:
+        virtual = options.virtual
+        if virtual is None or (options.schedule is None and name != "interleaved"):
+            virtual = 2 if name == "interleaved" else 1
+        tables.append(
+            make_table(
+                name,
+                stages=options.stages,
+                microbatches=options.microbatches,
+                virtual=virtual,
+            )
+        )
+    times = {"forward": options.forward, "backward": options.backward}
+    if options.png is not None:
+        draw.save_png(tables, options.png, **times)
+    draw.print_tables(tables)
+    print()
+    draw.print_summary(tables, **times)
+    return 0
+
+
+COMMANDS = {
+    "schedule": Command(ScheduleOptions, run_schedule),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    Args:
+      arguments: the command's name and its flags; by default, those of the process.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # As with `python -m`: experiments are modules under the current folder.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    options, rest = parse(arguments)
+    (command,) = (c for c in COMMANDS.values() if isinstance(options, c.options))
+    try:
+        return command.run(options, rest)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: list[str]) -> tuple[Any, list[str]]:
+    """Reads the command line as (options of a command, flags to pass on)."""
+    arms = tuple(
+        Annotated[command.options, tyro.conf.subcommand(name=name)]
+        for name, command in COMMANDS.items()
+    )
+    # A union has two arms at least.
+    flags_type = Union[(*arms, Annotated[None, tyro.conf.Suppress])]
+    given = COMMANDS.get(arguments[0]) if arguments else None
+    read = {"args": arguments, "prog": "jaxtrain", "description": DESCRIPTION}
+    if given is not None and given.passes_on:
+        return tyro.cli(flags_type, return_unknown_args=True, **read)
+    return tyro.cli(flags_type, **read), []

@@ -1,0 +1,1 @@
+"""Pipeline parallelism in one SPMD program: tick tables and the executor that runs them."""

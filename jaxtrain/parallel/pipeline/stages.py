@@ -1,0 +1,167 @@
+"""What a model gives to be pipelined, and how its layers are laid out over devices.
+
+S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each; global stage
+g = v S + s is chunk v of device s. The first stage also embeds, the last one also computes the loss.
+
+Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel.sharding import Rule
+from jaxtrain.tree import named_leaves
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model as embedding, layers and loss.
+
+    Put together, in this order, the three are the loss function that the other gradient engines
+    take; they must name no mesh axis ``pipe``.
+
+    Args:
+      embed: ``(params, batch, rng) -> x``, one array [B, ...] whose shape and dtype every layer
+        keeps. ``rng`` is the microbatch's key.
+      block: ``(layer_params, x, batch, rng) -> x``, one layer; for layer l its ``rng`` is
+        ``jax.random.fold_in(key, l)`` of the microbatch's key. What a block keeps for its backward
+        pass is its own affair: wrap it in ``jax.checkpoint`` to keep less.
+      head_loss: ``(params, x, batch) -> WeightedLoss`` or scalar (weight 1). The weight is a
+        function of ``batch`` alone.
+      stacked: the key of ``params`` under which every leaf has a leading layer axis. ``embed`` and
+        ``head_loss`` get all parameters but these.
+      scan_unroll: layers per iteration of the scan over a chunk's layers.
+    """
+
+    embed: Callable[[PyTree, PyTree, jax.Array], jax.Array]
+    block: Callable[[PyTree, jax.Array, PyTree, jax.Array], jax.Array]
+    head_loss: Callable[[PyTree, jax.Array, PyTree], Any]
+    stacked: str = "blocks"
+    scan_unroll: int = 1
+
+
+def to_virtual(params: Mapping[str, Any], virtual: int, *, stacked: str = "blocks") -> dict:
+    """Cuts the layer axis of stacked parameters in ``virtual`` parts: [L, ...] to [V, L / V, ...].
+
+    Split over ``pipe`` along the second axis, these lie as an interleaved pipeline wants them:
+    layer v L / V + s C + l is layer l of chunk v on device s. With ``virtual`` 1 nothing changes.
+
+    Args:
+      params: parameters in natural order, such as a model's ``init`` returns.
+      virtual: V, chunks per device.
+      stacked: as in :class:`Stages`.
+
+    Raises:
+      ValueError: where V does not divide the number of layers.
+
+    >>> params = to_virtual({"blocks": {"w": jnp.zeros((8, 3))}, "head": jnp.ones(3)}, 2)
+    >>> params["blocks"]["w"].shape, from_virtual(params)["blocks"]["w"].shape
+    ((2, 4, 3), (8, 3))
+    """
+    if virtual == 1:
+        return dict(params)
+
+    def cut(x: jax.Array) -> jax.Array:
+        if x.shape[0] % virtual:
+            raise ValueError(
+                f"{stacked!r} has {x.shape[0]} layers, not divisible by virtual={virtual}: use a "
+                f"divisor of {x.shape[0]}"
+            )
+        return x.reshape(virtual, x.shape[0] // virtual, *x.shape[1:])
+
+    return dict(params) | {stacked: jax.tree.map(cut, params[stacked])}
+
+
+def from_virtual(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict:
+    """Joins what :func:`to_virtual` (with V above 1) has cut: [V, L / V, ...] to [L, ...]."""
+    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params[stacked])
+    return dict(params) | {stacked: joined}
+
+
+def virtual_rules(rules: Sequence[Rule], virtual: int) -> tuple[Rule, ...]:
+    """Fits sharding rules to the shapes of :func:`to_virtual`.
+
+    >>> virtual_rules([("^blocks/w$", ("layers", "embed")), ("^head$", ("embed",))], 2)
+    (('^blocks/w$', (None, 'layers', 'embed')), ('^head$', ('embed',)))
+    """
+    if virtual == 1:
+        return tuple(rules)
+    return tuple(
+        (pattern, (None, *axes) if axes and axes[0] == "layers" else tuple(axes))
+        for pattern, axes in rules
+    )
+
+
+def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int, virtual: int) -> int:
+    """Returns C, having checked the stacked parameters' shapes.
+
+    Raises:
+      ValueError: where there are none, their leading axes differ, or S x V does not divide L.
+    """
+    if not isinstance(params, Mapping) or stages.stacked not in params:
+        has = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        raise ValueError(
+            f"a pipeline needs the parameters of its layers under the key {stages.stacked!r} and "
+            f"finds {has}: stack them there, or set Stages(stacked=...)"
+        )
+    leaves = named_leaves(params[stages.stacked])
+    lead = 1 if virtual == 1 else 2
+    first = tuple(next(iter(leaves.values())).shape[:lead])
+    for name, leaf in leaves.items():
+        shape = tuple(leaf.shape)
+        if len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual):
+            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (to_virtual)"
+            raise ValueError(
+                f"stacked parameter '{stages.stacked}/{name}' has shape {shape}: with "
+                f"virtual={virtual} a pipeline needs all of them as {form}, with one and the same L"
+            )
+    layers = first[0] if lead == 1 else virtual * first[1]
+    if layers % (devices * virtual):
+        parts = f"{devices} stages" + (f" x {virtual} virtual" if virtual > 1 else "")
+        raise ValueError(
+            f"{layers} layers are not divisible by {parts} = {devices * virtual}: use a number of "
+            f"layers that is a multiple of {devices * virtual}, or another mesh axis 'pipe'"
+        )
+    return layers // (devices * virtual)
+
+
+def run_layers(
+    stages: Stages,
+    stacked: PyTree,
+    x: jax.Array,
+    batch: PyTree,
+    rng: jax.Array,
+    first: int | jax.Array = 0,
+) -> jax.Array:
+    """Scans consecutive layers.
+
+    Args:
+      stacked: parameters with a leading axis C.
+      x: [B, ...].
+      batch, rng: the microbatch and its key.
+      first: the number, in the whole model, of the first of these layers.
+
+    Raises:
+      ValueError: where a layer changes the shape or dtype of ``x``.
+    """
+    count = jax.tree.leaves(stacked)[0].shape[0]
+
+    def layer(x, params_and_index):
+        layer_params, index = params_and_index
+        y = stages.block(layer_params, x, batch, jax.random.fold_in(rng, index))
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"a block turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}: every "
+                "stage of a pipeline must keep the shape and dtype of the residual stream"
+            )
+        return y, None
+
+    return jax.lax.scan(
+        layer, x, (stacked, first + jnp.arange(count)), unroll=stages.scan_unroll
+    )[0]

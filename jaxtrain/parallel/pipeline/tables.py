@@ -1,0 +1,477 @@
+"""Tick tables: which device runs which unit of a pipeline schedule when, and where it keeps what.
+
+``S`` devices along the mesh axis ``pipe`` hold ``V`` virtual stages each: global stage
+``g = v * S + s`` is chunk ``v`` on device ``s``. Every one of ``M`` microbatches runs forward
+through the ``G = S V`` global stages and backward through them again. Time is cut into ticks. In a
+tick a device runs at most one forward unit and then at most one backward unit; at its end
+everything computed moves one device on (activations to ``s + 1``, cotangents to ``s - 1``, modulo
+``S``), so it is of use there from the next tick on. Only the last global stage may run backward in
+the very tick of its forward: its cotangent comes from the loss.
+
+All devices meet in the exchange, so a tick lasts as long as its slowest device. With ``f`` and
+``b`` the times of a whole stage forward and backward (``b = 2 f``, or ``3 f`` with full
+rematerialisation), and a chunk taking ``1 / V`` of them:
+
+===========  ============================  ==============================================
+schedule     makespan                      stage inputs held by device s
+===========  ============================  ==============================================
+gpipe        ``(M + S - 1) (f + b)``       ``M``
+1f1b         ``(M + S - 1) (f + b)``       ``min(M, 2 (S - s) - 1)``
+interleaved  ``(M + (S - 1) / V) (f + b)`` ``min(M V, S (V - 1) + 2 (S - s) - 1)``
+===========  ============================  ==============================================
+
+The ideal is ``M (f + b)``. The line of interleaved is for M a multiple of S. Any other M is run as
+the next multiple ``M'``, with holes in the last group of S microbatches: its makespan is
+``(M' + (S - 1 - (M' - M)) / V) (f + b)``, which is never more than that of 1f1b.
+
+Would splitting the backward unit into input gradient (I) and weight gradient (W), as zero-bubble
+schedules do, win here? In ticks of one F and one B it gains nothing: device 0 still has to run its
+last S - 1 units of W after their I. In ticks of one unit (F, I or W), simulated greedily for S = 8
+and M = 32, F = I = W = 1 takes 3 M + (S - 1) = 103, against 117 for 1F1B, 106.5 and 101.25 for
+interleaved with V = 2 and 4; but with I = 1.2 and W = 0.8 (attention has no weights) it takes 118.8
+at the stash of 1F1B, as one slow unit holds up every tick, and with W = 2 (what plain ``jax.vjp``
+with respect to weights costs, running through I again) at least 155. So it is not done.
+
+Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 (PipeDream, 1F1B), Narayanan et al. 2021
+(interleaved 1F1B), Qi et al. 2023 (zero bubble).
+"""
+
+import dataclasses
+import functools
+import heapq
+
+import numpy as np
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+NONE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule, as int32 arrays ``[T, S]`` over ticks and devices; -1 means nothing.
+
+    Args:
+      schedule: its name, one of :data:`SCHEDULES`.
+      stages: devices along ``pipe``, S.
+      microbatches: M.
+      virtual: chunks per device, V.
+      fwd_microbatch: microbatch of the forward unit.
+      fwd_chunk: chunk (virtual stage of this device) of the forward unit.
+      bwd_microbatch: microbatch of the backward unit, which runs after the tick's forward unit.
+      bwd_chunk: chunk of the backward unit.
+      fwd_slot: input slot that holds the input of the forward unit; -1 on global stage 0, which
+        makes its own from the microbatch.
+      bwd_slot: input slot that holds the stage input of the backward unit; -1 on global stage 0.
+      recv_fwd_slot: input slot for the activation that arrives from device ``s - 1`` at the end
+        of the tick; -1 where none does or what does is of no use.
+      cot_slot: cotangent slot that the backward unit reads; -1 on the last global stage, which
+        gets its cotangent from the loss.
+      recv_bwd_slot: cotangent slot for what arrives from device ``s + 1`` at the end of the tick.
+      residual_slot_fwd: residual slot that the forward unit writes.
+      residual_slot_bwd: residual slot that the backward unit reads.
+      input_slots: slots of the input buffer, the most that any device needs and at least 1. A slot
+        is taken from the arrival to the end of the backward unit.
+      cotangent_slots: the same for cotangents, taken from the arrival to the backward unit.
+      residual_slots: the same for residuals, taken from the forward to the backward unit.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    virtual: int
+    fwd_microbatch: np.ndarray
+    fwd_chunk: np.ndarray
+    bwd_microbatch: np.ndarray
+    bwd_chunk: np.ndarray
+    fwd_slot: np.ndarray
+    bwd_slot: np.ndarray
+    recv_fwd_slot: np.ndarray
+    cot_slot: np.ndarray
+    recv_bwd_slot: np.ndarray
+    residual_slot_fwd: np.ndarray
+    residual_slot_bwd: np.ndarray
+    input_slots: int
+    cotangent_slots: int
+    residual_slots: int
+
+    @property
+    def ticks(self) -> int:
+        """Number of ticks, T."""
+        return len(self.fwd_microbatch)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The ``[T, S]`` arrays by name."""
+        return {name: getattr(self, name) for name in ARRAYS}
+
+
+ARRAYS = tuple(f.name for f in dataclasses.fields(Table) if f.type is np.ndarray)
+
+
+@functools.cache
+def make_table(schedule: str, *, stages: int, microbatches: int, virtual: int = 1) -> Table:
+    """Computes the tick table of a schedule. Tables are cached and their arrays read-only.
+
+    Args:
+      schedule: ``"gpipe"`` (all forward units, then all backward units), ``"1f1b"`` (one of each
+        per tick) or ``"interleaved"`` (the same over ``virtual`` chunks per device).
+      stages: devices along ``pipe``.
+      microbatches: microbatches per step.
+      virtual: chunks per device; more than 1 only for ``"interleaved"``.
+
+    Raises:
+      ValueError: for a schedule that there is not, or sizes that it cannot have.
+
+    >>> table = make_table("1f1b", stages=2, microbatches=3)
+    >>> table.fwd_microbatch.T.tolist()
+    [[0, 1, 2, -1, -1], [-1, 0, 1, 2, -1]]
+    >>> table.bwd_microbatch.T.tolist()
+    [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
+    """
+    check_sizes(schedule, stages, microbatches, virtual)
+    fwd_tick_MG, bwd_tick_MG = unit_ticks(schedule, stages, microbatches, virtual)
+    ticks = int(bwd_tick_MG.max()) + 1
+    arrays = {name: np.full((ticks, stages), NONE, np.int32) for name in ARRAYS}
+    for (m, g), forward in np.ndenumerate(fwd_tick_MG):
+        chunk, device = divmod(g, stages)
+        backward = bwd_tick_MG[m, g]
+        arrays["fwd_microbatch"][forward, device] = m
+        arrays["fwd_chunk"][forward, device] = chunk
+        arrays["bwd_microbatch"][backward, device] = m
+        arrays["bwd_chunk"][backward, device] = chunk
+    inputs = place_inputs(arrays, fwd_tick_MG, bwd_tick_MG)
+    cotangents = place_cotangents(arrays, bwd_tick_MG)
+    residuals = place_residuals(arrays, fwd_tick_MG, bwd_tick_MG)
+    for array in arrays.values():
+        array.setflags(write=False)
+    return Table(
+        schedule=schedule,
+        stages=stages,
+        microbatches=microbatches,
+        virtual=virtual,
+        input_slots=inputs,
+        cotangent_slots=cotangents,
+        residual_slots=residuals,
+        **arrays,
+    )
+
+
+def check_table(table: Table) -> None:
+    """Runs the table on labels in place of arrays, tick by tick, and sees that nothing goes wrong.
+
+    Every unit must run exactly once and find its own input, residuals and cotangent in the slots
+    that it reads; nothing that is still needed may be overwritten or dropped on arrival. It shares
+    no code with :func:`make_table`.
+
+    Raises:
+      ValueError: naming the first tick and device where that is not so.
+    """
+    shape = (table.ticks, table.stages)
+    for name, array in table.arrays().items():
+        if array.shape != shape or array.dtype != np.int32:
+            raise ValueError(
+                f"{name} is {array.dtype}{list(array.shape)}: every array of a table must be "
+                f"int32{list(shape)}, ticks by devices"
+            )
+    Simulation(table).run()
+
+
+def makespan(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
+    """Time of one step, when a tick lasts as long as its slowest device.
+
+    Args:
+      table: the schedule.
+      forward: time of a whole stage forward; a chunk takes ``1 / virtual`` of it.
+      backward: time of a whole stage backward: 2 forwards, or 3 when it recomputes the forward.
+
+    Returns:
+      The time, in the unit of ``forward``; communication and the optimizer not counted.
+
+    >>> makespan(make_table("1f1b", stages=4, microbatches=8))  # 3 M + 3 (S - 1)
+    33.0
+    >>> makespan(make_table("interleaved", stages=4, microbatches=8, virtual=3))
+    27.0
+    """
+    cost_TS = forward * (table.fwd_microbatch != NONE) + backward * (table.bwd_microbatch != NONE)
+    return float(cost_TS.max(axis=1).sum()) / table.virtual
+
+
+def bubble(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
+    """The part of the makespan in which a device has nothing to do, 0 to 1.
+
+    >>> bubble(make_table("gpipe", stages=4, microbatches=9))
+    0.25
+    """
+    ideal = table.microbatches * (forward + backward)
+    return 1 - ideal / makespan(table, forward=forward, backward=backward)
+
+
+def peak_stash(table: Table) -> np.ndarray:
+    """The most stage inputs that each device holds at a time, ``[S]``.
+
+    A stage input is held from its arrival (on global stage 0, from its forward unit) to the end of
+    its backward unit. With residuals stashed in place of inputs, as many sets of residuals are
+    held, each of one chunk.
+
+    >>> peak_stash(make_table("1f1b", stages=4, microbatches=32)).tolist()
+    [7, 5, 3, 1]
+    """
+    arrived_TS = table.recv_fwd_slot != NONE
+    # An arrival at the end of a tick is held in the next one.
+    held_TS = np.roll(arrived_TS, 1, axis=0).astype(np.int64)
+    embeds_TS = (table.fwd_chunk == 0) & (np.arange(table.stages) == 0)
+    backward_TS = table.bwd_microbatch != NONE
+    begun_TS = np.cumsum(held_TS + embeds_TS, axis=0)
+    over_TS = np.cumsum(backward_TS, axis=0) - backward_TS
+    return (begun_TS - over_TS).max(axis=0)
+
+
+def check_sizes(schedule: str, stages: int, microbatches: int, virtual: int) -> None:
+    """Raises ValueError for sizes that no table of this schedule has."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}: use one of {', '.join(SCHEDULES)}")
+    sizes = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}: a pipeline needs at least 1")
+    if virtual > 1 and schedule != "interleaved":
+        raise ValueError(
+            f"schedule {schedule!r} has one stage per device, and virtual is {virtual}: use "
+            "virtual=1 or schedule 'interleaved'"
+        )
+
+
+def unit_ticks(
+    schedule: str, stages: int, microbatches: int, virtual: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tick of every forward and every backward unit, both ``[M, G]``.
+
+    A microbatch never waits: it is one global stage further every tick, turns around at the last
+    one, and comes back one stage per tick. So the tick at which it enters decides all. In 1F1B that
+    is its own number. In the interleaved schedule a device sees a microbatch again S ticks later,
+    so microbatches enter in groups of S, one group every ``S V`` ticks: the group's V passes then
+    fill each device without a gap, forward as backward. (With V = 1 that is 1F1B.)
+    """
+    m = np.arange(microbatches)[:, None]
+    g = np.arange(stages * virtual)[None, :]
+    last = stages * virtual - 1
+    group, member = np.divmod(m, stages)
+    enter = group * stages * virtual + member
+    if schedule == "gpipe":
+        turn = microbatches + stages - 1 + m
+        return m + g, turn + (last - g)
+    return enter + g, enter + last + (last - g)
+
+
+def place_inputs(
+    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
+) -> int:
+    """Fills in the slots of stage inputs; returns how many there must be."""
+    stages = arrays["fwd_slot"].shape[1]
+    held = [
+        (g % stages, fwd_tick_MG[m, g - 1], bwd_tick_MG[m, g], (m, g))
+        for m, g in np.ndindex(fwd_tick_MG.shape)
+        if g > 0
+    ]
+    slots, count = colour(held)
+    for device, arrival, backward, (m, g) in held:
+        slot = slots[m, g]
+        arrays["recv_fwd_slot"][arrival, device] = slot
+        arrays["fwd_slot"][fwd_tick_MG[m, g], device] = slot
+        arrays["bwd_slot"][backward, device] = slot
+    return count
+
+
+def place_cotangents(arrays: dict[str, np.ndarray], bwd_tick_MG: np.ndarray) -> int:
+    """Fills in the slots of cotangents; returns how many there must be."""
+    stages = arrays["fwd_slot"].shape[1]
+    last = bwd_tick_MG.shape[1] - 1
+    held = [
+        (g % stages, bwd_tick_MG[m, g + 1], bwd_tick_MG[m, g], (m, g))
+        for m, g in np.ndindex(bwd_tick_MG.shape)
+        if g < last
+    ]
+    slots, count = colour(held)
+    for device, arrival, backward, unit in held:
+        arrays["recv_bwd_slot"][arrival, device] = slots[unit]
+        arrays["cot_slot"][backward, device] = slots[unit]
+    return count
+
+
+def place_residuals(
+    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
+) -> int:
+    """Fills in the slots of residuals; returns how many there must be."""
+    stages = arrays["fwd_slot"].shape[1]
+    # The forward unit of a tick writes before the backward unit reads, so its slot is taken from
+    # the end of the tick before.
+    held = [
+        (g % stages, fwd_tick_MG[m, g] - 1, bwd_tick_MG[m, g], (m, g))
+        for m, g in np.ndindex(fwd_tick_MG.shape)
+    ]
+    slots, count = colour(held)
+    for device, before, backward, unit in held:
+        arrays["residual_slot_fwd"][before + 1, device] = slots[unit]
+        arrays["residual_slot_bwd"][backward, device] = slots[unit]
+    return count
+
+
+def colour(held: list[tuple]) -> tuple[dict, int]:
+    """Gives each ``(device, after, until, unit)`` the lowest slot that is free on its device.
+
+    A slot is taken after tick ``after`` and free again after tick ``until``. Taken in order of
+    time, the lowest free slot needs no more slots than are taken at once.
+
+    Returns:
+      The slot of each unit, and the most slots that any device needs (at least 1, so that a buffer
+      of that size can be indexed).
+    """
+    slots: dict = {}
+    sizes: dict = {}
+    taken: dict = {}
+    free: dict = {}
+    for device, after, until, unit in sorted(held, key=lambda h: h[1]):
+        busy, idle = taken.setdefault(device, []), free.setdefault(device, [])
+        while busy and busy[0][0] <= after:
+            heapq.heappush(idle, heapq.heappop(busy)[1])
+        if idle:
+            slot = heapq.heappop(idle)
+        else:
+            slot = sizes.get(device, 0)
+            sizes[device] = slot + 1
+        slots[unit] = slot
+        heapq.heappush(busy, (until, slot))
+    return slots, max(sizes.values(), default=1)
+
+
+class Simulation:
+    """What every slot holds while a table runs; the state of :func:`check_table`."""
+
+    def __init__(self, table: Table):
+        self.table = table
+        self.last = table.stages * table.virtual - 1
+        # (device, slot) -> the (microbatch, global stage) whose data it holds and still needs.
+        self.inputs: dict[tuple[int, int], tuple[int, int]] = {}
+        self.cotangents: dict[tuple[int, int], tuple[int, int]] = {}
+        self.residuals: dict[tuple[int, int], tuple[int, int]] = {}
+        self.forwarded: set[tuple[int, int]] = set()
+        self.backwarded: set[tuple[int, int]] = set()
+
+    def run(self) -> None:
+        """Runs all ticks."""
+        table = self.table
+        for tick in range(table.ticks):
+            sent_forward, sent_backward = {}, {}
+            for device in range(table.stages):
+                here = {name: int(array[tick, device]) for name, array in table.arrays().items()}
+                where = f"tick {tick}, device {device}"
+                sent_forward[device] = self.forward(where, device, here)
+                sent_backward[device] = self.backward(where, device, here)
+            for device in range(table.stages):
+                where = f"tick {tick}, device {device}"
+                self.receive_activation(
+                    where, tick, device, sent_forward[(device - 1) % table.stages]
+                )
+                self.receive_cotangent(
+                    where, tick, device, sent_backward[(device + 1) % table.stages]
+                )
+        units = table.microbatches * (self.last + 1)
+        for kind, done in (("forward", self.forwarded), ("backward", self.backwarded)):
+            if len(done) != units:
+                raise ValueError(f"{len(done)} of {units} {kind} units run: each must, once")
+
+    def unit(self, where: str, device: int, here: dict[str, int], kind: str) -> tuple | None:
+        """The forward or backward unit of a device in a tick as (microbatch, global stage)."""
+        table = self.table
+        microbatch, chunk = here[f"{kind}_microbatch"], here[f"{kind}_chunk"]
+        mine = [f"{kind}_slot", f"residual_slot_{kind}"] + ["cot_slot"] * (kind == "bwd")
+        if microbatch == NONE:
+            for name in [f"{kind}_chunk", *mine]:
+                if here[name] != NONE:
+                    raise ValueError(f"{where}: {name} is {here[name]} where no {kind} unit runs")
+            return None
+        if not (0 <= microbatch < table.microbatches and 0 <= chunk < table.virtual):
+            raise ValueError(f"{where}: there is no microbatch {microbatch} of chunk {chunk}")
+        return microbatch, chunk * table.stages + device
+
+    def forward(self, where: str, device: int, here: dict[str, int]) -> tuple | None:
+        """Runs the forward unit; returns it."""
+        unit = self.unit(where, device, here, "fwd")
+        if unit is None:
+            return None
+        if unit in self.forwarded:
+            raise ValueError(f"{where}: {name_of(unit)} runs forward twice")
+        source = None if unit[1] == 0 else unit
+        self.read(where, self.inputs, device, here["fwd_slot"], source, "fwd_slot")
+        slot = here["residual_slot_fwd"]
+        self.store(where, self.residuals, device, slot, unit, "residual")
+        self.forwarded.add(unit)
+        return unit
+
+    def backward(self, where: str, device: int, here: dict[str, int]) -> tuple | None:
+        """Runs the backward unit and frees what only it needed; returns it."""
+        unit = self.unit(where, device, here, "bwd")
+        if unit is None:
+            return None
+        if unit not in self.forwarded or unit in self.backwarded:
+            state = "twice" if unit in self.backwarded else "before it ran forward"
+            raise ValueError(f"{where}: {name_of(unit)} runs backward {state}")
+        reads = (
+            (self.inputs, "bwd_slot", None if unit[1] == 0 else unit),
+            (self.cotangents, "cot_slot", None if unit[1] == self.last else unit),
+            (self.residuals, "residual_slot_bwd", unit),
+        )
+        for buffer, name, expected in reads:
+            self.read(where, buffer, device, here[name], expected, name)
+            buffer.pop((device, here[name]), None)
+        self.backwarded.add(unit)
+        return unit
+
+    def receive_activation(self, where: str, tick: int, device: int, sent: tuple | None) -> None:
+        """Stores what device ``s - 1`` forwarded."""
+        useful = None if sent is None or sent[1] == self.last else (sent[0], sent[1] + 1)
+        slot = int(self.table.recv_fwd_slot[tick, device])
+        self.arrive(where, self.inputs, device, slot, useful, "input")
+
+    def receive_cotangent(self, where: str, tick: int, device: int, sent: tuple | None) -> None:
+        """Stores the cotangent that device ``s + 1`` computed."""
+        useful = None if sent is None or sent[1] == 0 else (sent[0], sent[1] - 1)
+        slot = int(self.table.recv_bwd_slot[tick, device])
+        self.arrive(where, self.cotangents, device, slot, useful, "cotangent")
+
+    def arrive(self, where, buffer, device, slot, useful, kind) -> None:
+        """Stores an arrival, which must have a slot if, and only if, it is of use."""
+        if useful is None and slot != NONE:
+            raise ValueError(f"{where}: {kind} slot {slot} waits for what nobody sends")
+        if useful is not None:
+            self.store(where, buffer, device, slot, useful, kind)
+
+    def store(self, where, buffer, device, slot, unit, kind) -> None:
+        """Puts data into a slot, which must exist and hold nothing that is still needed."""
+        size = getattr(self.table, f"{kind}_slots")
+        if not 0 <= slot < size:
+            raise ValueError(
+                f"{where}: the {kind} of {name_of(unit)} goes to slot {slot} of {size}: it is lost"
+            )
+        if (device, slot) in buffer:
+            raise ValueError(
+                f"{where}: the {kind} of {name_of(unit)} overwrites that of "
+                f"{name_of(buffer[device, slot])} in slot {slot}, which is still needed"
+            )
+        buffer[device, slot] = unit
+
+    def read(self, where, buffer, device, slot, expected, name) -> None:
+        """Sees that a slot holds the data of ``expected`` (None: that no slot is read)."""
+        if expected is None and slot != NONE:
+            raise ValueError(f"{where}: {name} is {slot} where nothing is read: it must be -1")
+        found = buffer.get((device, slot))
+        if found != expected:
+            held = "nothing" if found is None else f"that of {name_of(found)}"
+            raise ValueError(
+                f"{where}: {name} {slot} should hold the data of {name_of(expected)}, "
+                f"and holds {held}"
+            )
+
+
+def name_of(unit: tuple[int, int]) -> str:
+    """A unit in words."""
+    return f"microbatch {unit[0]} at global stage {unit[1]}"

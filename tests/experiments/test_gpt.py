@@ -1,0 +1,148 @@
+"""The GPT experiment, small: flags, text of one's own, resuming, generating, refusing."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import options
+from experiments.gpt import Config, build, generate, take_bytes
+from experiments.options import main
+from jaxtrain import data
+from jaxtrain.checkpoint import digest
+from jaxtrain.fit import fit
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
+SMALL += ["--global-batch", "8", "--held-out-bytes", "2000", "--sample-tokens", "8"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
+    for i in range(12):
+        order = np.random.default_rng(i).integers(0, len(words), 200)
+        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
+    return str(folder)
+
+
+def test_a_small_run_ends_with_bits_per_byte_a_baseline_and_a_sample(texts, tmp_path, capsys):
+    run = tmp_path / "run"
+    main(Config, build, [*SMALL, "--data", texts, "--run-dir", str(run)])
+    printed = capsys.readouterr().out
+    assert re.search(r"held-out loss \d\.\d+ bits per byte, which .* order-2 byte model's", printed)
+    assert "a sample it wrote" in printed
+    for name in ("checkpoints", "tensorboard", "log.jsonl"):
+        assert f"{run}/{name}" in printed
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    bits = float(re.search(r"held-out loss (\d\.\d+) bits", printed).group(1))
+    # With bytes, nats per counted token over ln 2 are the bits per byte.
+    assert bits == pytest.approx(last["eval/loss"] / math.log(2), abs=1e-3)
+
+
+def test_generating_continues_the_prompt_with_the_best_checkpoint(texts, tmp_path, capsys):
+    run = tmp_path / "run"
+    main(Config, build, [*SMALL, "--data", texts, "--run-dir", str(run), "--sample-tokens", "0"])
+    capsys.readouterr()
+    flags = ["--run", str(run), "--prompt", "sta", "--tokens", "5", "--temperature", "0"]
+    generate.main(flags)
+    first = capsys.readouterr().out
+    assert first.startswith("sta")
+    generate.main(flags)
+    assert capsys.readouterr().out == first
+
+
+def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts, tmp_path, capsys):
+    run = tmp_path / "run"
+    flags = [*SMALL, "--data", texts, "--run-dir", str(run), "--tokenizer", "300"]
+    main(Config, build, flags)
+    assert "bits per byte" in capsys.readouterr().out
+    model, params, tokenizer = generate.load(str(run))
+    assert isinstance(tokenizer, data.BPETokenizer)
+    assert model.vocab_size == tokenizer.vocab_size <= 300
+    assert params["embed"]["tokens"].shape[0] == model.padded_vocab
+
+
+def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsys):
+    flags = "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --optimizer.name lamb --accumulate 2"
+    flags += " --precision bf16 --zero 1 --dropout 0.1 --remat full --optimizer.schedule linear"
+    config = options.parse(Config, [*SMALL, "--data", texts, *flags.split()])
+    experiment = build(config)
+    assert experiment.accumulate == 2
+    assert experiment.zero == 1
+    result = fit(experiment, config.run.__class__(run_dir=str(tmp_path / "run")))
+    printed = capsys.readouterr().out
+    assert "data 2 x fsdp 2 x tensor 2, zero 1" in printed
+    assert "bfloat16 compute" in printed
+    assert "lamb, linear schedule" in printed
+    kernel = result.state.params["blocks"]["mlp"]["up"]["kernel"]
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+    assert np.isfinite(result.evaluation["loss"])
+
+
+def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):
+    def run(steps, folder, *more):
+        flags = [*SMALL, "--data", texts, "--steps", str(steps), "--sample-tokens", "0", *more]
+        flags += ["--optimizer.warmup-steps", "1", "--optimizer.schedule", "constant"]
+        config = options.parse(Config, [*flags, "--dropout", "0.1", "--run-dir", str(folder)])
+        return fit(build(config), config.run).state
+
+    whole = run(6, tmp_path / "whole")
+    run(3, tmp_path / "parts")
+    assert digest(run(6, tmp_path / "parts", "--resume")) == digest(whole)
+
+
+def test_the_held_out_text_is_whole_documents_up_to_a_size():
+    documents = [data.Document(str(i), b"x" * size) for i, size in enumerate([5, 80, 10, 20])]
+    chosen = take_bytes(documents, 36)
+    assert sorted(len(d.text) for d in chosen) == [5, 10, 20]
+    assert take_bytes(documents[1:2], 36) == documents[1:2]
+    assert take_bytes(documents[::-1], 36) == chosen[::-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh.tensor", "4", "--mesh.data", "2"], "--mesh.tensor 4 does not divide 2 heads"),
+        (["--mesh.data", "3"], "mesh data 3 needs 3 devices and there are 8"),
+        (["--global-batch", "12"], "not divisible by mesh axes data of size 8"),
+        (["--width", "17"], "width=17 is not divisible by heads=2"),
+        (["--accumulate", "3"], "cannot be cut into accumulate=3 microbatches"),
+        (["--data", "/nowhere"], "/nowhere"),
+        (["--optimizer.schedule", "sinus"], "schedule 'sinus' is not one of"),
+        (["--optimizer.name", "adamw", "--optimizer.momentum", "0.9"], "momentum"),
+        (["--resume", "--run-dir", "/nowhere"], "no run to resume in /nowhere"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_exit_status_2(texts, tmp_path, capsys, flags, message):
+    run = [] if "--run-dir" in flags else ["--run-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as stop:
+        main(Config, build, [*SMALL, "--data", texts, *run, *flags])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_unknown_names_list_what_is_allowed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(Config, build, ["--optimizer.name", "adamm"])
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert "adamw" in printed.out + printed.err
+
+
+def test_simulated_devices_and_the_command_line_of_a_fresh_process(texts, tmp_path):
+    command = [sys.executable, "-m", "experiments.gpt", *SMALL, "--data", texts]
+    command += ["--simulate-devices", "4", "--mesh.tensor", "2", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "4 x cpu" in done.stdout
+    assert "data 2 x tensor 2" in done.stdout
+    assert "Traceback" not in done.stderr

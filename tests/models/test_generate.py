@@ -1,0 +1,205 @@
+"""Generation: the cache against the uncached forward, sampling against its definition in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.models import gpt
+from jaxtrain.models.generate import decode_step, generate, penalise, prefill, truncate
+from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.tree import map_named
+
+SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
+FORMS = {
+    "gpt2": GPTConfig(**SIZES),
+    "llama": GPTConfig(
+        **SIZES,
+        kv_heads=2,
+        positions="rope",
+        norm="rmsnorm",
+        mlp="swiglu",
+        bias=False,
+        tied=False,
+    ),
+}
+PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
+LENGTHS = np.array([4, 2], np.int32)
+
+both_forms = pytest.mark.parametrize("form", FORMS)
+
+
+@functools.cache
+def params_of(form):
+    shapes = jax.eval_shape(functools.partial(gpt.init, FORMS[form]), jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def draw(name, leaf):
+        values = 0.3 * rng.standard_normal(leaf.shape) + name.endswith("scale")
+        return jnp.asarray(values, jnp.float32)
+
+    return map_named(draw, shapes)
+
+
+@functools.cache
+def uncached(form):
+    return jax.jit(functools.partial(gpt.logits, FORMS[form]))
+
+
+def last_logits(form, rows):
+    """Logits after each of several rows of any length; one compilation, by padding."""
+    padded = np.zeros((len(rows), 12), np.int32)
+    for padded_row, row in zip(padded, rows, strict=True):
+        padded_row[: len(row)] = row
+    z = uncached(form)(params_of(form), padded)
+    return np.stack([z[i, len(row) - 1] for i, row in enumerate(rows)])
+
+
+def greedy(form, rows, count, penalty=1.0):
+    rows = [list(row) for row in rows]
+    for _ in range(count):
+        for row, z in zip(rows, last_logits(form, rows), strict=True):
+            seen = np.isin(np.arange(13), row)
+            z = np.where(seen, np.where(z > 0, z / penalty, z * penalty), z)
+            row.append(int(z.argmax()))
+    return np.array([row[-count:] for row in rows])
+
+
+@both_forms
+def test_cached_logits_are_the_uncached_ones(form):
+    config, params = FORMS[form], params_of(form)
+    rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
+    z, cache = prefill(config, params, PROMPTS, LENGTHS, cache_len=9)
+    step = jax.jit(functools.partial(decode_step, config))
+    assert cache.k.shape == (2, 2, config.kv_heads, 9, 4)
+    np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
+    for new in ([7, 2], [0, 12], [6, 6]):
+        positions = np.array([len(row) for row in rows], np.int32)
+        rows = [[*row, token] for row, token in zip(rows, new, strict=True)]
+        z, cache = step(params, cache, np.array(new, np.int32), positions)
+        np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
+
+
+@both_forms
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_greedy_tokens_are_those_of_the_uncached_forward(form, penalty):
+    got = generate(
+        FORMS[form],
+        params_of(form),
+        PROMPTS,
+        max_new_tokens=6,
+        prompt_lengths=LENGTHS,
+        temperature=0.0,
+        repetition_penalty=penalty,
+    )
+    rows = [row[:n] for row, n in zip(PROMPTS, LENGTHS, strict=True)]
+    np.testing.assert_array_equal(got, greedy(form, rows, 6, penalty))
+
+
+def test_top_k_of_one_is_greedy_and_sampling_follows_the_key():
+    run = functools.partial(generate, FORMS["llama"], params_of("llama"), PROMPTS, max_new_tokens=6)
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(run(rng=key, top_k=1), run(temperature=0.0))
+    np.testing.assert_array_equal(run(rng=key, temperature=3.0), run(rng=key, temperature=3.0))
+    assert (run(rng=key, temperature=3.0) != run(rng=jax.random.key(1), temperature=3.0)).any()
+
+
+def test_sampled_tokens_have_the_model_s_probabilities():
+    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
+    new = generate(
+        FORMS["llama"],
+        params_of("llama"),
+        prompts,
+        max_new_tokens=1,
+        rng=jax.random.key(0),
+        temperature=2.0,
+        top_k=5,
+    )
+    z = last_logits("llama", PROMPTS[:1])[0] / 2.0
+    kept = np.argsort(z)[-5:]
+    expected = np.zeros(13)
+    expected[kept] = np.exp(z[kept]) / np.exp(z[kept]).sum()
+    np.testing.assert_allclose(np.bincount(new[:, 0], minlength=13) / 4000, expected, atol=0.03)
+
+
+def test_after_eod_a_row_is_filled_with_it():
+    free = greedy("llama", PROMPTS, 6)
+    eod = int(free[0, 2])
+    got = np.asarray(
+        generate(
+            FORMS["llama"],
+            params_of("llama"),
+            PROMPTS,
+            max_new_tokens=6,
+            temperature=0.0,
+            eod=eod,
+        )
+    )
+    for row, whole in zip(got, free, strict=True):
+        end = list(whole).index(eod) if eod in whole else 6
+        np.testing.assert_array_equal(row[:end], whole[:end])
+        assert (row[end:] == eod).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    top_k=st.sampled_from([None, 1, 3, 8]),
+    top_p=st.sampled_from([None, 1e-6, 0.3, 0.9, 1.0]),
+)
+def test_truncation_is_that_of_the_definition(seed, top_k, top_p):
+    z = np.random.default_rng(seed).standard_normal(8).astype(np.float32) * 2
+    order = list(np.argsort(-z)[:top_k])
+    if top_p is not None:
+        probabilities = np.exp(z[order]) / np.exp(z[order]).sum()
+        mass = np.cumsum(probabilities)
+        if np.abs(mass[:-1] - top_p).min(initial=1) < 1e-5:
+            return  # rounding decides
+        order = order[: 1 + int((mass[:-1] < top_p).sum())]
+    got = truncate(jnp.asarray(z)[None], top_k=top_k, top_p=top_p)[0]
+    expected = np.where(np.isin(np.arange(8), order), z, -np.inf)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    z = jnp.array([[1.0, 2.0, 2.0, 0.0]])
+    np.testing.assert_array_equal(truncate(z, top_k=1, top_p=None) > -jnp.inf, [[0, 1, 1, 0]])
+
+
+def test_penalty_leaves_unseen_tokens_alone():
+    z, seen = jnp.array([[3.0, -3.0, 0.5]]), jnp.array([[True, True, False]])
+    np.testing.assert_allclose(penalise(z, seen, 1.5), [[2.0, -4.5, 0.5]])
+
+
+def test_rotary_positions_may_exceed_the_training_length():
+    run = functools.partial(generate, prompt_tokens=PROMPTS, max_new_tokens=9, temperature=0.0)
+    assert run(FORMS["llama"], params_of("llama")).shape == (2, 9)
+    with pytest.raises(ValueError, match="4 tokens and 9 new ones exceed the 12 learned positions"):
+        run(FORMS["gpt2"], params_of("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rng": None}, "sampling needs rng"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"top_k": 14}, "top_k=14 must be from 1 to the vocabulary's 13"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
+        ({"prompt_lengths": [4, 5]}, "prompt_lengths must be 2 numbers from 1 to 4"),
+        ({"prompt_tokens": PROMPTS[0]}, r"prompt_tokens must be \[B, P\], not of shape \(4,\)"),
+        (
+            {"prompt_tokens": PROMPTS + 9},
+            "prompt_tokens from 9 to 18 do not fit a vocabulary of 13",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    options = {"prompt_tokens": PROMPTS, "max_new_tokens": 2, "rng": jax.random.key(0)}
+    with pytest.raises(ValueError, match=message):
+        generate(FORMS["llama"], params_of("llama"), **(options | changes))

@@ -1,0 +1,187 @@
+"""Tick tables: every small schedule, against an independent simulation and the closed formulas."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.parallel.pipeline.tables import (
+    ARRAYS,
+    SCHEDULES,
+    bubble,
+    check_table,
+    make_table,
+    makespan,
+    peak_stash,
+)
+
+SMALL = [
+    (schedule, stages, microbatches, virtual)
+    for schedule in SCHEDULES
+    for stages in range(1, 7)
+    for microbatches in range(1, 13)
+    for virtual in (range(1, 4) if schedule == "interleaved" else [1])
+]
+
+
+def table_of(case):
+    schedule, stages, microbatches, virtual = case
+    return make_table(schedule, stages=stages, microbatches=microbatches, virtual=virtual)
+
+
+small_tables = st.sampled_from(SMALL).map(table_of)
+tables = st.one_of(
+    small_tables,
+    st.tuples(st.just("interleaved"), st.integers(2, 8), st.integers(1, 40), st.integers(2, 5)).map(
+        table_of
+    ),
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_small_table_is_sound(schedule):
+    for case in SMALL:
+        if case[0] == schedule:
+            check_table(table_of(case))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables)
+def test_larger_tables_are_sound(table):
+    check_table(table)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables, st.data())
+def test_check_table_sees_any_single_corruption(table, data):
+    name = data.draw(st.sampled_from(ARRAYS))
+    array = getattr(table, name)
+    tick = data.draw(st.integers(0, array.shape[0] - 1))
+    device = data.draw(st.integers(0, array.shape[1] - 1))
+    high = max(table.microbatches, table.virtual, table.input_slots)
+    value = data.draw(st.integers(-2, high).filter(lambda v: v != array[tick, device]))
+    corrupted = array.copy()
+    corrupted[tick, device] = value
+    with pytest.raises(ValueError, match=r"tick|units run"):
+        check_table(dataclasses.replace(table, **{name: corrupted}))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables.filter(lambda t: t.ticks > 1), st.data())
+def test_check_table_sees_a_missing_tick(table, data):
+    tick = data.draw(st.integers(0, table.ticks - 1))
+    kept = {name: np.delete(array, tick, axis=0) for name, array in table.arrays().items()}
+    with pytest.raises(ValueError, match=r"tick|units run"):
+        check_table(dataclasses.replace(table, **kept))
+
+
+@pytest.mark.parametrize("buffer", ["input_slots", "cotangent_slots", "residual_slots"])
+def test_buffers_are_no_larger_than_needed(buffer):
+    for case in SMALL:
+        table = table_of(case)
+        size = getattr(table, buffer)
+        if size == 1:
+            continue
+        with pytest.raises(ValueError, match="lost"):
+            check_table(dataclasses.replace(table, **{buffer: size - 1}))
+
+
+def test_check_table_wants_int32_arrays_of_one_shape():
+    table = make_table("1f1b", stages=2, microbatches=3)
+    short = dataclasses.replace(table, cot_slot=table.cot_slot[1:])
+    with pytest.raises(ValueError, match=r"cot_slot is int32\[4, 2\].*int32\[5, 2\]"):
+        check_table(short)
+    with pytest.raises(ValueError, match="int64"):
+        check_table(dataclasses.replace(table, cot_slot=table.cot_slot.astype(np.int64)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 3), (2.5, 4)])
+def test_makespan_of_one_stage_per_device(schedule, forward, backward):
+    for case in SMALL:
+        if case[0] != schedule:
+            continue
+        _, stages, microbatches, _ = case
+        table = table_of(case)
+        expected = (microbatches + stages - 1) * (forward + backward)
+        found = makespan(table, forward=forward, backward=backward)
+        assert found == pytest.approx(expected)
+        share = (stages - 1) / (microbatches + stages - 1)
+        assert bubble(table, forward=forward, backward=backward) == pytest.approx(share)
+
+
+def test_makespan_of_1f1b_is_three_units_for_each_microbatch_and_other_stage():
+    assert makespan(make_table("1f1b", stages=8, microbatches=32)) == 3 * 32 + 3 * 7
+
+
+def test_makespan_of_interleaved_divides_the_bubble_by_the_virtual_stages():
+    for case in SMALL:
+        schedule, stages, microbatches, virtual = case
+        if schedule != "interleaved":
+            continue
+        found = makespan(table_of(case))
+        if microbatches % stages == 0:
+            assert found == pytest.approx(3 * (microbatches + (stages - 1) / virtual))
+        padded = -(-microbatches // stages) * stages
+        holes = padded - microbatches
+        assert found == pytest.approx(3 * (padded + (stages - 1 - holes) / virtual))
+        assert found <= makespan(table_of(("1f1b", stages, microbatches, 1))) + 1e-9
+
+
+def test_interleaved_with_one_chunk_is_1f1b():
+    for stages, microbatches in [(1, 3), (4, 3), (4, 9)]:
+        one = table_of(("1f1b", stages, microbatches, 1)).arrays()
+        other = table_of(("interleaved", stages, microbatches, 1)).arrays()
+        for name in ARRAYS:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_stash_formulas():
+    for case in SMALL:
+        schedule, stages, microbatches, virtual = case
+        table = table_of(case)
+        window = [2 * (stages - s) - 1 for s in range(stages)]
+        if schedule == "gpipe":
+            expected = [microbatches] * stages
+        elif schedule == "1f1b":
+            expected = [min(microbatches, w) for w in window]
+        else:
+            expected = [min(microbatches * virtual, stages * (virtual - 1) + w) for w in window]
+        if schedule != "interleaved" or microbatches % stages == 0:
+            assert peak_stash(table).tolist() == expected, case
+        assert (peak_stash(table) <= expected).all(), case
+        assert table.residual_slots == peak_stash(table).max()
+        assert table.input_slots <= table.residual_slots
+        assert table.cotangent_slots == 1
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2)])
+def test_stash_does_not_grow_with_microbatches(schedule, virtual):
+    stash = [peak_stash(table_of((schedule, 4, m, virtual))).tolist() for m in (8, 32, 128)]
+    assert stash[0] == stash[1] == stash[2]
+    if schedule == "1f1b":
+        assert max(stash[0]) == 2 * 4 - 1
+
+
+def test_tables_are_cached_and_read_only():
+    table = make_table("gpipe", stages=2, microbatches=2)
+    assert make_table("gpipe", stages=2, microbatches=2) is table
+    with pytest.raises(ValueError, match="read-only"):
+        table.fwd_slot[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "sentence"),
+    [
+        ("zigzag", {}, "schedule is 'zigzag': use one of gpipe, 1f1b, interleaved"),
+        ("1f1b", {"stages": 0}, "stages is 0: a pipeline needs at least 1"),
+        ("gpipe", {"microbatches": 0}, "microbatches is 0"),
+        ("interleaved", {"virtual": -1}, "virtual is -1"),
+        ("1f1b", {"virtual": 2}, "virtual is 2: use virtual=1 or schedule 'interleaved'"),
+    ],
+)
+def test_sizes_that_no_table_has(schedule, sizes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_table(schedule, **({"stages": 2, "microbatches": 4} | sizes))

@@ -1,0 +1,142 @@
+"""The command line: what it prints, saves and refuses."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from jaxtrain import cli
+from jaxtrain.parallel.pipeline import draw
+from jaxtrain.parallel.pipeline.tables import make_table
+
+
+def picture_of(table, width):
+    """The lines of a table's picture without colours."""
+    console = Console(file=io.StringIO(), width=width)
+    draw.print_tables([table], console=console)
+    return console.file.getvalue().splitlines()
+
+
+def run(capsys, *arguments):
+    status = cli.main(arguments)
+    written = capsys.readouterr()
+    return status, written.out, written.err
+
+
+def test_picture_is_the_table():
+    lines = picture_of(make_table("1f1b", stages=2, microbatches=3), 80)
+    assert lines[:5] == [
+        "1f1b: 2 stages, 3 microbatches",
+        "    tick  0   1   2 3 4",
+        "          F F B F B B B",
+        "device 0  0 1   2 0 1 2",
+        "device 1    0 0 1 1 2",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 79])
+def test_a_wide_picture_leaves_out_its_middle_and_says_so(width):
+    table = make_table("interleaved", stages=4, microbatches=40, virtual=2)
+    lines = picture_of(table, width)
+    rows = lines[1:7]
+    assert "left out" in " ".join(lines[:2]) or width < 79
+    assert all(len(line) <= width for line in lines)
+    assert all(draw.GAP in row for row in rows)
+    assert rows[0].split()[1] == "0"
+    assert rows[0].split()[-1] == str(table.ticks - 1)
+
+
+def test_a_picture_that_fits_is_whole():
+    lines = picture_of(make_table("gpipe", stages=2, microbatches=4), 200)
+    assert draw.GAP not in "".join(lines)
+    assert "left out" not in "".join(lines)
+    assert lines[1].split() == ["tick", *map(str, range(10))]
+
+
+def test_schedule_compares_all_schedules(capsys):
+    status, out, _ = run(capsys, "schedule", "--stages", "8", "--microbatches", "32")
+    assert status == 0
+    words = [line.split() for line in out.splitlines()]
+    assert ["gpipe", "1", "78", "117", "17.9%", *["32"] * 8] in words
+    assert ["1f1b", "1", "46", "117", "17.9%", *"15 13 11 9 7 5 3 1".split()] in words
+    assert ["interleaved", "2", "86", "106.5", "9.9%", *"23 21 19 17 15 13 11 9".split()] in words
+
+
+def test_schedule_shows_one_with_its_flags(capsys):
+    flags = "--stages 4 --microbatches 8 --schedule interleaved --virtual 3 --backward 3".split()
+    status, out, _ = run(capsys, "schedule", *flags)
+    assert status == 0
+    assert "gpipe" not in out
+    assert ["interleaved", "3", "34", "36", "11.1%"] in [x.split()[:5] for x in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--stages 0 --microbatches 4", "error: stages is 0: a pipeline needs at least 1\n"),
+        ("--stages 2 --microbatches 4 --backward 0", "error: --backward is 0.0: a time"),
+        ("--stages 2 --microbatches 4 --schedule gpipe --virtual 2", "virtual is 2: use virtual=1"),
+        ("--stages 2 --microbatches 4 --png /no/such/folder/x.png", "error: "),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
+    status, out, err = run(capsys, "schedule", *flags.split())
+    assert status == 2
+    assert not out
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schedule", "--stages", "2", "--mic"]])
+def test_what_cannot_be_read_is_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+
+
+def test_png_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxtrain\[plot\]'"):
+        draw.save_png([make_table("1f1b", stages=2, microbatches=2)], tmp_path / "x.png")
+
+
+def test_png_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "schedules.png"
+    flags = ["--stages", "3", "--microbatches", "6", "--png", str(path)]
+    assert run(capsys, "schedule", *flags)[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_draws_every_unit_at_its_time():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    table = make_table("interleaved", stages=2, microbatches=4, virtual=2)
+    ax = Figure().subplots()
+    draw.draw(table, ax, forward=1.0, backward=2.0, end=20.0, inches=1.0)
+    idle, *boxes = ax.patches
+    assert idle.get_width() == 13.5
+    assert len(boxes) == len(ax.texts) == 2 * 4 * 2 * 2
+    last = max(boxes, key=lambda box: box.get_x())
+    assert last.get_x() + last.get_width() == 13.5
+
+
+def test_module_and_current_folder(tmp_path):
+    """``python -m jaxtrain`` is the command, and modules in the current folder can be imported."""
+    code = "import sys; from jaxtrain.cli import main; sys.path.pop(0); sys.path[:0] = []\n"
+    code += "main(['schedule', '--stages', '1', '--microbatches', '1']); import mine"
+    (tmp_path / "mine.py").write_text("print('found')")
+    root = os.getcwd()
+    environment = os.environ | {"PYTHONPATH": root}
+    imported = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert imported.stdout.endswith("found\n"), imported.stderr
+    command = [sys.executable, "-m", "jaxtrain", "schedule", "--stages", "0", "--microbatches", "1"]
+    refused = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
