@@ -40,7 +40,7 @@ class OptimizerOptions:
     """Which update rule."""
     learning_rate: float | None = None
     """Peak learning rate; left out, one that suits the optimizer here."""
-    schedule: str = "cosine"
+    schedule: Literal[tuple(sorted(optim.schedules.SCHEDULES))] = "cosine"  # type: ignore[valid-type]
     """How the learning rate falls after the warm-up."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; left out, 2 % of all steps and at least 10."""
@@ -106,10 +106,17 @@ def main(
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
     """Reads a config from the command line and simulates devices where it asks for them."""
-    config = tyro.cli(config_type, args=arguments)
+    config = tyro.cli(config_type, args=arguments, prog=program_name())
     if config.simulate_devices:
         simulate_devices(config.simulate_devices)
     return config
+
+
+def program_name() -> str:
+    """What was typed to start this program: ``python -m experiments.gpt``."""
+    spec = sys.modules["__main__"].__spec__
+    name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
+    return f"python -m {name}"
 
 
 def simulate_devices(count: int) -> None:
@@ -124,5 +131,7 @@ def refuse(error: Exception) -> SystemExit:
     return SystemExit(2)
 
 
-SimulateDevices = Annotated[int, tyro.conf.arg(help="Run on this many simulated CPU devices.")]
+SimulateDevices = Annotated[
+    int, tyro.conf.arg(help="Run on this many simulated CPU devices; 0 on the real ones.")
+]
 Run = Flat[RunOptions]

@@ -93,14 +93,14 @@ class RunOptions:
     """Where a run lives and how often it reports.
 
     Args:
-      run_dir: its folder (local, or a bucket such as gs://...); by default the next free number
+      run_dir: Its folder (local, or a bucket such as gs://...); left out, the next free number
         under runs/.
-      resume: continue the run in run_dir (by default the newest under runs/).
-      overwrite: delete what is in run_dir first.
-      log_every: steps between lines in the logs.
-      eval_every: steps between evaluations; 0 evaluates only at the end.
-      save_every: steps between checkpoints; 0 saves only at the end.
-      keep: newest checkpoints to keep; the best one is kept as well.
+      resume: Continue the run in run_dir; left out, the newest under runs/.
+      overwrite: Delete what is in run_dir first.
+      log_every: Steps between lines in the logs.
+      eval_every: Steps between evaluations; 0 evaluates only at the end.
+      save_every: Steps between checkpoints; 0 saves only at the end.
+      keep: Newest checkpoints to keep; the best one is kept as well.
     """
 
     run_dir: str | None = None
@@ -277,7 +277,6 @@ class _Evaluation(Hook):
         """The means at ``step``, evaluated once."""
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        self.progress.note("evaluating")
         batches = self.experiment.eval_batches()
         if self._step is None:
             first, batches = _peek(batches)
@@ -285,7 +284,7 @@ class _Evaluation(Hook):
         means = {name: float(x) for name, x in evaluate(self._step, state, batches).items()}
         self.latest = (step, means)
         self.log.write(step, {f"eval/{name}": value for name, value in means.items()})
-        self.progress.note(f"held-out loss {means['loss']:.4f}")
+        self.progress.note(f"step {step}: held-out loss {means['loss']:.4f}")
         self.throughput.pause()
         return means
 
@@ -366,8 +365,8 @@ def _conclude(experiment: Experiment, result: FitResult) -> None:
     terminal.print_lines(
         [
             *lines,
-            f"checkpoint   {result.run_dir}/checkpoints",
-            f"TensorBoard  {result.run_dir}/tensorboard (tensorboard --logdir {RUNS})",
+            f"checkpoints  {result.run_dir}/checkpoints",
+            f"TensorBoard  {result.run_dir}/tensorboard",
             f"JSONL log    {result.run_dir}/log.jsonl",
         ]
     )

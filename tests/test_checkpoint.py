@@ -139,12 +139,14 @@ def test_uncommitted_leaves_stay_free_to_move(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"w": jnp.arange(4.0), "key": jax.random.key(3)})
         shapes = jax.eval_shape(lambda: {"w": jnp.zeros(4), "key": jax.random.key(0)})
-        restored = checkpoints.restore(shapes)
-    assert not restored["w"].committed
-    assert not restored["key"].committed
-    np.testing.assert_array_equal(restored["w"], np.arange(4.0))
-    everywhere = NamedSharding(mesh_of(data=8), P())
-    jax.jit(lambda s: s, in_shardings=everywhere)(restored)
+        arrays = {"w": jnp.zeros(4), "key": jax.random.key(0)}
+        everywhere = NamedSharding(mesh_of(data=8), P())
+        for template in (shapes, arrays):
+            restored = checkpoints.restore(template)
+            assert not restored["w"].committed
+            assert not restored["key"].committed
+            np.testing.assert_array_equal(restored["w"], np.arange(4.0))
+            jax.jit(lambda s: s, in_shardings=everywhere)(restored)
 
 
 @settings(max_examples=10, deadline=None)
@@ -421,12 +423,16 @@ def test_half_written_steps_are_never_the_latest(tmp_path):
     killed = tmp_path / "2.orbax-checkpoint-tmp"  # what a save killed half-way leaves behind
     (killed / "state").mkdir(parents=True)
     (killed / "manifest").mkdir()
+    older = tmp_path / "9.orbax-checkpoint-tmp"
+    older.mkdir()
     (tmp_path / "3" / "state").mkdir(parents=True)  # a copy broken off
 
     reader = Checkpointer(tmp_path)
     assert reader.steps() == [1]
     assert reader.latest_step() == 1
-    assert killed.exists()  # to a reader it may be the save of a job still running
+    # To a reader they may be the save of a job that is still running.
+    assert killed.exists()
+    assert older.exists()
     np.testing.assert_array_equal(reader.restore({"w": np.zeros(3, np.float32)})["w"], [0, 1, 2])
 
     with Checkpointer(tmp_path, keep=1, keep_best=0) as writer:
@@ -435,6 +441,7 @@ def test_half_written_steps_are_never_the_latest(tmp_path):
         with pytest.raises(ValueError, match=r"3 exists but holds no whole checkpoint; remove it"):
             writer.save(3, state)
     assert not killed.exists()
+    assert not older.exists()
     assert (tmp_path / "3").exists()  # not ours to delete
 
 
@@ -480,10 +487,12 @@ def test_remote_directories_keep_their_scheme(tmp_path, monkeypatch):
 
 
 def test_digest_sees_everything_but_the_placement():
-    base = {"a": jnp.arange(8.0), "k": jax.random.key(1), "n": 3}
+    base = {"a": jnp.arange(8.0), "k": jax.random.key(1), "n": 3, "large": np.zeros(5000)}
     sharded = jax.device_put(base["a"], NamedSharding(mesh_of(data=8), P("data")))
     assert digest({**base, "a": sharded}) == digest(base)
     assert digest({**base, "a": np.arange(8, dtype=np.float32)}) == digest(base)
+    changed = base["large"].copy()
+    changed[2500] = 1e-300
     nudged = np.arange(8, dtype=np.float32)
     nudged[7] = np.nextafter(nudged[7], 8)
     others = [
@@ -494,7 +503,8 @@ def test_digest_sees_everything_but_the_placement():
         {**base, "k": jax.random.key(2)},
         {**base, "n": 4},
         {**base, "n": 3.0},
-        {"b": base["a"], "k": base["k"], "n": 3},
+        {**{k: v for k, v in base.items() if k != "a"}, "b": base["a"]},
+        {**base, "large": changed},
         {**base, "more": jnp.zeros(1)},
     ]
     assert len({digest(tree) for tree in [base, *others]}) == len(others) + 1

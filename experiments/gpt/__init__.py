@@ -73,8 +73,8 @@ class Config:
     """Attention kernel: auto, xla or cudnn."""
 
     data: str = "python"
-    """Text to learn: "python" (the standard library's source), or a folder or file of text, JSONL
-    or Parquet."""
+    """Text to learn: "python" (the standard library's source), or a folder or file (text, JSONL,
+    Parquet)."""
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str = "bytes"
@@ -82,7 +82,7 @@ class Config:
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents."""
 
-    steps: int = 450
+    steps: int = 400
     """Train steps."""
     global_batch: int = 16
     """Rows per step, over all devices."""
@@ -98,8 +98,7 @@ class Config:
     """Of parameters, dropout and the order of the text."""
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
-    simulate_devices: int = 0
-    """Run on this many simulated CPU devices."""
+    simulate_devices: options.SimulateDevices = 0
 
 
 def build(config: Config) -> Experiment:

@@ -66,7 +66,7 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
-    config = tyro.cli(Config, args=arguments)
+    config = tyro.cli(Config, args=arguments, prog=options.program_name())
     try:
         model, params, tokenizer = load(config.run, config.step)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]

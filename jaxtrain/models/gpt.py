@@ -1,18 +1,18 @@
 """A decoder-only transformer in the GPT-2 and the Llama form, as pure functions of plain dicts.
 
-``init`` makes the parameters, ``loss_fn`` the loss that the step builders take. Both are put together
-from the three stages that a pipeline places on its devices: :func:`embed`, :func:`block` (one layer)
-or :func:`blocks` (a scan over stacked layers), and :func:`head_loss`.
+``init`` makes the parameters, ``loss_fn`` the loss that the step builders take. Both are put
+together from the stages that a pipeline places on its devices: :func:`embed`, :func:`block` (one
+layer) or :func:`blocks` (a scan over stacked layers), and :func:`head_loss`.
 
-A batch is a dict of [B, T] arrays: ``tokens`` and ``targets`` int32, ``mask`` float32, and optionally
-``segments`` (int32 document numbers from 1, 0 for padding: attention stays within a document) and
-``positions`` (int32, starting again at each document; without it 0 .. T - 1).
+A batch is a dict of [B, T] arrays: ``tokens`` and ``targets`` int32, ``mask`` float32, and
+optionally ``segments`` (int32 document numbers from 1, 0 for padding: attention stays within a
+document) and ``positions`` (int32, starting again at each document; without it 0 .. T - 1).
 
-Parameters are float32 from ``init``; the model computes in whatever floating dtype it is given them,
-with norms, softmax, rotary angles and losses in float32.
+Parameters are float32 from ``init``; the model computes in whatever floating dtype it is given
+them, with norms, softmax, rotary angles and losses in float32.
 
-Shapes: B batch, T positions, D width, L layers, H query heads, G key and value heads, K features per
-head, F hidden width, V rows of the token table.
+Shapes: B batch, T positions, N = B * T tokens, D width, L layers, H query heads, G key and value
+heads, K features per head, V rows of the token table.
 """
 
 import functools
@@ -106,8 +106,8 @@ def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
 def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
     """Returns ``loss(params, batch, rng)``: masked cross-entropy, summed over tokens.
 
-    ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of the
-    mask) and the metric ``accuracy``.
+    ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
+    the mask) and the metric ``accuracy``.
 
     >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
     >>> batch = {"tokens": jnp.ones((2, 4), int), "targets": jnp.ones((2, 4), int)}
@@ -276,8 +276,8 @@ def parameter_count(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations per token of a forward and backward pass: ``6 N + 12 L H K T``.
 
-    The model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), to
-    be divided by a device's peak for its utilisation. N counts the parameters that a token is
+    The model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311),
+    to be divided by a device's peak for its utilisation. N counts the parameters that a token is
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
     not in it. The attention term is that of full rows of ``seq_len`` tokens, not halved for
     causality; recomputation is not counted.

@@ -150,8 +150,8 @@ def _token_losses(vocab_size, kernel_DV, x_ND, targets_N):
 def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
     """Folds ``tile(sums, (x_ND, targets_N, mask_N)) -> (sums, per_token)`` over tiles of tokens.
 
-    Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile on
-    one device where the sequence is sharded, and a cut of the flattened tokens where the batch is.
+    Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile
+    on one device where the sequence is sharded, a cut of the flattened tokens where the batch is.
     """
     B, T, _ = x_BTD.shape
     batch = (x_BTD, targets_BT, mask_BT)

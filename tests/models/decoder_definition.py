@@ -1,4 +1,4 @@
-"""The decoder written out in NumPy float64, layer by layer and head by head: what the tests compare to.
+"""The decoder written out in NumPy float64, layer by layer and head by head.
 
 Parameters are the nested dict of :mod:`jaxtrain.models.gpt`; nothing else of the package is used.
 """

@@ -69,10 +69,14 @@ def float64(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
+def plain_gradient(config):
+    loss = gpt.loss_fn(config)
+    return jax.value_and_grad(lambda params, batch: loss(params, batch, None).total)
+
+
 @functools.cache  # one compilation per configuration and batch structure
 def gradient(config):
-    loss = gpt.loss_fn(config)
-    return quick_jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None).total))
+    return quick_jit(plain_gradient(config))
 
 
 @functools.cache
@@ -177,7 +181,7 @@ def test_dots_recomputes_no_product_with_weights():
     config, batch = FORMS["llama"], batch_of()
     products = {
         remat: str(
-            jax.make_jaxpr(gradient(dataclasses.replace(config, remat=remat)))(
+            jax.make_jaxpr(plain_gradient(dataclasses.replace(config, remat=remat)))(
                 params_of("llama"), batch
             )
         ).count("dot_general[")
@@ -191,9 +195,9 @@ def test_dots_recomputes_no_product_with_weights():
 def test_a_bfloat16_step_has_no_float32_product(form):
     config, batch = FORMS[form], batch_of()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(form))
-    assert float32_products(gradient(config), params_of(form), batch)  # the check can fail
+    assert float32_products(plain_gradient(config), params_of(form), batch)  # the check can fail
     for remat in ("none", "dots", "full"):
-        step = gradient(dataclasses.replace(config, remat=remat))
+        step = plain_gradient(dataclasses.replace(config, remat=remat))
         assert float32_products(step, params, batch) == []
     rows = functools.partial(gpt.logits, config)
     assert float32_products(jax.grad(lambda p: rows(p, batch["tokens"]).sum()), params) == []
@@ -252,9 +256,9 @@ def test_grouped_keys_equal_repeated_ones():
 def test_it_maps_over_parameters():
     config, batch = FORMS["llama"], batch_of()
     several = [params_of("llama"), jax.tree.map(lambda x: 0.9 * x, params_of("llama"))]
-    one = gradient(dataclasses.replace(config, remat="dots"))
+    one = plain_gradient(dataclasses.replace(config, remat="dots"))
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *several)
-    got = jax.vmap(one, in_axes=(0, None))(stacked, batch)
+    got = quick_jit(jax.vmap(one, in_axes=(0, None)))(stacked, batch)
     expected = gradient(config)(several[1], batch)
     assert_close(jax.tree.map(lambda x: x[1], got), expected, rtol=1e-4, atol=1e-5)
 

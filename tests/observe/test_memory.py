@@ -6,7 +6,7 @@ import types
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxtrain.observe.memory import device_memory, human_bytes, human_count
@@ -53,6 +53,7 @@ def parse(text: str, units: dict[str, float]) -> float:
 
 
 @given(SIZES.filter(lambda size: size < 2**49))
+@example(1023.99 * 1024)
 def test_bytes_keep_their_size_and_have_short_numbers(size):
     units = {unit: 1024.0**n for n, unit in enumerate(["B", "KiB", "MiB", "GiB", "TiB"])}
     text = human_bytes(size)
@@ -61,6 +62,9 @@ def test_bytes_keep_their_size_and_have_short_numbers(size):
 
 
 @given(SIZES)
+@example(999.4)
+@example(999.6)
+@example(999_600.0)
 def test_counts_keep_three_digits(count):
     units = {unit: 1000.0**n for n, unit in enumerate(["", "k", "M", "G", "T", "P"])}
     text = human_count(count)

@@ -75,6 +75,13 @@ def test_every_line_is_valid_json_and_numbers_survive(tmp_path_factory, rows):
             np.testing.assert_equal(float(line[name]), value)
 
 
+def test_numbers_that_are_not_finite_are_words(tmp_path):
+    writer = JSONLWriter(tmp_path / "log.jsonl")
+    writer.write(1, {"a": math.nan, "b": jnp.float32(jnp.inf), "c": -math.inf})
+    writer.close()
+    assert read_lines(tmp_path / "log.jsonl") == [{"step": 1, "a": "nan", "b": "inf", "c": "-inf"}]
+
+
 def test_resuming_drops_later_and_broken_lines_and_appends(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(
@@ -150,7 +157,7 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path, monkeypatch):
         return read_curves(tmp_path)["loss"]
 
     assert run({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, None) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
-    assert run({3: 30.0}, 2) == {1: 1.0, 2: 2.0, 3: 30.0}
+    assert run({5: 50.0}, 2) == {1: 1.0, 2: 2.0, 5: 50.0}
     assert run({0: 7.0}, None) == {0: 7.0}
 
 

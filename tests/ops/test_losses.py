@@ -158,12 +158,11 @@ def test_low_precision_gradients_are_rounded_not_lost(dtype):
 def test_float16_keeps_the_softmax_of_a_large_vocabulary():
     # 1 / 65,536 of probability each: below float16's normal range before it meets the hidden state.
     x, kernel = jnp.ones((1, 1, 1), jnp.float16), jnp.zeros((1, 65536), jnp.float16)
-    loss = lambda kernel: (
-        2.0**15
-        * cross_entropy(  # noqa: E731
-            x, kernel, jnp.zeros((1, 1), int), jnp.ones((1, 1)), vocab_size=65536
-        )[0]
-    )
+    batch = jnp.zeros((1, 1), int), jnp.ones((1, 1))
+
+    def loss(kernel):
+        return 2.0**15 * cross_entropy(x, kernel, *batch, vocab_size=65536)[0]
+
     np.testing.assert_allclose(jax.grad(loss)(kernel)[0, 1:], 0.5, rtol=1e-3)
 
 

@@ -1,0 +1,586 @@
+"""The pipelined gradient engine: one SPMD program that runs a tick table.
+
+``jax.shard_map`` takes over the mesh axis ``pipe`` alone; all others stay with the partitioner. A
+``lax.scan`` goes over the ticks of a table (:mod:`jaxtrain.parallel.pipeline.tables`). In a tick
+every device runs its forward unit and its backward unit, each where the table has one, and then
+hands its results on: one ``ppermute`` each way. Stage inputs, cotangents and residuals wait in
+buffers of the table's slot counts, so memory does not grow with the number of microbatches where
+those do not (1F1B, interleaved). Gradients are summed in float32 in the scan's carry; nothing is
+differentiated through the scan or through a collective.
+
+Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device of C layers each.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.gradients import GradientEngine, GradientSums, WeightedLoss, all_finite, select
+from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.parallel.pipeline import residuals
+from jaxtrain.parallel.pipeline.stages import Stages, layers_per_chunk, run_layers
+from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
+from jaxtrain.precision import Policy
+from jaxtrain.tree import path_name
+
+PyTree = Any
+
+REMAT = ("full", "none")
+
+
+def pipeline(
+    stages: Stages,
+    *,
+    mesh: Mesh,
+    microbatches: int,
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
+    virtual: int = 1,
+    remat: Literal["full", "none"] = "full",
+    skip_bubbles: bool = True,
+    policy: Policy | None = None,
+    gradient_shardings: PyTree | None = None,
+) -> GradientEngine:
+    """Makes the gradient engine of a pipeline, for :func:`jaxtrain.step.build_update`.
+
+    It computes what ``gradients.accumulated`` computes with as many microbatches: the same rows and
+    the same keys in each, sums over all weights, float32.
+
+    Args:
+      stages: the model.
+      mesh: its axis ``pipe`` has the S devices of the pipeline; other axes work as they do without.
+      microbatches: M, into which every batch leaf's leading axis is cut (microbatch j holds rows
+        j, j + M, ...).
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``; see :mod:`.tables` for their costs.
+      virtual: chunks per device, above 1 for ``"interleaved"`` only; parameters are then to be laid
+        out by :func:`to_virtual`.
+      remat: ``"full"`` keeps the input of a stage and runs the stage again for its backward pass;
+        ``"none"`` keeps what the backward pass of its layers needs, as ``jax.vjp`` (and a
+        ``jax.checkpoint`` around a block) decides.
+      skip_bubbles: False runs every unit in every tick and masks the result: the same gradients,
+        at more than twice the time, for backends on which collectives within divergent branches
+        misbehave.
+      policy: dtypes, as for ``build_train_step``.
+      gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin the running sums.
+
+    Returns:
+      The engine, to be traced under ``jax.jit``. A step in which anything is not finite is left out
+      whole: by the time an early stage overflows, later ones have added their part to the sums.
+      Such a step has zero gradients, weight 0 and ``skipped`` = M.
+
+    Raises:
+      ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
+        that do not divide.
+    """
+    table = make_table(schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual)
+    if remat not in REMAT:
+        raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
+    policy = policy or Policy.f32()
+    plan = _Plan(stages, table, remat == "full", skip_bubbles, _without_pipe(gradient_shardings))
+
+    def engine(params, model_state, batch, rng, loss_scale):
+        if model_state is not None:
+            raise ValueError(
+                "a pipeline keeps no model state and was given some: use a model without running "
+                "statistics, or build_train_step(accumulate=...)"
+            )
+        chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
+        batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
+        loss, grads = _run(plan, mesh, chunk, policy.cast_to_compute(params), batch, rng, loss_scale)
+        sums = GradientSums(grads, loss, None, jnp.int32(0))
+        nothing = jax.tree.map(jnp.zeros_like, sums)
+        nothing = dataclasses.replace(nothing, skipped=jnp.int32(microbatches))
+        return select(all_finite((grads, loss.total)), sums, nothing)
+
+    return engine
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is known before any array is: fields as in :func:`pipeline`."""
+
+    stages: Stages
+    table: Table
+    recompute: bool
+    skip_bubbles: bool
+    gradient_specs: PyTree | None
+
+    def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
+        """``do()`` where the (per-device) condition holds, else ``otherwise()``.
+
+        The first part of the result is an array [B, ...].
+        """
+
+        # The partitioner wants the results of both branches to be laid out alike.
+        def pinned(branch):
+            x, *rest = branch()
+            return _pin_rows(x, axis=0), *rest
+
+        if self.skip_bubbles:
+            return jax.lax.cond(condition, lambda: pinned(do), lambda: pinned(otherwise))
+        return select(condition, pinned(do), pinned(otherwise))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What one device has at hand throughout the scan.
+
+    Args:
+      plan: see there.
+      stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype.
+      outer: all other parameters.
+      batch: leaves [B, M, ...].
+      rng: the step's key.
+      seeds_M: the cotangent of each microbatch's loss: loss scale / weight.
+      factors_M: what its gradients are multiplied by to be those of the sum: the inverse.
+      embed_leaves, head_leaves: which leaves of ``outer`` the embedding and the head read.
+      x: shape and dtype of the residual stream.
+      layout: of residuals; None where they are computed again.
+    """
+
+    plan: _Plan
+    stacked: PyTree
+    outer: PyTree
+    batch: PyTree
+    rng: jax.Array
+    seeds_M: jax.Array
+    factors_M: jax.Array
+    embed_leaves: tuple[int, ...]
+    head_leaves: tuple[int, ...]
+    x: jax.ShapeDtypeStruct
+    layout: residuals.Layout | None
+
+    def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Microbatch j and its key."""
+        return _rows(self.batch, j), jax.random.fold_in(self.rng, j)
+
+    def chunk(self, v: jax.Array) -> PyTree:
+        """Parameters [C, ...] of this device's chunk v."""
+        return self.stacked if self.plan.table.virtual == 1 else _read(self.stacked, v)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What goes from tick to tick: three buffers [slots, ...] and the float32 sums."""
+
+    inputs: jax.Array
+    cotangents: jax.Array
+    residuals: tuple[jax.Array, ...]
+    d_stacked: PyTree
+    d_outer: PyTree
+    loss: WeightedLoss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """One forward or backward unit of this device in this tick; scalars, slots -1 for none."""
+
+    present: jax.Array
+    first: jax.Array  # of all stages: embeds
+    last: jax.Array  # of all stages: has the loss
+    microbatch: jax.Array
+    chunk: jax.Array
+    layer: jax.Array  # the number of its first layer
+    input_slot: jax.Array
+    cotangent_slot: jax.Array
+    residual_slot: jax.Array
+
+
+def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
+    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32."""
+    stages, table = plan.stages, plan.table
+    outer = {name: value for name, value in params.items() if name != stages.stacked}
+    weights_M = _weights(plan, outer, batch, rng)
+    scale = jnp.float32(1.0) if loss_scale is None else loss_scale
+    # What travels backward is the gradient of a microbatch's mean, as in gradients.plain: that of a
+    # sum over many tokens leaves float16's range.
+    seeds_M = jnp.where(weights_M > 0, scale / jnp.where(weights_M > 0, weights_M, 1.0), 0.0)
+    layers = P("pipe") if table.virtual == 1 else P(None, "pipe")
+    program = jax.shard_map(
+        functools.partial(_device_program, plan),
+        mesh=mesh,
+        axis_names={"pipe"},
+        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P()),
+        out_specs=(P(), layers, P()),
+        # Nothing is differentiated through the map, and its one sum over pipe is of float32.
+        check_vma=False,
+    )
+    ticks = jax.tree.map(jnp.asarray, _schedule(table, chunk))
+    loss, d_stacked, d_outer = program(
+        ticks, params[stages.stacked], outer, batch, rng, seeds_M, weights_M / scale
+    )
+    return loss, {name: d_outer[name] if name in d_outer else d_stacked for name in params}
+
+
+def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M):
+    """What every device along ``pipe`` runs; see :func:`_run` for the arguments."""
+    ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
+    rows = _rows(batch, 0)
+    x = jax.eval_shape(plan.stages.embed, outer, rows, rng)
+    device = _Device(
+        plan=plan,
+        stacked=stacked,
+        outer=outer,
+        batch=batch,
+        rng=rng,
+        seeds_M=seeds_M,
+        factors_M=factors_M,
+        embed_leaves=_leaves_read(plan.stages.embed, outer, rows, rng),
+        head_leaves=_leaves_read(plan.stages.head_loss, outer, x, rows),
+        x=x,
+        layout=None,
+    )
+    if not plan.recompute:
+        context = (rows, rng, jnp.int32(0))
+        layout = residuals.residual_layout(
+            functools.partial(_layers, plan.stages), device.chunk(0), x, context
+        )
+        device = dataclasses.replace(device, layout=layout)
+    tick = functools.partial(_tick, device)
+    end, _ = jax.lax.scan(tick, _start(device), ticks)
+    # The loss is the last stage's; outer parameters are read by the first and the last.
+    loss, d_outer = jax.lax.psum((end.loss, end.d_outer), "pipe")
+    return loss, end.d_stacked, d_outer
+
+
+def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
+    S, wraps = device.plan.table.stages, device.plan.table.virtual > 1
+    y, kept = _forward(device, carry, tick["forward"])
+    inputs = carry.inputs
+    if not device.plan.recompute:
+        # The last stage has nowhere to send its result, and needs it when it runs backward.
+        slot = jnp.where(tick["forward"].last, tick["forward"].input_slot, NONE)
+        inputs = _write(inputs, slot, y)
+    carry = dataclasses.replace(carry, inputs=inputs, residuals=kept)
+    d_x, d_stacked, d_outer, loss = _backward(device, carry, tick["backward"])
+    ring = range(S) if wraps else range(S - 1)
+    arrived = jax.lax.ppermute(y, "pipe", [(s, (s + 1) % S) for s in ring])
+    returned = jax.lax.ppermute(d_x, "pipe", [((s + 1) % S, s) for s in ring])
+    carry = _Carry(
+        inputs=_write(inputs, tick["receive_input"], arrived),
+        cotangents=_write(carry.cotangents, tick["receive_cotangent"], returned),
+        residuals=kept,
+        d_stacked=d_stacked,
+        d_outer=d_outer,
+        loss=loss,
+    )
+    return _pin(device, carry), None
+
+
+def _forward(device: _Device, carry: _Carry, unit: _Unit) -> tuple[jax.Array, tuple]:
+    """Runs the forward unit; returns the stage's result and the buffers of residuals."""
+    plan = device.plan
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        x = _stage_input(device, carry, unit, batch, rng)
+        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        if plan.recompute:
+            return _layers(plan.stages, chunk, x, context), ()
+        y, kept = residuals.forward(device.layout, chunk, x, context)
+        slot = jnp.where(unit.present, unit.residual_slot, NONE)
+        return y, tuple(map(functools.partial(_write_at, slot), carry.residuals, kept))
+
+    # Where the backward unit starts over, there is nothing that the last stage would run this for.
+    wanted = unit.present & ~unit.last if plan.recompute else unit.present
+    return plan.choose(wanted, run, lambda: (_zeros(device.x), carry.residuals))
+
+
+def _backward(device: _Device, carry: _Carry, unit: _Unit) -> tuple:
+    """Runs the backward unit; returns the cotangent of its input and the sums."""
+    plan, stages = device.plan, device.plan.stages
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        if plan.recompute:
+            x = _stage_input(device, carry, unit, batch, rng)
+            y, pull = jax.vjp(lambda chunk, x: _layers(stages, chunk, x, context), chunk, x)
+        else:
+            y = _read(carry.inputs, unit.input_slot)
+            kept = _read(carry.residuals, unit.residual_slot)
+            pull = residuals.pullback(device.layout, chunk, context, kept)
+        d_y, d_outer, loss = plan.choose(
+            unit.last,
+            lambda: _head(device, carry, unit, y, batch),
+            lambda: (_read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
+        )
+        d_chunk, d_x = pull(d_y)
+        d_x, d_outer = plan.choose(
+            unit.first,
+            lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
+            lambda: (d_x, d_outer),
+        )
+        return d_x, _add_chunk(device, carry.d_stacked, unit, d_chunk), d_outer, loss
+
+    return plan.choose(
+        unit.present,
+        run,
+        lambda: (_zeros(device.x), carry.d_stacked, carry.d_outer, carry.loss),
+    )
+
+
+def _layers(stages: Stages, chunk: PyTree, x: jax.Array, context: tuple) -> jax.Array:
+    batch, rng, first = context
+    return run_layers(stages, chunk, x, batch, rng, first)
+
+
+def _stage_input(device: _Device, carry: _Carry, unit: _Unit, batch, rng) -> jax.Array:
+    return device.plan.choose(
+        unit.first,
+        lambda: (device.plan.stages.embed(device.outer, batch, rng),),
+        lambda: (_read(carry.inputs, unit.input_slot),),
+    )[0]
+
+
+def _head(device: _Device, carry: _Carry, unit: _Unit, y, batch) -> tuple:
+    """The loss, forward and backward: cotangent of ``y``, gradients of ``outer``, loss."""
+
+    def head(leaves, y):
+        outer = _replace_leaves(device.outer, device.head_leaves, leaves)
+        loss = _as_weighted(device.plan.stages.head_loss(outer, y, batch))
+        return loss.total, loss
+
+    leaves = _pick_leaves(device.outer, device.head_leaves)
+    total, pull, loss = jax.vjp(head, leaves, y, has_aux=True)
+    d_leaves, d_y = pull(device.seeds_M[unit.microbatch].astype(total.dtype))
+    d_outer = _add_leaves(device, carry.d_outer, unit, device.head_leaves, d_leaves)
+    return d_y, d_outer, carry.loss + _float32(loss)
+
+
+def _embed_backward(device: _Device, d_outer: PyTree, unit: _Unit, d_x, batch, rng) -> PyTree:
+    def embed(leaves):
+        outer = _replace_leaves(device.outer, device.embed_leaves, leaves)
+        return device.plan.stages.embed(outer, batch, rng)
+
+    _, pull = jax.vjp(embed, _pick_leaves(device.outer, device.embed_leaves))
+    return _add_leaves(device, d_outer, unit, device.embed_leaves, pull(d_x)[0])
+
+
+def _add_leaves(device: _Device, sums: PyTree, unit: _Unit, where, grads: list) -> PyTree:
+    factor = device.factors_M[unit.microbatch]
+    old = _pick_leaves(sums, where)
+    new = [s + g.astype(jnp.float32) * factor for s, g in zip(old, grads, strict=True)]
+    return _replace_leaves(sums, where, new)
+
+
+def _add_chunk(device: _Device, sums: PyTree, unit: _Unit, grads: PyTree) -> PyTree:
+    factor = device.factors_M[unit.microbatch]
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    if device.plan.table.virtual == 1:
+        return jax.tree.map(jnp.add, sums, grads)
+    return jax.tree.map(lambda s, g: s.at[unit.chunk].add(g), sums, grads)
+
+
+def _start(device: _Device) -> _Carry:
+    table = device.plan.table
+
+    def float32_like(tree):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+    def slots(count, shape):
+        return jnp.zeros((count, *shape.shape), shape.dtype)
+
+    stored = device.layout.stored if device.layout else ()
+    loss = jax.eval_shape(
+        lambda: _as_weighted(
+            device.plan.stages.head_loss(device.outer, _zeros(device.x), _rows(device.batch, 0))
+        )
+    )
+    return _pin(
+        device,
+        _Carry(
+            inputs=slots(table.input_slots, device.x),
+            cotangents=slots(table.cotangent_slots, device.x),
+            residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
+            d_stacked=float32_like(device.stacked),
+            d_outer=float32_like(device.outer),
+            loss=float32_like(loss),
+        ),
+    )
+
+
+def _pin(device: _Device, carry: _Carry) -> _Carry:
+    """Says how the carry lies on the axes other than ``pipe``, as far as that is known."""
+    carry = dataclasses.replace(
+        carry,
+        inputs=_pin_rows(carry.inputs, axis=1),
+        cotangents=_pin_rows(carry.cotangents, axis=1),
+    )
+    if (specs := device.plan.gradient_specs) is None:
+        return carry
+    pin = jax.lax.with_sharding_constraint
+    return dataclasses.replace(
+        carry,
+        d_stacked=pin(carry.d_stacked, specs[device.plan.stages.stacked]),
+        d_outer=pin(carry.d_outer, {name: specs[name] for name in carry.d_outer}),
+    )
+
+
+def _pin_rows(x: jax.Array, *, axis: int) -> jax.Array:
+    """Splits an axis as the rows of batches are; the others are the partitioner's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = [a for a, kind in kinds if kind == AxisType.Auto and mesh.shape[a] > 1]
+    if not free:
+        return x
+    entries = [P.UNCONSTRAINED] * x.ndim
+    rows = tuple(a for a in BATCH_AXES if a in free)
+    if rows and x.shape[axis] % math.prod(mesh.shape[a] for a in rows) == 0:
+        entries[axis] = rows
+    return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> jax.Array:
+    """The weight of every microbatch, float32 [M]; it needs no residual stream, so zeros do."""
+
+    def weight(j):
+        rows = _rows(batch, j)
+        x = jax.eval_shape(plan.stages.embed, outer, rows, rng)
+        loss = _as_weighted(plan.stages.head_loss(outer, _zeros(x), rows))
+        return loss.weight.astype(jnp.float32)
+
+    return jax.lax.map(weight, jnp.arange(plan.table.microbatches))
+
+
+def _schedule(table: Table, chunk: int) -> dict[str, Any]:
+    """The table as int32 and bool arrays [T, S], grouped as :func:`_tick` reads them."""
+    device_S = np.arange(table.stages)
+
+    def unit(kind: str, cotangent_TS: np.ndarray) -> _Unit:
+        microbatch_TS = getattr(table, f"{kind}_microbatch")
+        chunk_TS = getattr(table, f"{kind}_chunk")
+        present_TS = microbatch_TS != NONE
+        stage_TS = np.where(present_TS, chunk_TS * table.stages + device_S, 0)
+        return _Unit(
+            present=present_TS,
+            first=present_TS & (stage_TS == 0),
+            last=present_TS & (stage_TS == table.stages * table.virtual - 1),
+            microbatch=np.maximum(microbatch_TS, 0),
+            chunk=np.maximum(chunk_TS, 0),
+            layer=(stage_TS * chunk).astype(np.int32),
+            input_slot=getattr(table, f"{kind}_slot"),
+            cotangent_slot=cotangent_TS,
+            residual_slot=getattr(table, f"residual_slot_{kind}"),
+        )
+
+    return {
+        "forward": unit("fwd", np.full_like(table.fwd_slot, NONE)),
+        "backward": unit("bwd", table.cot_slot),
+        "receive_input": table.recv_fwd_slot,
+        "receive_cotangent": table.recv_bwd_slot,
+    }
+
+
+def _leaves_read(function: Callable, params: PyTree, *args: Any) -> tuple[int, ...]:
+    """Which leaves of ``params`` ``function(params, *args)`` reads, by position.
+
+    Gradients of the others are zero, and are not to be added up over a vocabulary in every tick.
+    """
+    jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
+    return tuple(
+        i
+        for i, v in enumerate(inputs)
+        if id(v) in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    )
+
+
+def _pick_leaves(tree: PyTree, where: tuple[int, ...]) -> list:
+    leaves = jax.tree.leaves(tree)
+    return [leaves[i] for i in where]
+
+
+def _replace_leaves(tree: PyTree, where: tuple[int, ...], new: list) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, leaf in zip(where, new, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _read(buffers: PyTree, slot: jax.Array | int) -> PyTree:
+    """Entry ``slot`` of buffers [slots, ...]; of slot -1 the first one, which nobody then uses."""
+    at = jnp.maximum(slot, 0)
+    return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, at, 0, keepdims=False), buffers)
+
+
+def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+    """Puts ``value`` into a slot of a buffer; slot -1 changes nothing."""
+    # A choice between two whole buffers would copy them; between two entries it is done in place.
+    at = jnp.maximum(slot, 0)
+    value = jnp.where(slot == NONE, _read(buffer, at), value)
+    return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
+
+
+def _write_at(slot: jax.Array, buffer: jax.Array, value: jax.Array) -> jax.Array:
+    return _write(buffer, slot, value)
+
+
+def _rows(batch: PyTree, j: jax.Array | int) -> PyTree:
+    """Microbatch j of leaves [B, M, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), batch)
+
+
+def _cut(microbatches: int, path: tuple, x: jax.Array) -> jax.Array:
+    """[M B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied."""
+    if x.ndim == 0 or x.shape[0] % microbatches:
+        raise ValueError(
+            f"batch leaf {path_name(path)!r} has shape {tuple(x.shape)}: its leading axis cannot be cut into "
+            f"the pipeline's microbatches={microbatches}; use a global batch that is a multiple of "
+            f"{microbatches}"
+        )
+    return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
+
+
+def _as_weighted(loss: Any) -> WeightedLoss:
+    if not isinstance(loss, WeightedLoss):
+        loss = WeightedLoss(loss, jnp.float32(1.0))
+    if jnp.shape(loss.total) or jnp.shape(loss.weight):
+        raise ValueError(
+            f"the loss has shape {jnp.shape(loss.total)} and its weight {jnp.shape(loss.weight)}: "
+            "both must be scalars; return WeightedLoss(total=(loss * mask).sum(), "
+            "weight=mask.sum())"
+        )
+    return jax.tree.map(jnp.asarray, loss)
+
+
+def _float32(loss: WeightedLoss) -> WeightedLoss:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), loss)
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _pipe_size(mesh: Mesh) -> int:
+    size = mesh.shape.get("pipe", 1)
+    if size < 2:
+        raise ValueError(
+            f"a pipeline needs a mesh axis 'pipe' of size 2 or more and it has size {size}: use "
+            "make_mesh(pipe=2, ...), or build_train_step(accumulate=...) for no pipeline"
+        )
+    return size
+
+
+def _without_pipe(shardings: PyTree | None) -> PyTree | None:
+    """Specs of gradients as code within the map may name them."""
+    if shardings is None:
+        return None
+
+    def free(entry):
+        if entry is P.UNCONSTRAINED or entry is None:
+            return entry
+        names = tuple(n for n in ((entry,) if isinstance(entry, str) else entry) if n != "pipe")
+        return names or None
+
+    return jax.tree.map(lambda s: P(*map(free, s.spec)), shardings)
