@@ -30,6 +30,22 @@ class MeshOptions:
     """Splits the batch, and parameters, gradients and optimizer state."""
     tensor: int = 1
     """Splits heads, MLP width and vocabulary."""
+    pipe: int = 1
+    """Splits the layers; see the pipeline options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOptions:
+    """How microbatches go through the stages of a mesh with a pipe axis."""
+
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    """1f1b keeps few microbatches in flight; interleaved has a smaller bubble; gpipe neither."""
+    microbatches: int = 8
+    """Microbatches per step."""
+    virtual: int = 1
+    """Chunks of layers per device, above 1 for interleaved only."""
+    remat: Literal["full", "none"] = "full"
+    """full runs a stage again for its backward pass; none keeps what that needs."""
 
 
 @dataclasses.dataclass(frozen=True)

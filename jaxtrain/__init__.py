@@ -10,6 +10,7 @@ from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.sharding import Rules, constrain
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
@@ -29,6 +30,7 @@ __all__ = [
     "Policy",
     "Rules",
     "RunOptions",
+    "Stages",
     "TrainState",
     "WeightedLoss",
     "abstract_state",
@@ -44,6 +46,7 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "optim",
+    "pipeline",
     "schedules",
     "train_loop",
 ]

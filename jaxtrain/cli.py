@@ -5,6 +5,7 @@ them. What cannot be done is one sentence on standard error and exit status 2.
 """
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
+from jaxtrain import parity
+from jaxtrain.experiment import Experiment
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 
@@ -83,8 +86,75 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ParityOptions:
+    """Trains an experiment a few steps on one device and on meshes of 8 simulated devices, in
+    float32, and compares loss, gradients, parameters and optimizer state.
+
+    All other flags go to the experiment: see `python -m EXPERIMENT --help`. The exit status is 1
+    where a mesh disagrees.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    """A module with Config and build(config), such as experiments.gpt."""
+    tolerance: float = parity.TOLERANCE
+    """The largest relative error of a leaf that counts as agreement."""
+    compare_steps: int = 3
+    """How many steps to compare."""
+    layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1; can be given several times. Left
+    out, the usual ones and the experiment's own."""
+
+
+def run_parity(options: ParityOptions, rest: list[str]) -> int:
+    """Prints the comparison; 1 where a mesh disagrees."""
+    layouts = [parity.parse_layout(text) for text in options.layout]
+    parity.simulate_devices()
+    experiment = load_experiment(options.experiment, rest, command="parity")
+    layouts = layouts or parity.usual_layouts(experiment)
+    comparisons = parity.compare(experiment, layouts=layouts, steps=options.compare_steps)
+    return 0 if parity.report(comparisons, tolerance=options.tolerance) else 1
+
+
+def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
+    """Imports an experiment's module and builds the experiment that the flags describe.
+
+    Args:
+      module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
+      flags: those of ``Config``.
+      command: who asks, for the help.
+
+    Raises:
+      ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
+    """
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"there is no module {module_name!r} here: name it as `python -m` would, such as "
+            "experiments.gpt, from the folder that holds it"
+        ) from None
+    for name in ("Config", "build"):
+        if not hasattr(module, name):
+            raise ValueError(
+                f"module {module_name!r} has no {name}: an experiment has a dataclass Config and "
+                "build(config) -> jaxtrain.Experiment"
+            )
+    config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
+    experiment = module.build(config)
+    if not isinstance(experiment, Experiment):
+        raise ValueError(
+            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
+            "a jaxtrain.Experiment"
+        )
+    return experiment
+
+
 COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
+    "parity": Command(ParityOptions, run_parity, passes_on=True),
 }
 
 
@@ -113,8 +183,7 @@ def parse(arguments: list[str]) -> tuple[Any, list[str]]:
         Annotated[command.options, tyro.conf.subcommand(name=name)]
         for name, command in COMMANDS.items()
     )
-    # A union has two arms at least.
-    flags_type = Union[(*arms, Annotated[None, tyro.conf.Suppress])]
+    flags_type = Union[arms]  # noqa: UP007
     given = COMMANDS.get(arguments[0]) if arguments else None
     read = {"args": arguments, "prog": "jaxtrain", "description": DESCRIPTION}
     if given is not None and given.passes_on:

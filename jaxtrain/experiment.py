@@ -16,10 +16,12 @@ from jax.sharding import Mesh
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import Rules
+from jaxtrain.parallel.pipeline import Stages, pipeline
+from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
+from jaxtrain.parallel.sharding import Rules, constrain_tree
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
-from jaxtrain.step import build_eval_step, build_train_step
+from jaxtrain.step import build_eval_step, build_train_step, build_update
 
 PyTree = Any
 
@@ -53,6 +55,8 @@ class Experiment:
       policy: dtypes.
       accumulate: microbatches per step.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
+      stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
+      pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
       has_model_state: which form the losses and ``init_fn`` have.
       seed: of parameters and of the randomness of steps.
       items_per_step: how many tokens (or images) one global batch holds.
@@ -81,6 +85,8 @@ class Experiment:
     policy: Policy = dataclasses.field(default_factory=Policy)
     accumulate: int = 1
     zero: int = 0
+    stages: Stages | None = None
+    pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_model_state: bool = False
     seed: int = 0
     items_per_step: int = 0
@@ -117,18 +123,79 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     )
 
 
+def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
+    """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
+    virtual = experiment.pipeline.get("virtual", 1)
+    return state if virtual == 1 else to_natural(state, virtual, stacked=_stacked(experiment))
+
+
+def restore_state(
+    experiment: Experiment, abstract: TrainState, restore: Callable[[PyTree], PyTree]
+) -> TrainState:
+    """Reads a state that :func:`to_checkpoint` has written.
+
+    Args:
+      experiment: whose state it is.
+      abstract: from :func:`make_abstract_state`.
+      restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
+    """
+    virtual = experiment.pipeline.get("virtual", 1)
+    if virtual == 1:
+        return restore(abstract)
+    shapes = natural_shapes(abstract, virtual, stacked=_stacked(experiment))
+    return from_natural(restore(shapes), abstract)
+
+
 def compile_train(experiment: Experiment, state: TrainState, mesh: Mesh) -> CompiledStep:
     """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
-    step = build_train_step(
-        experiment.loss_fn,
+    step = build_step(experiment, state, mesh)
+    return compile_step(step, state, experiment.batch, mesh=mesh)
+
+
+def build_step(
+    experiment: Experiment, state: TrainState, mesh: Mesh
+) -> Callable[[TrainState, PyTree], tuple[TrainState, Any]]:
+    """Builds the train step: pipelined where the mesh has an axis ``pipe`` above 1.
+
+    Raises:
+      ValueError: for a pipeline of an experiment without stages, with model state, or with
+        ``accumulate`` (a pipeline's microbatches are that).
+    """
+    shardings = gradient_shardings(state, zero=experiment.zero)
+    if mesh.shape["pipe"] == 1:
+        return build_train_step(
+            experiment.loss_fn,
+            experiment.optimizer,
+            policy=experiment.policy,
+            accumulate=experiment.accumulate,
+            has_model_state=experiment.has_model_state,
+            gradient_shardings=shardings,
+            norms=True,
+        )
+    if experiment.stages is None or experiment.has_model_state:
+        raise ValueError(
+            f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
+            "cannot be pipelined: it needs Experiment(stages=...) and no model state"
+        )
+    if experiment.accumulate != 1:
+        raise ValueError(
+            f"accumulate is {experiment.accumulate} in a pipeline: its microbatches accumulate "
+            "already; raise those, or accumulate in the optimizer chain"
+        )
+    engine = pipeline(
+        experiment.stages,
+        mesh=mesh,
+        policy=experiment.policy,
+        gradient_shardings=shardings,
+        **experiment.pipeline,
+    )
+    return build_update(
+        engine,
         experiment.optimizer,
         policy=experiment.policy,
-        accumulate=experiment.accumulate,
-        has_model_state=experiment.has_model_state,
-        gradient_shardings=gradient_shardings(state, zero=experiment.zero),
+        constrain=constrain_tree(shardings),
         norms=True,
     )
-    return compile_step(step, state, experiment.batch, mesh=mesh)
 
 
 def compile_eval(
@@ -154,6 +221,10 @@ def evaluate(
     if total is None:
         raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")
     return jax.device_get(total).means()
+
+
+def _stacked(experiment: Experiment) -> str:
+    return experiment.stages.stacked if experiment.stages else "blocks"
 
 
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:

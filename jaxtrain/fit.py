@@ -24,6 +24,8 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    restore_state,
+    to_checkpoint,
 )
 from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.writers import make_writers
@@ -146,7 +148,10 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 best_mode=experiment.best_mode,
             )
         )
-        state = checkpoints.restore(abstract) if options.resume else make_state(experiment, mesh)
+        if options.resume:
+            state = restore_state(experiment, abstract, checkpoints.restore)
+        else:
+            state = make_state(experiment, mesh)
         start = int(state.step)
         train = compile_train(experiment, state, mesh)
         terminal.print_header(
@@ -306,7 +311,7 @@ class _Saving(Hook):
         metrics = {f"eval/{name}": value for name, value in means.items()}
         self.checkpoints.save(
             step,
-            state,
+            to_checkpoint(self.experiment, state),
             metrics=metrics if evaluated == step else None,
             config=self.experiment.config,
         )

@@ -24,6 +24,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
 from jaxtrain.ops.attention import choose
+from jaxtrain.parallel.pipeline import from_virtual, to_virtual, virtual_rules
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.state import TrainState
@@ -51,6 +52,7 @@ class Config:
 
     run: options.Run = dataclasses.field(default_factory=options.RunOptions)
     mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
+    pipeline: options.PipelineOptions = dataclasses.field(default_factory=options.PipelineOptions)
     optimizer: options.OptimizerOptions = dataclasses.field(
         default_factory=options.OptimizerOptions
     )
@@ -118,23 +120,32 @@ def build(config: Config) -> Experiment:
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
     kernel = choose(model.attention, dtype=policy.compute_dtype, head_dim=model.head_dim)
+    virtual = config.pipeline.virtual if config.mesh.pipe != 1 else 1
+    whole_loss = gpt.loss_fn(model)
+
+    def loss_fn(params, batch, rng):
+        natural = params if virtual == 1 else from_virtual(params)
+        return whole_loss(natural, batch, rng)
+
     bpe = isinstance(tokenizer, data.BPETokenizer)
     return Experiment(
         name="gpt",
-        init_fn=functools.partial(gpt.init, model),
-        loss_fn=gpt.loss_fn(model),
+        init_fn=lambda rng: to_virtual(gpt.init(model, rng), virtual),
+        loss_fn=loss_fn,
         optimizer=options.make_optimizer(
             config.optimizer,
             steps=config.steps,
             default_rates=LEARNING_RATES,
-            stacked=gpt.STACKED,
+            stacked=dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2),
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
         eval_batches=lambda: data.eval_batches(eval_rows, config.global_batch),
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
-        rules=Rules(gpt.RULES),
+        rules=Rules(virtual_rules(gpt.RULES, virtual)),
+        stages=gpt.stages(model),
+        pipeline=dataclasses.asdict(config.pipeline) | {"virtual": virtual},
         policy=policy,
         accumulate=config.accumulate,
         zero=config.zero,

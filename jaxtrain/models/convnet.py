@@ -1,14 +1,15 @@
 """A small convolutional classifier with BatchNorm and dropout, in Flax NNX.
 
 It is here for what a GPT does not have: state that is updated outside of gradients. Parameters and
-running statistics are two plain nested dicts; ``init`` makes both and ``loss_fn`` returns the second
-anew, which is what ``has_model_state=True`` asks of the step builders.
+running statistics are two plain nested dicts; ``init`` makes both and ``loss_fn`` returns the
+second anew, which is what ``has_model_state=True`` asks of the step builders.
 
 Shapes: N images, H height, W width, C channels, K classes.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class ConvNet(nnx.Module):
 
     def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
         inputs = (config.image[2], *config.channels)
-        pairs = list(zip(inputs, inputs[1:], strict=False))
+        pairs = list(itertools.pairwise(inputs))
         self.convolutions = nnx.Dict(
             {
                 str(i): nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)

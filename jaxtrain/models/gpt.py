@@ -28,6 +28,7 @@ from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llam
 from jaxtrain.ops.attention import SAVED, attention
 from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
+from jaxtrain.parallel.pipeline.stages import Stages
 from jaxtrain.parallel.sharding import constrain
 from jaxtrain.tree import named_leaves
 
@@ -48,6 +49,7 @@ __all__ = [
     "logits",
     "loss_fn",
     "parameter_count",
+    "stages",
     "tiny",
 ]
 
@@ -123,6 +125,19 @@ def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], We
         return head_loss(config, params, x_BTD, batch)
 
     return loss
+
+
+def stages(config: GPTConfig) -> Stages:
+    """Returns the model as a pipeline takes it: :func:`embed`, :func:`block`, :func:`head_loss`.
+
+    ``config.remat`` says what a block keeps where the pipeline itself keeps residuals.
+    """
+    return Stages(
+        embed=functools.partial(embed, config),
+        block=_remat(config, functools.partial(block, config), prevent_cse=False),
+        head_loss=functools.partial(head_loss, config),
+        scan_unroll=config.scan_unroll,
+    )
 
 
 def logits(

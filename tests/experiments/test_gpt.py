@@ -149,3 +149,37 @@ def test_simulated_devices_and_the_command_line_of_a_fresh_process(texts, tmp_pa
     assert "4 x cpu" in done.stdout
     assert "data 2 x tensor 2" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
+    def run(steps, *more):
+        flags = [*SMALL, "--layers", "4", "--data", texts, "--steps", str(steps), "--resume"]
+        flags += [
+            "--sample-tokens",
+            "0",
+            "--optimizer.schedule",
+            "constant",
+            "--optimizer.warmup-steps",
+            "1",
+        ]
+        flags += ["--run-dir", str(tmp_path / "run"), *more]
+        config = options.parse(
+            Config, flags if steps > 2 else [f for f in flags if f != "--resume"]
+        )
+        return fit(build(config), config.run).state
+
+    pipe = ["--mesh.pipe", "2", "--pipeline.microbatches", "2", "--mesh.data", "4"]
+    run(2, *pipe, "--pipeline.schedule", "interleaved", "--pipeline.virtual", "2")
+    run(4)
+    state = run(6, *pipe)
+    assert int(state.step) == 6
+    kernel = state.params["blocks"]["mlp"]["up"]["kernel"]
+    assert kernel.sharding.spec[0] == "pipe"
+
+    alone = [*SMALL, "--layers", "4", "--data", texts, "--steps", "6", "--sample-tokens", "0"]
+    alone += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "1"]
+    alone += ["--run-dir", str(tmp_path / "alone")]
+    config = options.parse(Config, alone)
+    expected = fit(build(config), config.run).state
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -13,21 +13,28 @@ Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.gradients import GradientEngine, GradientSums, WeightedLoss, all_finite, select
-from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.pipeline import residuals
+from jaxtrain.parallel.pipeline.buffers import (
+    leaves_read,
+    pick_leaves,
+    pin_rows,
+    read,
+    replace_leaves,
+    rows,
+    write,
+)
 from jaxtrain.parallel.pipeline.stages import Stages, layers_per_chunk, run_layers
 from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
+from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.precision import Policy
 from jaxtrain.tree import path_name
 
@@ -79,7 +86,9 @@ def pipeline(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide.
     """
-    table = make_table(schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual)
+    table = make_table(
+        schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual
+    )
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
     policy = policy or Policy.f32()
@@ -93,7 +102,9 @@ def pipeline(
             )
         chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
         batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
-        loss, grads = _run(plan, mesh, chunk, policy.cast_to_compute(params), batch, rng, loss_scale)
+        loss, grads = _run(
+            plan, mesh, chunk, policy.cast_to_compute(params), batch, rng, loss_scale
+        )
         sums = GradientSums(grads, loss, None, jnp.int32(0))
         nothing = jax.tree.map(jnp.zeros_like, sums)
         nothing = dataclasses.replace(nothing, skipped=jnp.int32(microbatches))
@@ -121,7 +132,7 @@ class _Plan:
         # The partitioner wants the results of both branches to be laid out alike.
         def pinned(branch):
             x, *rest = branch()
-            return _pin_rows(x, axis=0), *rest
+            return pin_rows(x, axis=0), *rest
 
         if self.skip_bubbles:
             return jax.lax.cond(condition, lambda: pinned(do), lambda: pinned(otherwise))
@@ -159,11 +170,11 @@ class _Device:
 
     def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array]:
         """Microbatch j and its key."""
-        return _rows(self.batch, j), jax.random.fold_in(self.rng, j)
+        return rows(self.batch, j), jax.random.fold_in(self.rng, j)
 
     def chunk(self, v: jax.Array) -> PyTree:
         """Parameters [C, ...] of this device's chunk v."""
-        return self.stacked if self.plan.table.virtual == 1 else _read(self.stacked, v)
+        return self.stacked if self.plan.table.virtual == 1 else read(self.stacked, v)
 
 
 @jax.tree_util.register_dataclass
@@ -177,22 +188,6 @@ class _Carry:
     d_stacked: PyTree
     d_outer: PyTree
     loss: WeightedLoss
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    """One forward or backward unit of this device in this tick; scalars, slots -1 for none."""
-
-    present: jax.Array
-    first: jax.Array  # of all stages: embeds
-    last: jax.Array  # of all stages: has the loss
-    microbatch: jax.Array
-    chunk: jax.Array
-    layer: jax.Array  # the number of its first layer
-    input_slot: jax.Array
-    cotangent_slot: jax.Array
-    residual_slot: jax.Array
 
 
 def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
@@ -214,18 +209,18 @@ def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
-    ticks = jax.tree.map(jnp.asarray, _schedule(table, chunk))
+    ticks = jax.tree.map(jnp.asarray, schedule_arrays(table, chunk))
     loss, d_stacked, d_outer = program(
         ticks, params[stages.stacked], outer, batch, rng, seeds_M, weights_M / scale
     )
-    return loss, {name: d_outer[name] if name in d_outer else d_stacked for name in params}
+    return loss, {name: d_outer.get(name, d_stacked) for name in params}
 
 
 def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M):
     """What every device along ``pipe`` runs; see :func:`_run` for the arguments."""
     ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
-    rows = _rows(batch, 0)
-    x = jax.eval_shape(plan.stages.embed, outer, rows, rng)
+    microbatch = rows(batch, 0)
+    x = _residual_stream(plan, outer, microbatch, rng)
     device = _Device(
         plan=plan,
         stacked=stacked,
@@ -234,13 +229,13 @@ def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M)
         rng=rng,
         seeds_M=seeds_M,
         factors_M=factors_M,
-        embed_leaves=_leaves_read(plan.stages.embed, outer, rows, rng),
-        head_leaves=_leaves_read(plan.stages.head_loss, outer, x, rows),
+        embed_leaves=leaves_read(plan.stages.embed, outer, microbatch, rng),
+        head_leaves=leaves_read(plan.stages.head_loss, outer, x, microbatch),
         x=x,
         layout=None,
     )
     if not plan.recompute:
-        context = (rows, rng, jnp.int32(0))
+        context = (microbatch, rng, jnp.int32(0))
         layout = residuals.residual_layout(
             functools.partial(_layers, plan.stages), device.chunk(0), x, context
         )
@@ -259,15 +254,15 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
     if not device.plan.recompute:
         # The last stage has nowhere to send its result, and needs it when it runs backward.
         slot = jnp.where(tick["forward"].last, tick["forward"].input_slot, NONE)
-        inputs = _write(inputs, slot, y)
+        inputs = write(inputs, slot, y)
     carry = dataclasses.replace(carry, inputs=inputs, residuals=kept)
     d_x, d_stacked, d_outer, loss = _backward(device, carry, tick["backward"])
     ring = range(S) if wraps else range(S - 1)
     arrived = jax.lax.ppermute(y, "pipe", [(s, (s + 1) % S) for s in ring])
     returned = jax.lax.ppermute(d_x, "pipe", [((s + 1) % S, s) for s in ring])
     carry = _Carry(
-        inputs=_write(inputs, tick["receive_input"], arrived),
-        cotangents=_write(carry.cotangents, tick["receive_cotangent"], returned),
+        inputs=write(inputs, tick["receive_input"], arrived),
+        cotangents=write(carry.cotangents, tick["receive_cotangent"], returned),
         residuals=kept,
         d_stacked=d_stacked,
         d_outer=d_outer,
@@ -276,7 +271,7 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
     return _pin(device, carry), None
 
 
-def _forward(device: _Device, carry: _Carry, unit: _Unit) -> tuple[jax.Array, tuple]:
+def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tuple]:
     """Runs the forward unit; returns the stage's result and the buffers of residuals."""
     plan = device.plan
 
@@ -288,14 +283,14 @@ def _forward(device: _Device, carry: _Carry, unit: _Unit) -> tuple[jax.Array, tu
             return _layers(plan.stages, chunk, x, context), ()
         y, kept = residuals.forward(device.layout, chunk, x, context)
         slot = jnp.where(unit.present, unit.residual_slot, NONE)
-        return y, tuple(map(functools.partial(_write_at, slot), carry.residuals, kept))
+        return y, write(carry.residuals, slot, kept)
 
     # Where the backward unit starts over, there is nothing that the last stage would run this for.
     wanted = unit.present & ~unit.last if plan.recompute else unit.present
     return plan.choose(wanted, run, lambda: (_zeros(device.x), carry.residuals))
 
 
-def _backward(device: _Device, carry: _Carry, unit: _Unit) -> tuple:
+def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
     """Runs the backward unit; returns the cotangent of its input and the sums."""
     plan, stages = device.plan, device.plan.stages
 
@@ -306,13 +301,13 @@ def _backward(device: _Device, carry: _Carry, unit: _Unit) -> tuple:
             x = _stage_input(device, carry, unit, batch, rng)
             y, pull = jax.vjp(lambda chunk, x: _layers(stages, chunk, x, context), chunk, x)
         else:
-            y = _read(carry.inputs, unit.input_slot)
-            kept = _read(carry.residuals, unit.residual_slot)
+            y = read(carry.inputs, unit.input_slot)
+            kept = read(carry.residuals, unit.residual_slot)
             pull = residuals.pullback(device.layout, chunk, context, kept)
         d_y, d_outer, loss = plan.choose(
             unit.last,
             lambda: _head(device, carry, unit, y, batch),
-            lambda: (_read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
+            lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
         )
         d_chunk, d_x = pull(d_y)
         d_x, d_outer = plan.choose(
@@ -334,46 +329,46 @@ def _layers(stages: Stages, chunk: PyTree, x: jax.Array, context: tuple) -> jax.
     return run_layers(stages, chunk, x, batch, rng, first)
 
 
-def _stage_input(device: _Device, carry: _Carry, unit: _Unit, batch, rng) -> jax.Array:
+def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> jax.Array:
     return device.plan.choose(
         unit.first,
         lambda: (device.plan.stages.embed(device.outer, batch, rng),),
-        lambda: (_read(carry.inputs, unit.input_slot),),
+        lambda: (read(carry.inputs, unit.input_slot),),
     )[0]
 
 
-def _head(device: _Device, carry: _Carry, unit: _Unit, y, batch) -> tuple:
+def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
     """The loss, forward and backward: cotangent of ``y``, gradients of ``outer``, loss."""
 
     def head(leaves, y):
-        outer = _replace_leaves(device.outer, device.head_leaves, leaves)
+        outer = replace_leaves(device.outer, device.head_leaves, leaves)
         loss = _as_weighted(device.plan.stages.head_loss(outer, y, batch))
         return loss.total, loss
 
-    leaves = _pick_leaves(device.outer, device.head_leaves)
+    leaves = pick_leaves(device.outer, device.head_leaves)
     total, pull, loss = jax.vjp(head, leaves, y, has_aux=True)
     d_leaves, d_y = pull(device.seeds_M[unit.microbatch].astype(total.dtype))
     d_outer = _add_leaves(device, carry.d_outer, unit, device.head_leaves, d_leaves)
     return d_y, d_outer, carry.loss + _float32(loss)
 
 
-def _embed_backward(device: _Device, d_outer: PyTree, unit: _Unit, d_x, batch, rng) -> PyTree:
+def _embed_backward(device: _Device, d_outer: PyTree, unit: Unit, d_x, batch, rng) -> PyTree:
     def embed(leaves):
-        outer = _replace_leaves(device.outer, device.embed_leaves, leaves)
+        outer = replace_leaves(device.outer, device.embed_leaves, leaves)
         return device.plan.stages.embed(outer, batch, rng)
 
-    _, pull = jax.vjp(embed, _pick_leaves(device.outer, device.embed_leaves))
+    _, pull = jax.vjp(embed, pick_leaves(device.outer, device.embed_leaves))
     return _add_leaves(device, d_outer, unit, device.embed_leaves, pull(d_x)[0])
 
 
-def _add_leaves(device: _Device, sums: PyTree, unit: _Unit, where, grads: list) -> PyTree:
+def _add_leaves(device: _Device, sums: PyTree, unit: Unit, where, grads: list) -> PyTree:
     factor = device.factors_M[unit.microbatch]
-    old = _pick_leaves(sums, where)
+    old = pick_leaves(sums, where)
     new = [s + g.astype(jnp.float32) * factor for s, g in zip(old, grads, strict=True)]
-    return _replace_leaves(sums, where, new)
+    return replace_leaves(sums, where, new)
 
 
-def _add_chunk(device: _Device, sums: PyTree, unit: _Unit, grads: PyTree) -> PyTree:
+def _add_chunk(device: _Device, sums: PyTree, unit: Unit, grads: PyTree) -> PyTree:
     factor = device.factors_M[unit.microbatch]
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
     if device.plan.table.virtual == 1:
@@ -393,7 +388,7 @@ def _start(device: _Device) -> _Carry:
     stored = device.layout.stored if device.layout else ()
     loss = jax.eval_shape(
         lambda: _as_weighted(
-            device.plan.stages.head_loss(device.outer, _zeros(device.x), _rows(device.batch, 0))
+            device.plan.stages.head_loss(device.outer, _zeros(device.x), rows(device.batch, 0))
         )
     )
     return _pin(
@@ -413,8 +408,8 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     """Says how the carry lies on the axes other than ``pipe``, as far as that is known."""
     carry = dataclasses.replace(
         carry,
-        inputs=_pin_rows(carry.inputs, axis=1),
-        cotangents=_pin_rows(carry.cotangents, axis=1),
+        inputs=pin_rows(carry.inputs, axis=1),
+        cotangents=pin_rows(carry.cotangents, axis=1),
     )
     if (specs := device.plan.gradient_specs) is None:
         return carry
@@ -426,118 +421,35 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     )
 
 
-def _pin_rows(x: jax.Array, *, axis: int) -> jax.Array:
-    """Splits an axis as the rows of batches are; the others are the partitioner's."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = [a for a, kind in kinds if kind == AxisType.Auto and mesh.shape[a] > 1]
-    if not free:
-        return x
-    entries = [P.UNCONSTRAINED] * x.ndim
-    rows = tuple(a for a in BATCH_AXES if a in free)
-    if rows and x.shape[axis] % math.prod(mesh.shape[a] for a in rows) == 0:
-        entries[axis] = rows
-    return jax.lax.with_sharding_constraint(x, P(*entries))
-
-
 def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> jax.Array:
     """The weight of every microbatch, float32 [M]; it needs no residual stream, so zeros do."""
 
     def weight(j):
-        rows = _rows(batch, j)
-        x = jax.eval_shape(plan.stages.embed, outer, rows, rng)
-        loss = _as_weighted(plan.stages.head_loss(outer, _zeros(x), rows))
+        microbatch = rows(batch, j)
+        x = _residual_stream(plan, outer, microbatch, rng)
+        loss = _as_weighted(plan.stages.head_loss(outer, _zeros(x), microbatch))
         return loss.weight.astype(jnp.float32)
 
     return jax.lax.map(weight, jnp.arange(plan.table.microbatches))
 
 
-def _schedule(table: Table, chunk: int) -> dict[str, Any]:
-    """The table as int32 and bool arrays [T, S], grouped as :func:`_tick` reads them."""
-    device_S = np.arange(table.stages)
-
-    def unit(kind: str, cotangent_TS: np.ndarray) -> _Unit:
-        microbatch_TS = getattr(table, f"{kind}_microbatch")
-        chunk_TS = getattr(table, f"{kind}_chunk")
-        present_TS = microbatch_TS != NONE
-        stage_TS = np.where(present_TS, chunk_TS * table.stages + device_S, 0)
-        return _Unit(
-            present=present_TS,
-            first=present_TS & (stage_TS == 0),
-            last=present_TS & (stage_TS == table.stages * table.virtual - 1),
-            microbatch=np.maximum(microbatch_TS, 0),
-            chunk=np.maximum(chunk_TS, 0),
-            layer=(stage_TS * chunk).astype(np.int32),
-            input_slot=getattr(table, f"{kind}_slot"),
-            cotangent_slot=cotangent_TS,
-            residual_slot=getattr(table, f"residual_slot_{kind}"),
+def _residual_stream(plan: _Plan, outer: PyTree, microbatch: PyTree, rng: jax.Array):
+    """Shape and dtype of what travels from layer to layer."""
+    x = jax.eval_shape(plan.stages.embed, outer, microbatch, rng)
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.ndim == 0:
+        raise ValueError(
+            f"Stages.embed returns {x}: a pipeline hands one array [B, ...] from stage to stage"
         )
-
-    return {
-        "forward": unit("fwd", np.full_like(table.fwd_slot, NONE)),
-        "backward": unit("bwd", table.cot_slot),
-        "receive_input": table.recv_fwd_slot,
-        "receive_cotangent": table.recv_bwd_slot,
-    }
-
-
-def _leaves_read(function: Callable, params: PyTree, *args: Any) -> tuple[int, ...]:
-    """Which leaves of ``params`` ``function(params, *args)`` reads, by position.
-
-    Gradients of the others are zero, and are not to be added up over a vocabulary in every tick.
-    """
-    jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
-    return tuple(
-        i
-        for i, v in enumerate(inputs)
-        if id(v) in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    )
-
-
-def _pick_leaves(tree: PyTree, where: tuple[int, ...]) -> list:
-    leaves = jax.tree.leaves(tree)
-    return [leaves[i] for i in where]
-
-
-def _replace_leaves(tree: PyTree, where: tuple[int, ...], new: list) -> PyTree:
-    leaves, treedef = jax.tree.flatten(tree)
-    for i, leaf in zip(where, new, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _read(buffers: PyTree, slot: jax.Array | int) -> PyTree:
-    """Entry ``slot`` of buffers [slots, ...]; of slot -1 the first one, which nobody then uses."""
-    at = jnp.maximum(slot, 0)
-    return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, at, 0, keepdims=False), buffers)
-
-
-def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    """Puts ``value`` into a slot of a buffer; slot -1 changes nothing."""
-    # A choice between two whole buffers would copy them; between two entries it is done in place.
-    at = jnp.maximum(slot, 0)
-    value = jnp.where(slot == NONE, _read(buffer, at), value)
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
-
-
-def _write_at(slot: jax.Array, buffer: jax.Array, value: jax.Array) -> jax.Array:
-    return _write(buffer, slot, value)
-
-
-def _rows(batch: PyTree, j: jax.Array | int) -> PyTree:
-    """Microbatch j of leaves [B, M, ...]."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), batch)
+    return x
 
 
 def _cut(microbatches: int, path: tuple, x: jax.Array) -> jax.Array:
     """[M B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied."""
     if x.ndim == 0 or x.shape[0] % microbatches:
         raise ValueError(
-            f"batch leaf {path_name(path)!r} has shape {tuple(x.shape)}: its leading axis cannot be cut into "
-            f"the pipeline's microbatches={microbatches}; use a global batch that is a multiple of "
-            f"{microbatches}"
+            f"batch leaf {path_name(path)!r} has shape {tuple(x.shape)}: its leading axis "
+            f"cannot be cut into the pipeline's microbatches={microbatches}; use a global batch "
+            f"that is a multiple of {microbatches}"
         )
     return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
 

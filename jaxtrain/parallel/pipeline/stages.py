@@ -1,7 +1,7 @@
 """What a model gives to be pipelined, and how its layers are laid out over devices.
 
 S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each; global stage
-g = v S + s is chunk v of device s. The first stage also embeds, the last one also computes the loss.
+g = v S + s is chunk v of device s. The first stage also embeds, the last also has the loss.
 
 Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
 """
@@ -162,6 +162,6 @@ def run_layers(
             )
         return y, None
 
-    return jax.lax.scan(
-        layer, x, (stacked, first + jnp.arange(count)), unroll=stages.scan_unroll
-    )[0]
+    return jax.lax.scan(layer, x, (stacked, first + jnp.arange(count)), unroll=stages.scan_unroll)[
+        0
+    ]

@@ -1,0 +1,85 @@
+"""Slots, rows and leaves: what the executor of a pipeline does to arrays between its units."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.parallel.pipeline.tables import NONE
+
+PyTree = Any
+
+
+def leaves_read(function: Callable, params: PyTree, *args: Any) -> tuple[int, ...]:
+    """Which leaves of ``params`` ``function(params, *args)`` reads, by position.
+
+    Gradients of the others are zero, and are not to be added up over a vocabulary in every tick.
+    """
+    jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
+    return tuple(
+        i
+        for i, v in enumerate(inputs)
+        if id(v) in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    )
+
+
+def pick_leaves(tree: PyTree, where: tuple[int, ...]) -> list:
+    """The leaves at the positions ``where``."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[i] for i in where]
+
+
+def replace_leaves(tree: PyTree, where: tuple[int, ...], new: list) -> PyTree:
+    """The tree with ``new`` leaves at the positions ``where``."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, leaf in zip(where, new, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def read(buffers: PyTree, slot: jax.Array | int) -> PyTree:
+    """Entry ``slot`` of buffers [slots, ...]; of slot -1 the first one, which nobody then uses."""
+    at = jnp.maximum(slot, 0)
+    return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, at, 0, keepdims=False), buffers)
+
+
+def write(buffers: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
+    """Puts ``values`` into a slot of buffers [slots, ...]; slot -1 changes nothing.
+
+    >>> write(jnp.zeros(3), jnp.int32(1), jnp.float32(7)).tolist()
+    [0.0, 7.0, 0.0]
+    """
+    at = jnp.maximum(slot, 0)
+
+    def put(buffer, value):
+        # A choice between two whole buffers would copy them; between two entries nothing moves.
+        value = jnp.where(slot == NONE, read(buffer, at), value)
+        return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
+
+    return jax.tree.map(put, buffers, values)
+
+
+def rows(batch: PyTree, j: jax.Array | int) -> PyTree:
+    """Microbatch j of leaves [B, M, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), batch)
+
+
+def pin_rows(x: jax.Array, *, axis: int) -> jax.Array:
+    """Splits an axis as the rows of batches are; the others are the partitioner's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = [a for a, kind in kinds if kind == AxisType.Auto and mesh.shape[a] > 1]
+    if not free:
+        return x
+    entries = [P.UNCONSTRAINED] * x.ndim
+    carried = tuple(a for a in BATCH_AXES if a in free)
+    if carried and x.shape[axis] % math.prod(mesh.shape[a] for a in carried) == 0:
+        entries[axis] = carried
+    return jax.lax.with_sharding_constraint(x, P(*entries))

@@ -1,0 +1,558 @@
+"""Pipelines never change the mathematics: every schedule against one device that accumulates.
+
+Gradients, parameters and optimizer state are compared, never losses alone; ``worst`` of
+``test_parity`` says how.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import gradients
+from jaxtrain.models import gpt
+from jaxtrain.parallel.pipeline import (
+    Stages,
+    from_virtual,
+    pipeline,
+    residuals,
+    to_virtual,
+    virtual_rules,
+)
+from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.step import build_update, normalize_loss, with_policy
+from jaxtrain.tree import named_leaves
+from tests.parallel import pipelines as small
+from tests.test_parity import TOLERANCE, record_gradients, worst
+
+STEPS, MICROBATCHES, ROWS = 3, 8, 16
+
+# Most of the time of these tests is LLVM's; its optimisations are not what is tested.
+FAST = {"xla_backend_optimization_level": 0}
+
+GPT2 = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=8, width=16, heads=4, dropout=0.1)
+LLAMA = dataclasses.replace(
+    GPT2, kv_heads=2, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
+)
+FORMS = {"gpt2": GPT2, "llama": LLAMA}
+LAYOUTS = {
+    "pipe 2": {"pipe": 2},
+    "pipe 4": {"pipe": 4},
+    "pipe 8": {"pipe": 8},
+    "pipe 2 x data 2 x tensor 2": {"pipe": 2, "data": 2, "tensor": 2},
+    "pipe 4 x fsdp 2": {"pipe": 4, "fsdp": 2},
+}
+# Every layout, schedule, remat and form, and all pairs of the last three, in few compilations.
+EVERYDAY = [
+    ("gpt2", "pipe 2", "gpipe", 1, "full"),
+    ("llama", "pipe 4", "1f1b", 1, "none"),
+    ("gpt2", "pipe 8", "1f1b", 1, "full"),
+    ("llama", "pipe 2 x data 2 x tensor 2", "interleaved", 2, "full"),
+    ("gpt2", "pipe 2 x data 2 x tensor 2", "1f1b", 1, "none"),
+    ("llama", "pipe 4 x fsdp 2", "gpipe", 1, "none"),
+    ("gpt2", "pipe 4", "interleaved", 2, "none"),
+]
+EVERY = [
+    (form, layout, schedule, virtual, remat)
+    for form, layout, (schedule, virtual), remat in itertools.product(
+        FORMS, LAYOUTS, [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)], ("full", "none")
+    )
+    if not (layout == "pipe 8" and virtual == 2)
+]
+CASES = EVERYDAY + [
+    pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in EVERYDAY
+]
+
+
+def make_mesh(axes):
+    return jt.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+# ---- GPT, three train steps
+
+
+def gpt_stages(config):
+    return Stages(
+        embed=functools.partial(gpt.embed, config),
+        block=functools.partial(gpt.block, config),
+        head_loss=functools.partial(gpt.head_loss, config),
+    )
+
+
+def lamb(virtual=1):
+    chain = jt.make_optimizer(
+        "lamb",
+        learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
+        weight_decay=0.1,
+        clip_norm=0.5,
+        eps=1e-4,  # above rounding noise, which Adam would blow up
+        stacked={r"^blocks/": 1 if virtual == 1 else 2},
+    )
+    return optax.chain(record_gradients(), chain)
+
+
+@functools.cache
+def gpt_batches():
+    r = np.random.default_rng(0)
+    shape = (ROWS, STEPS, GPT2.seq_len)
+    boundary = r.random(shape) < 0.15
+    boundary[..., 0] = True
+    return {
+        "tokens": r.integers(0, GPT2.vocab_size, shape).astype(np.int32),
+        "targets": r.integers(0, GPT2.vocab_size, shape).astype(np.int32),
+        "mask": (r.random(shape) < r.random((ROWS, STEPS, 1)) ** 2).astype(np.float32),
+        "segments": np.cumsum(boundary, -1).astype(np.int32),
+    }
+
+
+@functools.cache
+def gpt_params(form):
+    # Biases that start at zero would leave nothing to be relative to.
+    params = gpt.init(FORMS[form], jax.random.key(0))
+    return jt.tree.map_named(
+        lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
+    )
+
+
+def three_steps(step, state, mesh=None):
+    def scan(state, batches):
+        return jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batches))
+
+    compiled = jt.compile_step(scan, state, gpt_batches(), mesh=mesh, compiler_options=FAST)
+    state, metrics = compiled(state, gpt_batches())
+    metrics = {name: metrics[name] for name in ("loss", "accuracy", "weight", "grad_norm")}
+    return jax.device_get(
+        metrics
+        | {
+            "gradients": state.opt_state[0],
+            "parameters": state.params,
+            "optimizer state": state.opt_state[1],
+        }
+    )
+
+
+@functools.cache
+def one_device(form):
+    params = jax.tree.map(jnp.copy, gpt_params(form))
+    state = jt.init_state(lambda rng: params, lamb(), jax.random.key(1))
+    step = jt.build_train_step(gpt.loss_fn(FORMS[form]), lamb(), accumulate=MICROBATCHES)
+    return three_steps(step, state)
+
+
+@pytest.mark.parametrize(("form", "layout", "schedule", "virtual", "remat"), CASES)
+def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat):
+    mesh, config = make_mesh(LAYOUTS[layout]), FORMS[form]
+    state = jt.init_state(
+        lambda rng: to_virtual(gpt_params(form), virtual),
+        lamb(virtual),
+        jax.random.key(1),
+        mesh=mesh,
+        rules=virtual_rules(gpt.RULES, virtual),
+    )
+    shardings = jt.gradient_shardings(state)
+    engine = pipeline(
+        gpt_stages(config),
+        mesh=mesh,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+        gradient_shardings=shardings,
+    )
+    step = build_update(engine, lamb(virtual), constrain=constrain_tree(shardings))
+    found, expected = three_steps(step, state, mesh), one_device(form)
+    # [V, L / V, ...] is [L, ...] reshaped.
+    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+
+
+# ---- a model that is no GPT, one engine call
+
+
+def run_engine(engine, params, batch, mesh=None, loss_scale=None):
+    """Returns GradientSums on the host, and the compiled program."""
+    scale = None if loss_scale is None else jnp.float32(loss_scale)
+    key = jax.random.key(7)
+    jitted = jax.jit(lambda params, batch: engine(params, None, batch, key, scale))
+    if mesh is None:
+        compiled = jitted.lower(params, batch).compile(FAST)
+    else:
+        with jax.set_mesh(mesh):
+            compiled = jitted.lower(params, batch).compile(FAST)
+        params = jax.device_put(params, compiled.input_shardings[0][0])
+        batch = jax.device_put(batch, compiled.input_shardings[0][1])
+    return jax.device_get(compiled(params, batch)), compiled
+
+
+def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, **options):
+    mesh = make_mesh(dict(axes))
+    options = {"microbatches": MICROBATCHES, "stages": small.STAGES} | options
+    engine = pipeline(options.pop("stages"), mesh=mesh, **options)
+    virtual = options.get("virtual", 1)
+    params = to_virtual(small_params() if params is None else params, virtual)
+    sums, compiled = run_engine(engine, params, batch, mesh, loss_scale)
+    if virtual > 1:
+        sums = dataclasses.replace(sums, grads=from_virtual(sums.grads))
+    return sums, compiled
+
+
+def small_accumulated(batch, *, policy=None, loss_scale=None, microbatches=MICROBATCHES):
+    loss_fn = with_policy(normalize_loss(small.loss_fn, False), policy or jt.Policy.f32())
+    engine = gradients.accumulated(loss_fn, microbatches)
+    return run_engine(engine, small_params(), batch, loss_scale=loss_scale)[0]
+
+
+@functools.cache
+def small_params():
+    return small.init(jax.random.key(0))
+
+
+def assert_same_sums(found, expected, tolerance=TOLERANCE):
+    assert worst(found.grads, expected.grads)[0] < tolerance
+    assert worst(found.loss, expected.loss)[0] < tolerance
+    assert found.skipped == expected.skipped
+    assert {x.dtype for x in jax.tree.leaves(found.grads)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(
+    ("axes", "schedule", "virtual", "microbatches"),
+    [
+        ((("pipe", 2),), "1f1b", 1, 8),
+        ((("pipe", 4),), "interleaved", 2, 2),  # fewer microbatches than devices
+        ((("pipe", 2), ("data", 2)), "interleaved", 4, 8),
+        ((("pipe", 8),), "gpipe", 1, 1),
+    ],
+)
+def test_a_users_model(axes, schedule, virtual, microbatches, remat):
+    batch = small.make_batch(ROWS)
+    found, _ = small_pipeline(
+        batch,
+        axes=axes,
+        schedule=schedule,
+        virtual=virtual,
+        microbatches=microbatches,
+        remat=remat,
+    )
+    assert_same_sums(found, small_accumulated(batch, microbatches=microbatches))
+    assert not found.grads["unused"].any()
+
+
+def test_one_microbatch_without_any_token():
+    batch = small.make_batch(ROWS)
+    batch["mask"][3::MICROBATCHES] = 0.0
+    found, _ = small_pipeline(batch)
+    assert_same_sums(found, small_accumulated(batch))
+    assert found.loss.weight == batch["mask"].sum()
+
+
+def test_a_scalar_loss_weighs_every_microbatch_as_one():
+    def mean_loss(params, x, batch):
+        loss = small.head_loss(params, x, batch)
+        return loss.total / (1.0 + loss.weight)
+
+    batch = small.make_batch(ROWS)
+    stages = dataclasses.replace(small.STAGES, head_loss=mean_loss)
+    found, _ = small_pipeline(batch, stages=stages)
+    assert found.loss.weight == MICROBATCHES
+
+    def loss_fn(params, batch, rng):
+        loss = small.loss_fn(params, batch, rng)
+        return loss.total / (1.0 + loss.weight)
+
+    engine = gradients.accumulated(normalize_loss(loss_fn, False), MICROBATCHES)
+    assert_same_sums(found, run_engine(engine, small_params(), batch)[0])
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_masked_bubbles_give_the_same_gradients_without_a_branch(remat):
+    batch, axes = small.make_batch(ROWS), (("pipe", 2), ("data", 2))
+    skipping, branches = small_pipeline(batch, axes=axes, remat=remat)
+    masking, straight = small_pipeline(batch, axes=axes, remat=remat, skip_bubbles=False)
+    assert_same_sums(masking, skipping, 1e-6)
+    assert " conditional(" in branches.as_text()
+    assert " conditional(" not in straight.as_text()
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_program_branches_and_talks_twice_per_tick(remat):
+    _, compiled = small_pipeline(
+        small.make_batch(ROWS), axes=(("pipe", 4),), schedule="interleaved", virtual=2, remat=remat
+    )
+    text = compiled.as_text()
+    # Forward, backward, loss, embedding's gradient; recomputing also embeds twice.
+    assert len(re.findall(r" conditional\(", text)) == (6 if remat == "full" else 5)
+    exchanges = re.findall(r' collective-permute(?:-start)?\(.*op_name="([^"]*)"', text)
+    assert len(exchanges) == 2
+    assert all("while/body" in name for name in exchanges)
+
+
+def test_the_head_runs_for_no_weight_alone():
+    _, compiled = small_pipeline(small.make_batch(ROWS))
+    products = re.findall(r' dot\(.*op_name="([^"]*)"', compiled.as_text())
+    assert products
+    assert all("shard_map" in name for name in products)
+
+
+def test_zero_2_pins_the_running_sums():
+    mesh = make_mesh({"pipe": 2, "data": 2})
+    rules = [("^blocks/", ("layers", None, None))]
+    state = jt.init_state(small.init, optax.sgd(1.0), jax.random.key(0), mesh=mesh, rules=rules)
+    shardings = jt.gradient_shardings(state, zero=2)
+    assert "data" in str(shardings["blocks"]["up"].spec)
+    batch = small.make_batch(ROWS)
+    found, compiled = small_pipeline(
+        batch, axes=(("pipe", 2), ("data", 2)), gradient_shardings=shardings
+    )
+    assert_same_sums(found, small_accumulated(batch))
+    assert compiled.output_shardings.grads["blocks"]["up"].is_equivalent_to(
+        shardings["blocks"]["up"], 3
+    )
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_bf16_agrees_with_the_accumulating_engine(remat):
+    policy, batch = jt.Policy.bf16(), small.make_batch(ROWS)
+    found, _ = small_pipeline(batch, policy=policy, remat=remat)
+    exact = small_accumulated(batch)
+    error = worst(small_accumulated(batch, policy=policy).grads, exact.grads)[0]
+    assert 1e-3 < worst(found.grads, exact.grads)[0] < 1.5 * error
+    assert found.grads["table"].dtype == jnp.float32
+
+
+def test_fp16_sends_gradients_of_means_and_takes_the_scale_out():
+    policy, batch = jt.Policy.fp16(), small.make_batch(ROWS)
+    # Sums over so much weight, times the scale, are far beyond float16.
+    batch["mask"] *= 4096.0
+    found, _ = small_pipeline(batch, policy=policy, loss_scale=2.0**10)
+    assert found.skipped == 0
+    assert worst(found.grads, small_accumulated(batch).grads)[0] < 1e-2
+
+
+def test_an_overflow_leaves_the_whole_step_out():
+    batch = small.make_batch(ROWS)
+    found, _ = small_pipeline(batch, policy=jt.Policy.fp16(), loss_scale=2.0**30)
+    assert found.skipped == MICROBATCHES
+    assert found.loss.weight == 0 == found.loss.total
+    assert not any(g.any() for g in jax.tree.leaves(found.grads))
+
+
+# ---- as part of a train step
+
+
+def small_step(mesh, optimizer):
+    if mesh is None:
+        return jt.build_train_step(small.loss_fn, optimizer, accumulate=MICROBATCHES)
+    engine = pipeline(small.STAGES, mesh=mesh, microbatches=MICROBATCHES)
+    return build_update(engine, optimizer)
+
+
+def small_training(mesh, optimizer, batches):
+    rules = [("^blocks/", ("layers", None, None))]
+    state = jt.init_state(small.init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+    step = small_step(mesh, optimizer)
+    train = jt.compile_step(step, state, batches[0], mesh=mesh, compiler_options=FAST)
+    for batch in batches:
+        state, metrics = train(state, batch)
+    return jax.device_get((state.params, state.opt_state, metrics))
+
+
+def test_accumulation_over_calls_composes():
+    optimizer = jt.make_optimizer(
+        "adamw", learning_rate=1e-2, clip_norm=0.1, eps=1e-4, accumulate=2
+    )
+    batches = [small.make_batch(ROWS, seed) for seed in range(4)]
+    found = small_training(make_mesh({"pipe": 2, "data": 2}), optimizer, batches)
+    expected = small_training(None, optimizer, batches)
+    for a, b in zip(found, expected, strict=True):
+        assert worst(a, b)[0] < TOLERANCE
+
+
+def test_a_poisoned_microbatch_changes_no_parameter():
+    optimizer = optax.adam(1e-2)
+    good, bad = small.make_batch(ROWS), small.make_batch(ROWS)
+    bad["gate"][5] = np.nan
+    mesh = make_mesh({"pipe": 2})
+    once = small_training(mesh, optimizer, [good])
+    params, opt_state, metrics = small_training(mesh, optimizer, [good, bad])
+    assert metrics["skipped"] == MICROBATCHES
+    assert metrics["weight"] == 0
+    assert worst((params, opt_state), once[:2])[0] == 0.0
+
+
+# ---- memory
+
+
+def temp_bytes(schedule, virtual, remat, microbatches):
+    mesh = make_mesh({"pipe": 2})
+    engine = pipeline(
+        small.STAGES,
+        mesh=mesh,
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+        microbatches=microbatches,
+    )
+    params = to_virtual(small_params(), virtual)
+    # Microbatches of a fixed size, whose buffers outweigh the parameters and the table.
+    batch = small.make_batch(64 * microbatches)
+    key = jax.random.key(0)
+    jitted = jax.jit(lambda params, batch: engine(params, None, batch, key, None))
+    compiled = jitted.lower(params, batch).compile(FAST)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2)])
+def test_memory_does_not_grow_with_microbatches(schedule, virtual, remat):
+    sizes = [temp_bytes(schedule, virtual, remat, count) for count in (8, 16, 32)]
+    assert max(sizes) < 1.02 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_memory_of_gpipe_grows(remat):
+    few, many = (temp_bytes("gpipe", 1, remat, count) for count in (8, 32))
+    assert many > 1.3 * few
+
+
+def test_recomputing_keeps_less():
+    assert temp_bytes("1f1b", 1, "full", 8) < 0.7 * temp_bytes("1f1b", 1, "none", 8)
+
+
+# ---- residuals
+
+
+def stored_layout(config):
+    """Layout of one stage of a GPT, and the bytes of one slot."""
+    params = gpt.init(config, jax.random.key(0))
+    batch = jax.tree.map(lambda x: x[:2, 0], gpt_batches())
+    x = gpt.embed(config, params, batch)
+    layer = functools.partial(gpt.block, config)
+    if config.remat == "full":
+        layer = jax.checkpoint(layer)
+    stages = dataclasses.replace(gpt_stages(config), block=layer)
+
+    def function(chunk, x, context):
+        from jaxtrain.parallel.pipeline.stages import run_layers
+
+        return run_layers(stages, chunk, x, *context)
+
+    context = (batch, jax.random.key(1), jnp.int32(0))
+    layout = residuals.residual_layout(function, params["blocks"], x, context)
+    return layout, params["blocks"], x, context
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("form", FORMS)
+def test_stored_residuals_hold_no_parameter_and_lose_nothing(form, remat):
+    config = dataclasses.replace(FORMS[form], remat=remat)
+    layout, chunk, x, context = stored_layout(config)
+    weights = {p.shape for p in jax.tree.leaves(chunk) if p.ndim == 3}
+    assert not weights & {s.shape for s in layout.stored}
+    y, kept = residuals.forward(layout, chunk, x, context)
+    found = residuals.pullback(layout, chunk, context, kept)(jnp.ones_like(y))
+    expected = jax.vjp(lambda c, x: layout.function(c, x, context), chunk, x)[1](jnp.ones_like(y))
+    assert worst(found, expected)[0] < 1e-6
+
+
+def test_a_checkpointed_block_stores_its_input_alone():
+    layout, _, x, _ = stored_layout(dataclasses.replace(LLAMA, remat="full"))
+    floats = [s for s in layout.stored if jnp.issubdtype(s.dtype, jnp.floating)]
+    assert [s.shape for s in floats] == [(LLAMA.layers, *x.shape)]
+    assert any(layout.keys)  # dropout's
+
+
+# ---- layout of parameters, and mistakes
+
+
+def test_virtual_layout_round_trip_keeps_natural_order():
+    params = small_params()
+    cut = to_virtual(params, 4)
+    assert cut["blocks"]["up"].shape[:2] == (4, 2)
+    assert worst(from_virtual(cut), params)[0] == 0.0
+    assert named_leaves(to_virtual(params, 1)) == named_leaves(params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "zigzag"}, "schedule is 'zigzag': use one of gpipe, 1f1b, interleaved"),
+        ({"virtual": 2}, "'1f1b' has one stage per device, and virtual is 2"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"remat": "dots"}, "pipeline remat is 'dots': use one of full, none"),
+        ({"axes": {"data": 2}}, "mesh axis 'pipe' of size 2 or more and it has size 1"),
+    ],
+)
+def test_mistakes_in_what_is_asked_for(options, message):
+    mesh = make_mesh(options.pop("axes", {"pipe": 2}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline(small.STAGES, mesh=mesh, **({"microbatches": 8} | options))
+
+
+def traced(batch, params=None, *, stages=small.STAGES, state=None, **options):
+    mesh = make_mesh({"pipe": 2})
+    engine = pipeline(stages, mesh=mesh, **({"microbatches": 8} | options))
+    params = small_params() if params is None else params
+    jax.eval_shape(lambda p, b: engine(p, state, b, jax.random.key(0), None), params, batch)
+
+
+def fewer_layers(count):
+    cut = jax.tree.map(lambda p: p[:count], small_params()["blocks"])
+    return small_params() | {"blocks": cut}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": fewer_layers(7)}, "7 layers are not divisible by 2 stages = 2"),
+        (
+            {
+                "params": to_virtual(fewer_layers(6), 2),
+                "schedule": "interleaved",
+                "virtual": 2,
+            },
+            "6 layers are not divisible by 2 stages x 2 virtual = 4",
+        ),
+        (
+            {"schedule": "interleaved", "virtual": 2},
+            "'blocks/down' has shape (8, 12, 8): with virtual=2",
+        ),
+        ({"microbatches": 5}, "'gate' has shape (16,): its leading axis cannot be cut"),
+        ({"state": {"mean": jnp.zeros(2)}}, "keeps no model state"),
+        (
+            {"stages": dataclasses.replace(small.STAGES, stacked="layers")},
+            "under the key 'layers'",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, block=lambda p, x, b, r: x[:1])},
+            "must keep the shape and dtype",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, embed=lambda p, b, r: (1, 2))},
+            "hands one array",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, head_loss=lambda p, x, b: x)},
+            "both must be scalars",
+        ),
+    ],
+)
+def test_mistakes_found_when_traced(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        traced(small.make_batch(ROWS), **options)
+
+
+def test_virtual_must_divide_the_layers():
+    with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3"):
+        to_virtual(small_params(), 3)

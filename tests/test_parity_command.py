@@ -1,0 +1,264 @@
+"""``jaxtrain parity``: it passes what is right, and names what is wrong where something is."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+
+from jaxtrain import cli, parity
+from jaxtrain.models import gpt
+from jaxtrain.parallel.sharding import Rules
+
+# A user's experiment: two branches stacked into one parameter, a running mean as model state, Adam
+# with its own tiny epsilon, and a bias that no gradient reaches but for rounding. Each fault makes
+# the mathematics depend on the mesh in another place.
+EXPERIMENT = """
+import dataclasses
+import jax, jax.numpy as jnp, numpy as np, optax
+import contextlib
+from jax.sharding import PartitionSpec as P
+import jaxtrain as jt
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    fault: str = "none"
+    rows: int = 16
+    tensor: int = 1
+    zero: int = 0
+
+
+def init(rng):
+    one, two = jax.random.split(rng)
+    params = {"branches": {"up": 0.3 * jax.random.normal(one, (2, 8, 16)),
+                           "down": 0.3 * jax.random.normal(two, (2, 16, 8))},
+              "shift": jnp.zeros(8)}
+    return params, {"mean": jnp.zeros(8)}
+
+
+@jax.custom_vjp
+def by_hand(up_DH, down_HD, x_ND):
+    return over_tensor(local, P())(up_DH, down_HD, x_ND)
+
+
+def local(up_DH, down_HD, x_ND):
+    return jax.lax.psum(jnp.tanh(x_ND @ up_DH) @ down_HD, "tensor")
+
+
+def pull(up_DH, down_HD, x_ND, y_ND):
+    # Differentiated inside the map, psum becomes psum of what is whole on every device already.
+    return jax.vjp(local, up_DH, down_HD, x_ND)[1](y_ND)
+
+
+def over_tensor(function, out):
+    specs = (P(None, "tensor"), P("tensor", None), P())
+    inputs, out = (specs, out) if out == P() else ((*specs, P()), specs)
+    return jax.shard_map(function, in_specs=inputs, out_specs=out, axis_names={"tensor"},
+                         check_vma=False)
+
+
+by_hand.defvjp(
+    lambda *inputs: (by_hand(*inputs), inputs),
+    lambda inputs, y_ND: over_tensor(pull, None)(*inputs, y_ND))
+
+
+def build(config):
+    def size(of):
+        return jax.sharding.get_abstract_mesh().size if config.fault == of else 1
+
+    def loss_fn(params, model_state, batch, rng):
+        x_ND, (up, down) = batch["x"], (params["branches"][n] for n in ("up", "down"))
+        second = by_hand if config.fault == "psum" else lambda u, d, x: jnp.tanh(x @ u) @ d
+        y_ND = jnp.tanh(x_ND @ up[0]) @ down[0] + second(up[1], down[1], x_ND) + params["shift"]
+        # softmax does not see what is added to all of a row
+        y_ND = jax.nn.log_softmax(y_ND + params["shift"].sum())
+        mean = 0.9 * model_state["mean"] + 0.1 * y_ND.mean(0) * size("state")
+        total = -(y_ND * batch["y"]).sum() * (1 + 1e-3 * (size("loss") - 1))
+        return jt.WeightedLoss(total, jnp.float32(len(x_ND))), {"mean": mean}
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: g * size("optimizer"), grads), state
+
+    def stream(start, sharding):
+        def batches(step):
+            r = np.random.default_rng(step)
+            while True:
+                yield {"x": r.normal(size=(config.rows, 8)).astype("f"),
+                       "y": r.random((config.rows, 8)).astype("f")}
+        return contextlib.nullcontext(batches(start))
+
+    row = jax.ShapeDtypeStruct((config.rows, 8), jnp.float32)
+    return jt.Experiment(
+        name="mine", init_fn=init, loss_fn=loss_fn, has_model_state=True, steps=10,
+        optimizer=optax.chain(
+            optax.adam(1e-3), optax.GradientTransformation(lambda p: optax.EmptyState(), update)),
+        batch={"x": row, "y": row}, train_batches=stream,
+        mesh={"data": -1, "tensor": config.tensor}, zero=config.zero,
+        rules=jt.Rules([("branches/up", ("layers", None, "mlp")),
+                        ("branches/down", ("layers", "mlp", None))]),
+        policy=jt.Policy.bf16())
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A folder of one's own with an experiment in it."""
+    name = f"mine_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def run(capsys, *arguments):
+    """Status, the table's lines as words, and what was said on standard error."""
+    status = cli.main(["parity", *arguments])
+    written = capsys.readouterr()
+    return status, [line.split() for line in written.out.splitlines()], written.err
+
+
+def test_gpt_agrees_on_two_layouts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "one.txt").write_text("a cat sat on a mat. " * 200)
+    (tmp_path / "two.txt").write_text("the dog did not. " * 200)
+    flags = "--layers 2 --width 16 --heads 4 --seq-len 8 --global-batch 8 --held-out-bytes 10"
+    layouts = "--compare-steps 2 --layout data=2,tensor=4 --layout data=8,zero=3"
+    arguments = ["experiments.gpt", *layouts.split(), "--data", str(tmp_path), *flags.split()]
+    status, lines, _ = run(capsys, *arguments)
+    assert status == 0
+    assert sum("ok" in line for line in lines) == 8
+    assert " ".join(lines[-1]) == "2 of 2 meshes agree with one device to 1e-05"
+
+
+def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, module, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    status, lines, _ = run(capsys, module, "--rows", "12", "--layout=data=4", "--layout=fsdp=8")
+    assert status == 0
+    text = "\n".join(map(" ".join, lines))
+    for part in ("loss", "gradients", "parameters", "optimizer state", "model state"):
+        assert re.search(rf"^(data 4 )?{part} \S+ ok ", text, re.MULTILINE)
+    assert "fsdp 8 does not fit: batch leaf 'x' has shape (12, 8)" in text
+    assert "1 of 1 meshes agree" in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "off", "leaf"),
+    [
+        # Exact losses, gradients wrong by the size of the axis: what losses alone would not show.
+        ("psum", "data=2,tensor=4", {"gradients"}, r"branches/(up|down), layer 1"),
+        ("optimizer", "data=2", {"parameters"}, r"branches/(up|down), layer [01]|shift"),
+        ("loss", "data=2", {"loss", "gradients"}, r"loss|branches/(up|down), layer [01]|shift"),
+        ("state", "data=2", {"model state"}, "mean"),
+    ],
+)
+def test_a_fault_is_found_and_its_leaf_named(module, fault, layout, off, leaf):
+    experiment = cli.load_experiment(module, ["--fault", fault], command="parity")
+    layouts = [parity.Layout({"data": 1}), parity.parse_layout(layout)]
+    one, many = parity.compare(experiment, layouts=layouts, steps=2)
+    assert one.agrees(1e-6)
+    found = {part for part, (error, _) in many.worst.items() if error > 1e-5}
+    assert found == off, many.worst
+    for part in off:
+        error, name = many.worst[part]
+        assert error > 1e-4
+        assert re.fullmatch(leaf, name)
+
+
+def test_a_disagreement_is_status_1(capsys, module):
+    status, lines, _ = run(capsys, module, "--fault", "loss", "--layout", "data=2")
+    assert status == 1
+    assert any("NOT" in line for line in lines)
+    assert lines[-1][:3] == ["0", "of", "1"]
+
+
+def test_tolerance_decides(capsys, module):
+    status, *_ = run(capsys, module, "--fault=loss", "--layout=data=2", "--tolerance=0.01")
+    assert status == 0
+
+
+def test_the_experiments_own_mesh_comes_first(module):
+    def layouts(*flags):
+        built = cli.load_experiment(module, flags, command="parity")
+        return [str(layout) for layout in parity.usual_layouts(built)]
+
+    usual = list(map(str, parity.LAYOUTS))
+    assert layouts() == usual
+    assert layouts("--zero", "2") == usual
+    assert layouts("--tensor", "2") == ["data 4 x tensor 2", *usual]
+    assert layouts("--tensor", "4", "--zero", "1") == ["data 2 x tensor 4, zero 1", *usual]
+    with pytest.raises(ValueError, match="tensor 3 needs 3 devices"):
+        layouts("--tensor", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "sentence"),
+    [
+        (None, [], "there is no module 'theirs' here"),
+        ("Config = 1", [], "module 'theirs' has no build: an experiment has"),
+        ("build = 1", [], "module 'theirs' has no Config"),
+        (
+            None,
+            ["--layout", "cube=2"],
+            "layout 'cube=2' is not known: write sizes of the mesh axes",
+        ),
+        (None, ["--layout", "data"], "layout 'data' is not known"),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Config: ...\n"
+            "def build(config): return 3",
+            [],
+            "build of module 'theirs' returns int: it must return a jaxtrain.Experiment",
+        ),
+    ],
+)
+def test_what_is_no_experiment_is_one_sentence(
+    capsys, tmp_path, monkeypatch, text, arguments, sentence
+):
+    if text is not None:
+        (tmp_path / "theirs.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(cli.sys.modules, "theirs", raising=False)
+    status, lines, err = run(capsys, "theirs", *arguments)
+    monkeypatch.delitem(cli.sys.modules, "theirs", raising=False)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert sentence in err
+
+
+def test_where_nothing_fits_nothing_agrees(capsys, module):
+    status, _, err = run(capsys, module, "--rows", "3", "--layout", "data=2")
+    assert status == 2
+    assert "nothing was compared" in err
+
+
+def test_a_missing_import_of_the_experiment_is_its_own_error(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        cli.load_experiment("broken", [], command="parity")
+
+
+def test_worst_is_relative_and_sees_what_is_not_a_number():
+    b = {"small": np.full(4, 1e-3), "large": np.full(4, 1.0)}
+    assert parity.worst(b, b)[0] == 0
+    error, name = parity.worst(b | {"large": b["large"] * 1.5}, b)
+    assert (error, name) == (pytest.approx(0.5), "large")
+    # A hundredth of the root mean square counts at least: 0.01 * sqrt(1 / 2) > 1e-3.
+    error, name = parity.worst(b | {"small": b["small"] * 2}, b)
+    assert (error, name) == (pytest.approx(1e-3 / (0.01 * math.sqrt(0.5)), rel=1e-3), "small")
+    assert parity.worst(b | {"small": np.full(4, np.nan)}, b) == (math.inf, "small")
+
+
+def test_stacked_parameters_are_those_whose_rule_says_layers():
+    rules = Rules(gpt.RULES)
+    assert parity.is_stacked("blocks/attn/q/kernel", rules)
+    assert not parity.is_stacked("embed/tokens", rules)
+    assert not parity.is_stacked("anything", Rules())
+
+
+def test_layouts_read_back():
+    layout = parity.parse_layout("data=2, fsdp=4,zero=3")
+    assert layout == parity.Layout({"data": 2, "fsdp": 4}, zero=3)
+    assert (str(layout), layout.devices) == ("data 2 x fsdp 4, zero 3", 8)
+    assert dataclasses.replace(layout, zero=0) == parity.parse_layout("data=2,fsdp=4")
+    assert all(layout.devices == parity.DEVICES for layout in parity.LAYOUTS)
