@@ -68,6 +68,8 @@ LAYOUTS = (
     Layout({"data": 8}, zero=1),
     Layout({"data": 8}, zero=2),
     Layout({"data": 8}, zero=3),
+    Layout({"pipe": 2, "data": 2, "tensor": 2}),
+    Layout({"pipe": 4, "fsdp": 2}),
 )
 
 

@@ -214,6 +214,15 @@ def test_a_bfloat16_step_has_no_float32_product(form):
         assert error < 0.1 * jnp.linalg.norm(named_leaves(exact)[path]) + 0.1, path
 
 
+def test_a_frequent_token_s_bfloat16_gradient_is_summed_in_float32():
+    config, params = FORMS["llama"], params_of("llama")
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    batch = {"tokens": np.full((64, T), 3, np.int32)}
+    grads = jax.grad(lambda p: gpt.embed(config, p, batch).astype(jnp.float32).sum())(narrow)
+    assert grads["embed"]["tokens"].dtype == jnp.bfloat16
+    assert (grads["embed"]["tokens"][3] == 512).all()  # sums of ones in bfloat16 end at 256
+
+
 def test_padding_of_the_vocabulary_changes_nothing():
     for form, config in FORMS.items():
         bare = dataclasses.replace(config, vocab_multiple=1)
@@ -332,7 +341,8 @@ def test_initial_values():
 @both_forms
 def test_the_mesh_changes_neither_initial_values_nor_gradients(form):
     config, batch = FORMS[form], batch_of()
-    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
+    other = {"gpt2": "fsdp", "llama": "context"}[form]
+    mesh = jt.make_mesh(data=2, tensor=2, **{other: 2})
     make = functools.partial(gpt.init, config)
     key = jax.random.key(0)
     shardings = param_shardings(jax.eval_shape(make, key), mesh, gpt.RULES)

@@ -1,4 +1,4 @@
-"""A model in forty lines that is no GPT, for tests of the pipeline: tied table, residual MLP layers."""
+"""A model in forty lines that is no GPT, for tests of the pipeline: tied table, MLP layers."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def embed(params, batch, rng):
 
 
 def block(layer, x, batch, rng):
-    noise = 1.0 + 0.1 * jax.random.normal(rng, x.shape, x.dtype)
+    noise = (1.0 + 0.1 * jax.random.normal(rng, x.shape)).astype(x.dtype)
     hidden = jnp.tanh(x @ layer["up"]) * batch["gate"][:, None, None].astype(x.dtype)
     return x + hidden @ layer["down"] * noise
 

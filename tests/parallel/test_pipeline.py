@@ -26,6 +26,7 @@ from jaxtrain.parallel.pipeline import (
     to_virtual,
     virtual_rules,
 )
+from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
@@ -114,11 +115,17 @@ def gpt_batches():
 
 @functools.cache
 def gpt_params(form):
-    # Biases that start at zero would leave nothing to be relative to.
-    params = gpt.init(FORMS[form], jax.random.key(0))
-    return jt.tree.map_named(
-        lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
-    )
+    """Initial parameters on the host, in natural order."""
+
+    @jax.jit
+    def init(rng):
+        # Biases that start at zero would leave nothing to be relative to.
+        return jt.tree.map_named(
+            lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape),
+            gpt.init(FORMS[form], rng),
+        )
+
+    return jax.device_get(init(jax.random.key(0)))
 
 
 def three_steps(step, state, mesh=None):
@@ -140,7 +147,7 @@ def three_steps(step, state, mesh=None):
 
 @functools.cache
 def one_device(form):
-    params = jax.tree.map(jnp.copy, gpt_params(form))
+    params = gpt_params(form)
     state = jt.init_state(lambda rng: params, lamb(), jax.random.key(1))
     step = jt.build_train_step(gpt.loss_fn(FORMS[form]), lamb(), accumulate=MICROBATCHES)
     return three_steps(step, state)
@@ -149,8 +156,9 @@ def one_device(form):
 @pytest.mark.parametrize(("form", "layout", "schedule", "virtual", "remat"), CASES)
 def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat):
     mesh, config = make_mesh(LAYOUTS[layout]), FORMS[form]
+    params = to_virtual(gpt_params(form), virtual)
     state = jt.init_state(
-        lambda rng: to_virtual(gpt_params(form), virtual),
+        lambda rng: params,
         lamb(virtual),
         jax.random.key(1),
         mesh=mesh,
@@ -204,10 +212,18 @@ def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, 
     return sums, compiled
 
 
-def small_accumulated(batch, *, policy=None, loss_scale=None, microbatches=MICROBATCHES):
-    loss_fn = with_policy(normalize_loss(small.loss_fn, False), policy or jt.Policy.f32())
+@functools.cache
+def accumulating(microbatches, policy):
+    """The accumulating engine on one device, compiled once: ``(params, batch) -> GradientSums``."""
+    loss_fn = with_policy(normalize_loss(small.loss_fn, False), policy)
     engine = gradients.accumulated(loss_fn, microbatches)
-    return run_engine(engine, small_params(), batch, loss_scale=loss_scale)[0]
+    jitted = jax.jit(lambda params, batch: engine(params, None, batch, jax.random.key(7), None))
+    return jitted.lower(small_params(), small.make_batch(ROWS)).compile(FAST)
+
+
+def small_accumulated(batch, *, policy=None, microbatches=MICROBATCHES):
+    run = accumulating(microbatches, policy or jt.Policy.f32())
+    return jax.device_get(run(small_params(), batch))
 
 
 @functools.cache
@@ -327,7 +343,7 @@ def test_bf16_agrees_with_the_accumulating_engine(remat):
     found, _ = small_pipeline(batch, policy=policy, remat=remat)
     exact = small_accumulated(batch)
     error = worst(small_accumulated(batch, policy=policy).grads, exact.grads)[0]
-    assert 1e-3 < worst(found.grads, exact.grads)[0] < 1.5 * error
+    assert 1e-3 < worst(found.grads, exact.grads)[0] < 1.5 * error < 0.1
     assert found.grads["table"].dtype == jnp.float32
 
 
@@ -434,18 +450,17 @@ def test_recomputing_keeps_less():
 
 
 def stored_layout(config):
-    """Layout of one stage of a GPT, and the bytes of one slot."""
-    params = gpt.init(config, jax.random.key(0))
-    batch = jax.tree.map(lambda x: x[:2, 0], gpt_batches())
-    x = gpt.embed(config, params, batch)
+    """How a stage of all layers is stored, and what it is called with."""
+    params = gpt_params("gpt2" if config.tied else "llama")
+    # 24 tokens: no activation has the shape of a weight.
+    batch = jax.tree.map(lambda x: x[:3, 0], gpt_batches())
+    x = jax.random.normal(jax.random.key(2), (3, config.seq_len, config.width))
     layer = functools.partial(gpt.block, config)
     if config.remat == "full":
         layer = jax.checkpoint(layer)
     stages = dataclasses.replace(gpt_stages(config), block=layer)
 
     def function(chunk, x, context):
-        from jaxtrain.parallel.pipeline.stages import run_layers
-
         return run_layers(stages, chunk, x, *context)
 
     context = (batch, jax.random.key(1), jnp.int32(0))
@@ -460,9 +475,15 @@ def test_stored_residuals_hold_no_parameter_and_lose_nothing(form, remat):
     layout, chunk, x, context = stored_layout(config)
     weights = {p.shape for p in jax.tree.leaves(chunk) if p.ndim == 3}
     assert not weights & {s.shape for s in layout.stored}
-    y, kept = residuals.forward(layout, chunk, x, context)
-    found = residuals.pullback(layout, chunk, context, kept)(jnp.ones_like(y))
-    expected = jax.vjp(lambda c, x: layout.function(c, x, context), chunk, x)[1](jnp.ones_like(y))
+
+    @jax.jit
+    def gradients(chunk, x, context):
+        y, kept = residuals.forward(layout, chunk, x, context)
+        found = residuals.pullback(layout, chunk, context, kept)(jnp.ones_like(y))
+        _, pull = jax.vjp(lambda chunk, x: layout.function(chunk, x, context), chunk, x)
+        return found, pull(jnp.ones_like(y))
+
+    found, expected = gradients(chunk, x, context)
     assert worst(found, expected)[0] < 1e-6
 
 

@@ -1,4 +1,4 @@
-"""A tick table as the executor reads it: per tick, a forward unit, a backward unit, two arrivals."""
+"""A tick table as the executor reads it: in each tick two units and two arrivals."""
 
 import dataclasses
 from typing import Any
