@@ -20,6 +20,21 @@ from jaxtrain.fit import RunOptions, fit
 Flat = tyro.conf.OmitArgPrefixes
 
 
+# Peak learning rates that suit small models, by optimizer.
+LEARNING_RATES = {
+    "sgd": 0.3,
+    "momentum": 0.1,
+    "adam": 3e-3,
+    "adamw": 3e-3,
+    "rmsprop": 1e-3,
+    "adafactor": 1e-2,
+    "lion": 3e-4,
+    "lamb": 1e-2,
+    "lars": 3.0,
+    "muon": 1e-2,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshOptions:
     """Devices along each axis of the mesh; -1 takes what the others leave."""

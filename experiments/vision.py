@@ -20,19 +20,8 @@ from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
 
-# Peak learning rates that suit the default run, by optimizer.
-LEARNING_RATES = {
-    "sgd": 0.3,
-    "momentum": 0.1,
-    "adam": 3e-3,
-    "adamw": 3e-3,
-    "rmsprop": 1e-3,
-    "adafactor": 1e-2,
-    "lion": 3e-4,
-    "lamb": 1e-2,
-    "lars": 30.0,
-    "muon": 1e-2,
-}
+# LARS scales steps by its trust coefficient, 0.001.
+LEARNING_RATES = options.LEARNING_RATES | {"lars": 30.0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,20 +31,6 @@ from jaxtrain.state import TrainState
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# Peak learning rates that suit the default run, by optimizer.
-LEARNING_RATES = {
-    "sgd": 0.3,
-    "momentum": 0.1,
-    "adam": 3e-3,
-    "adamw": 3e-3,
-    "rmsprop": 1e-3,
-    "adafactor": 1e-2,
-    "lion": 3e-4,
-    "lamb": 1e-2,
-    "lars": 3.0,
-    "muon": 1e-2,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -119,7 +105,6 @@ def build(config: Config) -> Experiment:
     batches = data.Batches(train_rows, global_batch=config.global_batch, seed=config.seed)
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
-    kernel = choose(model.attention, dtype=policy.compute_dtype, head_dim=model.head_dim)
     virtual = config.pipeline.virtual if config.mesh.pipe != 1 else 1
     whole_loss = gpt.loss_fn(model)
 
@@ -135,7 +120,7 @@ def build(config: Config) -> Experiment:
         optimizer=options.make_optimizer(
             config.optimizer,
             steps=config.steps,
-            default_rates=LEARNING_RATES,
+            default_rates=options.LEARNING_RATES,
             stacked=dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2),
         ),
         batch=batches.shapes,
@@ -160,13 +145,7 @@ def build(config: Config) -> Experiment:
             "tokenizer": TOKENIZER_FILE if bpe else "bytes",
         },
         files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
-        facts={
-            "model": describe(config, model),
-            "text": f"{data_name(config)}: {train_rows.corpus.num_bytes / 1e6:.1f} MB to train on, "
-            f"{eval_corpus.num_bytes / 1e6:.2f} MB held out",
-            "attention": kernel,
-            "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
-        },
+        facts=facts(config, model, train_rows.corpus, eval_corpus),
         conclude=functools.partial(conclude, config, model, tokenizer, split.train, held_out),
     )
 
@@ -264,15 +243,18 @@ def sample(
     return tokenizer.decode(written[0]).splitlines()
 
 
-def describe(config: Config, model: gpt.GPTConfig) -> str:
-    """The model in one line."""
-    form = f"{model.positions} positions, {model.norm}, {model.mlp}"
-    return (
-        f"{config.model}: {gpt.parameter_count(model) / 1e6:.1f} M parameters, {model.layers} "
-        f"layers, {model.width} wide, {model.heads} heads, {form}"
-    )
-
-
-def data_name(config: Config) -> str:
-    """What the text is called in the header."""
-    return "the Python standard library's source" if config.data == "python" else config.data
+def facts(
+    config: Config, model: gpt.GPTConfig, train: data.Corpus, held_out: data.Corpus
+) -> dict[str, str]:
+    """What the header says of the model and its text."""
+    text = "the Python standard library's source" if config.data == "python" else config.data
+    dtype = Policy.named(config.precision).compute_dtype
+    return {
+        "model": f"{config.model}: {gpt.parameter_count(model) / 1e6:.1f} M parameters, "
+        f"{model.layers} layers, {model.width} wide, {model.heads} heads, {model.positions} "
+        f"positions, {model.norm}, {model.mlp}",
+        "text": f"{text}: {train.num_bytes / 1e6:.1f} MB to train on, "
+        f"{held_out.num_bytes / 1e6:.2f} MB held out",
+        "attention": choose(model.attention, dtype=dtype, head_dim=model.head_dim),
+        "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
+    }

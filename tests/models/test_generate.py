@@ -126,20 +126,20 @@ def test_sampled_tokens_have_the_model_s_probabilities():
 
 
 def test_after_eod_a_row_is_filled_with_it():
-    free = greedy("llama", PROMPTS, 6)
-    eod = int(free[0, 2])
-    got = np.asarray(
-        generate(
-            FORMS["llama"],
-            params_of("llama"),
-            PROMPTS,
-            max_new_tokens=6,
-            temperature=0.0,
-            eod=eod,
-        )
+    run = functools.partial(
+        generate,
+        FORMS["llama"],
+        params_of("llama"),
+        PROMPTS,
+        max_new_tokens=8,
+        rng=jax.random.key(0),
+        temperature=3.0,
     )
-    for row, whole in zip(got, free, strict=True):
-        end = list(whole).index(eod) if eod in whole else 6
+    free = np.asarray(run())
+    eod = int(free[0, 2])
+    assert (free[0, 3:] != eod).any()
+    for row, whole in zip(np.asarray(run(eod=eod)), free, strict=True):
+        end = list(whole).index(eod) if eod in whole else 8
         np.testing.assert_array_equal(row[:end], whole[:end])
         assert (row[end:] == eod).all()
 
