@@ -70,7 +70,7 @@ class Config:
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents."""
 
-    steps: int = 400
+    steps: int = 350
     """Train steps."""
     global_batch: int = 16
     """Rows per step, over all devices."""

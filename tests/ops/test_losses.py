@@ -47,8 +47,8 @@ def float32(*xs):
     return tuple(jnp.asarray(x, jnp.int32 if x.dtype == int else jnp.float32) for x in xs)
 
 
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 99), chunk=st.sampled_from([None, 1, 2, 6]), scale=st.floats(0.1, 9.0))
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 99), chunk=st.sampled_from([None, 1, 2]), scale=st.floats(0.1, 9.0))
 def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale):
     batch = arrays(seed)
     value, grads, correct = definition(*batch)

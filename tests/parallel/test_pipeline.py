@@ -94,6 +94,8 @@ def lamb(virtual=1):
         weight_decay=0.1,
         clip_norm=0.5,
         eps=1e-4,  # above rounding noise, which Adam would blow up
+        # Softmax does not see a key bias: its gradient is noise, which the ratio would blow up.
+        trust_mask=functools.partial(jt.tree.map_named, lambda name, x: "k/bias" not in name),
         stacked={r"^blocks/": 1 if virtual == 1 else 2},
     )
     return optax.chain(record_gradients(), chain)
