@@ -21,7 +21,7 @@ from jaxtrain.models.config import GPTConfig
 from jaxtrain.ops.activations import gelu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.rotary import rotate
-from jaxtrain.parallel.sharding import constrain
+from jaxtrain.parallel.sharding import constrain, in_shard_map
 
 INIT_STD = 0.02
 
@@ -64,7 +64,10 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         # A table split along its width is gathered first: rows are split over the same devices.
-        x_BTD = _lookup(constrain(self.tokens[...], "vocab", None), tokens_BT)
+        # Inside a pipeline it is gathered whole: there XLA's partitioner for TPU aborts on a lookup
+        # that is split by vocabulary and by rows.
+        rows = None if in_shard_map() else "vocab"
+        x_BTD = _lookup(constrain(self.tokens[...], rows, None), tokens_BT)
         if not self.learned:
             return x_BTD
         return x_BTD + _lookup(constrain(self.positions[...], None, None), positions_BT)

@@ -197,6 +197,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 
+def in_shard_map() -> bool:
+    """Whether the code being traced is inside a ``shard_map`` over some axis of the mesh."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return AxisType.Manual in kinds
+
+
 def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
     """Adds unused mesh axes to the largest dimension that they divide (ZeRO over ``data``).
 
