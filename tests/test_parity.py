@@ -44,7 +44,9 @@ OPTIMIZERS = ("adamw", "lamb")
 
 def optimizer_named(name: str) -> optax.GradientTransformation:
     # Adam divides by the gradient's own size: where that is rounding noise, so is the update. An
-    # epsilon above the noise keeps it out of the comparison.
+    # epsilon above the noise keeps it out of the comparison. The trust ratio would scale the noise
+    # of a key bias, which softmax does not see, up to the size of the bias: that has none.
+    lamb = {"trust_mask": functools.partial(jt.tree.map_named, lambda n, x: "k/bias" not in n)}
     chain = jt.make_optimizer(
         name,
         learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
@@ -52,6 +54,7 @@ def optimizer_named(name: str) -> optax.GradientTransformation:
         clip_norm=0.5,
         eps=1e-4,
         stacked=gpt.STACKED,
+        **(lamb if name == "lamb" else {}),
     )
     return optax.chain(record_gradients(), chain)
 

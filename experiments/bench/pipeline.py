@@ -1,0 +1,118 @@
+"""What a pipeline costs in total work: a pipelined step against the unpipelined one.
+
+On simulated devices the same few cores run everything, so wall time is about the sum of all
+devices' work, and idle devices cost nothing: the ratio shows recomputation and the pipeline's own
+overhead, not its bubble. With remat "full" a stage runs twice forward and once backward: at a
+backward that costs two forwards, 4/3 of the unpipelined work.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxtrain as jt
+from experiments.bench import Variant, interleave, print_row
+from experiments.options import simulate_devices
+from jaxtrain.models import gpt
+from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
+from jaxtrain.step import build_update
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A pipelined step against the unpipelined one, on 8 simulated devices."""
+
+    layers: int = 8
+    """Depth of the GPT."""
+    width: int = 128
+    """Its width."""
+    seq_len: int = 128
+    """Tokens per row."""
+    microbatches: int = 16
+    """Microbatches per step, of 2 rows per device of the data axis."""
+    rounds: int = 9
+    """Timed rounds."""
+
+
+# Name: schedule, virtual stages, remat.
+PIPELINES = {
+    "1f1b, remat full": ("1f1b", 1, "full"),
+    "1f1b, remat none": ("1f1b", 1, "none"),
+    "interleaved 2, remat full": ("interleaved", 2, "full"),
+    "gpipe, remat full": ("gpipe", 1, "full"),
+}
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    simulate_devices(8)
+    model = gpt.GPTConfig(
+        vocab_size=257, seq_len=config.seq_len, layers=config.layers, width=config.width, heads=4
+    )
+    r = np.random.default_rng(0)
+    shape = (4 * config.microbatches, config.seq_len)
+    tokens = r.integers(0, model.vocab_size, (2, *shape)).astype(np.int32)
+    batch = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
+    variants = {"data 2, accumulate": unpipelined(config, model, batch)}
+    for name, pipeline in PIPELINES.items():
+        variants[f"pipe 4 x data 2, {name}"] = pipelined(config, model, batch, *pipeline)
+    about = {
+        "model": dataclasses.asdict(model),
+        "batch": shape,
+        "microbatches": config.microbatches,
+    }
+    print_row("pipeline", about, interleave(variants, rounds=config.rounds))
+
+
+def unpipelined(config: Config, model: gpt.GPTConfig, batch: Any) -> Variant:
+    """The step without a pipeline, with as many microbatches, over the same data axis."""
+    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    state = jt.init_state(
+        lambda rng: gpt.init(model, rng), optimizer, jax.random.key(0), mesh=mesh, rules=gpt.RULES
+    )
+    step = jt.build_train_step(gpt.loss_fn(model), optimizer, accumulate=config.microbatches)
+    return variant(jt.compile_step(step, state, batch, mesh=mesh), state, batch)
+
+
+def pipelined(
+    config: Config, model: gpt.GPTConfig, batch: Any, schedule: str, virtual: int, remat: str
+) -> Variant:
+    """The step of a pipeline of four stages."""
+    mesh = jt.make_mesh(pipe=4, data=2)
+    stacked = dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stacked)
+    state = jt.init_state(
+        lambda rng: to_virtual(gpt.init(model, rng), virtual),
+        optimizer,
+        jax.random.key(0),
+        mesh=mesh,
+        rules=virtual_rules(gpt.RULES, virtual),
+    )
+    engine = jt.pipeline(
+        gpt.stages(model),
+        mesh=mesh,
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+        microbatches=config.microbatches,
+    )
+    return variant(
+        jt.compile_step(build_update(engine, optimizer), state, batch, mesh=mesh), state, batch
+    )
+
+
+def variant(train: jt.CompiledStep, state: jt.TrainState, batch: Any) -> Variant:
+    """Steps on from a state, one step per call."""
+    placed = train.place(batch)
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = train(state, placed)
+        jax.block_until_ready((state, metrics))
+
+    temporary = train.compiled.memory_analysis().temp_size_in_bytes
+    facts = {"temp_bytes": temporary, "compile_seconds": round(train.compile_seconds, 1)}
+    return Variant(run, facts)
