@@ -35,27 +35,28 @@ def interleave(variants: Mapping[str, Variant], *, rounds: int) -> dict[str, dic
     """Times every variant once per round, after one round that does not count.
 
     Returns:
-      Per variant: median and quartiles in milliseconds, the median of its ratio to the first
-      variant within a round, and its facts.
+      Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
+      the first variant within a round (in wall time and in the process's CPU time), and its facts.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, variant in variants.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             variant.run()
             if number > 0:
-                seconds[name].append(time.perf_counter() - start)
-    first = seconds[next(iter(variants))]
+                wall[name].append(time.perf_counter() - start)
+                cpu[name].append(time.process_time() - cpu_start)
+    first = next(iter(variants))
     return {
         name: {
-            "ms": round(1e3 * statistics.median(times), 2),
-            "ms_quartiles": [round(1e3 * q, 2) for q in statistics.quantiles(times, n=4)[::2]],
-            "ratio": round(
-                statistics.median(t / base for t, base in zip(times, first, strict=True)), 3
-            ),
-            **variants[name].facts,
+            "ms": round(1e3 * statistics.median(wall[name]), 2),
+            "ms_quartiles": [round(1e3 * q, 2) for q in statistics.quantiles(wall[name], n=4)[::2]],
+            "ratio": _ratio(wall[name], wall[first]),
+            "cpu_ratio": _ratio(cpu[name], cpu[first]),
+            **variant.facts,
         }
-        for (name, times) in seconds.items()
+        for name, variant in variants.items()
     }
 
 
@@ -72,6 +73,10 @@ def print_row(name: str, about: Mapping[str, Any], results: Mapping[str, Any]) -
         "variants": results,
     }
     print(json.dumps(row))
+
+
+def _ratio(times: list[float], base: list[float]) -> float:
+    return round(statistics.median(t / b for t, b in zip(times, base, strict=True)), 3)
 
 
 def _commit() -> str:

@@ -1,9 +1,10 @@
 """What a pipeline costs in total work: a pipelined step against the unpipelined one.
 
-On simulated devices the same few cores run everything, so wall time is about the sum of all
-devices' work, and idle devices cost nothing: the ratio shows recomputation and the pipeline's own
-overhead, not its bubble. With remat "full" a stage runs twice forward and once backward: at a
-backward that costs two forwards, 4/3 of the unpipelined work.
+On simulated devices the same few cores run everything and idle devices cost nothing, so CPU time is
+the sum of all devices' work: its ratio shows recomputation and the pipeline's own overhead, not its
+bubble. With remat "full" a stage runs twice forward and once backward: at a backward that costs two
+forwards, 4/3 of the unpipelined work. Wall time also depends on how well the devices' threads fill
+the cores.
 """
 
 import dataclasses
