@@ -113,6 +113,20 @@ def test_the_step_has_no_side_effects():
     chex.assert_trees_all_equal(first[0].params, second[0].params)
 
 
+def test_the_randomness_of_a_step_is_its_key_folded_with_its_number():
+    def loss(params, batch, rng):
+        return params["w"] * jax.random.normal(rng, ())
+
+    optimizer = optax.sgd(1.0)
+    state = jt.init_state(lambda rng: {"w": jnp.float32(1.0)}, optimizer, jax.random.key(0))
+    step = jax.jit(jt.build_train_step(loss, optimizer))
+    for number in range(3):
+        draw = jax.random.normal(jax.random.fold_in(state.rng, number), ())
+        expected = state.params["w"] - draw
+        state, _ = step(state, jnp.zeros(1))
+        assert float(state.params["w"]) == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_a_scalar_loss_weighs_one():
     optimizer = optax.sgd(0.1)
     state = jt.init_state(lambda rng: {"w": jnp.ones(3)}, optimizer, jax.random.key(0))
