@@ -48,8 +48,8 @@ def make_mesh(
       ValueError: where a size is neither positive nor -1, or the sizes do not multiply to the
         number of devices.
 
-    >>> make_mesh(data=2, tensor=-1, devices=jax.devices()[:8]).shape["tensor"]
-    4
+    >>> make_mesh(tensor=-1, devices=jax.devices()[:1]).shape["tensor"]
+    1
     """
     sizes = {
         "pipe": pipe,
