@@ -90,7 +90,7 @@ def plain(loss_fn: LossFn) -> GradientEngine:
         per_token = jnp.where(weight > 0, scale / jnp.where(weight > 0, weight, 1.0), 0.0)
         (grads,) = vjp(per_token.astype(total.dtype))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * (weight / scale), grads)
-        sums = GradientSums(grads, _float32(loss), new_state, jnp.int32(0))
+        sums = GradientSums(grads, float32_loss(loss), new_state, jnp.int32(0))
         nothing = jax.tree.map(jnp.zeros_like, sums)
         nothing = dataclasses.replace(nothing, model_state=model_state, skipped=jnp.int32(1))
         return select(all_finite((sums.grads, sums.loss.total)), sums, nothing)
@@ -168,5 +168,23 @@ def select(condition: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
 
 
-def _float32(loss: WeightedLoss) -> WeightedLoss:
+def as_weighted(loss: Any) -> WeightedLoss:
+    """Brings what a loss function returned to a ``WeightedLoss`` of arrays; a scalar weighs 1.
+
+    Raises:
+      ValueError: where the loss or its weight is no scalar.
+    """
+    if not isinstance(loss, WeightedLoss):
+        loss = WeightedLoss(loss, jnp.float32(1.0))
+    if jnp.shape(loss.total) or jnp.shape(loss.weight):
+        raise ValueError(
+            f"the loss has shape {jnp.shape(loss.total)} and its weight {jnp.shape(loss.weight)}: "
+            "both must be scalars; return WeightedLoss(total=(loss * mask).sum(), "
+            "weight=mask.sum())"
+        )
+    return jax.tree.map(jnp.asarray, loss)
+
+
+def float32_loss(loss: WeightedLoss) -> WeightedLoss:
+    """Casts a loss, its weight and its metrics to float32, in which they are summed."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), loss)

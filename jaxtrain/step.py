@@ -5,7 +5,6 @@ population, ``jax.lax.scan`` it, differentiate through it, or hand it to
 :func:`jaxtrain.compile_step`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain import gradients
-from jaxtrain.gradients import GradientEngine, WeightedLoss, select
+from jaxtrain.gradients import (
+    GradientEngine,
+    WeightedLoss,
+    as_weighted,
+    float32_loss,
+    select,
+)
 from jaxtrain.optim import current_learning_rate
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.precision import Policy
@@ -151,7 +156,7 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), loss)
+        return float32_loss(loss)
 
     return evaluate
 
@@ -164,18 +169,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
             loss, model_state = loss_fn(params, model_state, batch, rng)
         else:
             loss = loss_fn(params, batch, rng)
-        if not isinstance(loss, WeightedLoss):
-            loss = WeightedLoss(loss, jnp.float32(1.0))
-        if jnp.shape(loss.total) or jnp.shape(loss.weight):
-            raise ValueError(
-                f"the loss has shape {jnp.shape(loss.total)} and its weight "
-                f"{jnp.shape(loss.weight)}: both must be scalars; return "
-                "WeightedLoss(total=(loss * mask).sum(), weight=mask.sum())"
-            )
-        loss = dataclasses.replace(
-            loss, total=jnp.asarray(loss.total), weight=jnp.asarray(loss.weight)
-        )
-        return loss, model_state
+        return as_weighted(loss), model_state
 
     return normalized
 

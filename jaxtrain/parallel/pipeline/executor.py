@@ -21,7 +21,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.gradients import GradientEngine, GradientSums, WeightedLoss, all_finite, select
+from jaxtrain.gradients import (
+    GradientEngine,
+    GradientSums,
+    WeightedLoss,
+    all_finite,
+    as_weighted,
+    float32_loss,
+    select,
+)
 from jaxtrain.parallel.pipeline import residuals
 from jaxtrain.parallel.pipeline.buffers import (
     leaves_read,
@@ -342,14 +350,14 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
 
     def head(leaves, y):
         outer = replace_leaves(device.outer, device.head_leaves, leaves)
-        loss = _as_weighted(device.plan.stages.head_loss(outer, y, batch))
+        loss = as_weighted(device.plan.stages.head_loss(outer, y, batch))
         return loss.total, loss
 
     leaves = pick_leaves(device.outer, device.head_leaves)
     total, pull, loss = jax.vjp(head, leaves, y, has_aux=True)
     d_leaves, d_y = pull(device.seeds_M[unit.microbatch].astype(total.dtype))
     d_outer = _add_leaves(device, carry.d_outer, unit, device.head_leaves, d_leaves)
-    return d_y, d_outer, carry.loss + _float32(loss)
+    return d_y, d_outer, carry.loss + float32_loss(loss)
 
 
 def _embed_backward(device: _Device, d_outer: PyTree, unit: Unit, d_x, batch, rng) -> PyTree:
@@ -387,7 +395,7 @@ def _start(device: _Device) -> _Carry:
 
     stored = device.layout.stored if device.layout else ()
     loss = jax.eval_shape(
-        lambda: _as_weighted(
+        lambda: as_weighted(
             device.plan.stages.head_loss(device.outer, _zeros(device.x), rows(device.batch, 0))
         )
     )
@@ -427,7 +435,7 @@ def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> jax.A
     def weight(j):
         microbatch = rows(batch, j)
         x = _residual_stream(plan, outer, microbatch, rng)
-        loss = _as_weighted(plan.stages.head_loss(outer, _zeros(x), microbatch))
+        loss = as_weighted(plan.stages.head_loss(outer, _zeros(x), microbatch))
         return loss.weight.astype(jnp.float32)
 
     return jax.lax.map(weight, jnp.arange(plan.table.microbatches))
@@ -452,22 +460,6 @@ def _cut(microbatches: int, path: tuple, x: jax.Array) -> jax.Array:
             f"that is a multiple of {microbatches}"
         )
     return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
-
-
-def _as_weighted(loss: Any) -> WeightedLoss:
-    if not isinstance(loss, WeightedLoss):
-        loss = WeightedLoss(loss, jnp.float32(1.0))
-    if jnp.shape(loss.total) or jnp.shape(loss.weight):
-        raise ValueError(
-            f"the loss has shape {jnp.shape(loss.total)} and its weight {jnp.shape(loss.weight)}: "
-            "both must be scalars; return WeightedLoss(total=(loss * mask).sum(), "
-            "weight=mask.sum())"
-        )
-    return jax.tree.map(jnp.asarray, loss)
-
-
-def _float32(loss: WeightedLoss) -> WeightedLoss:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), loss)
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
