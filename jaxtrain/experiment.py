@@ -146,10 +146,16 @@ def restore_state(
     return from_natural(restore(shapes), abstract)
 
 
-def compile_train(experiment: Experiment, state: TrainState, mesh: Mesh) -> CompiledStep:
+def compile_train(
+    experiment: Experiment,
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
     """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
     step = build_step(experiment, state, mesh)
-    return compile_step(step, state, experiment.batch, mesh=mesh)
+    return compile_step(step, state, experiment.batch, mesh=mesh, compiler_options=compiler_options)
 
 
 def build_step(

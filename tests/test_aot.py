@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental import topologies
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
+from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.step import build_update
 
 H100 = pathlib.Path(__file__).parent / "gpu_targets" / "h100.txtpb"
@@ -65,14 +67,15 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
 
 @functools.cache
 def working_bytes(target, schedule, microbatches):
-    """Compiles a bf16 step on pipe x data x tensor, two rows per microbatch and device.
+    """Compiles a bf16 step on pipe x data x tensor, eight rows per microbatch and device.
 
     Returns:
       The bytes of one device at its peak, without the arguments (state and batch), and the program.
       (Temporaries alone would miss what the TPU compiler keeps in the chip's fast memory.)
     """
     mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
-    config = dataclasses.replace(LLAMA, layers=4)
+    # Wide enough that what is compared is not what lies in the fast memory of a TPU.
+    config = dataclasses.replace(LLAMA, layers=4, width=512, seq_len=512)
     virtual = 2 if schedule == "interleaved" else 1
     stacked = dict.fromkeys(gpt.STACKED, virtual)
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stacked)
@@ -84,9 +87,10 @@ def working_bytes(target, schedule, microbatches):
         rules=virtual_rules(gpt.RULES, virtual),
         policy=policy,
     )
-    tokens = jax.ShapeDtypeStruct((4 * microbatches, config.seq_len), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((16 * microbatches, config.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    shardings = jt.gradient_shardings(state)
     engine = jt.pipeline(
         gpt.stages(config),
         mesh=mesh,
@@ -94,8 +98,9 @@ def working_bytes(target, schedule, microbatches):
         virtual=virtual,
         microbatches=microbatches,
         policy=policy,
+        gradient_shardings=shardings,
     )
-    step = build_update(engine, optimizer, policy=policy)
+    step = build_update(engine, optimizer, policy=policy, constrain=constrain_tree(shardings))
     compiled = jt.compile_step(step, state, batch, mesh=mesh).compiled
     memory = compiled.memory_analysis()
     return memory.peak_memory_in_bytes - memory.argument_size_in_bytes, compiled.as_text()
@@ -104,16 +109,19 @@ def working_bytes(target, schedule, microbatches):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("target", [tpu, gpu])
 def test_a_pipeline_keeps_its_branches_and_its_memory_does_not_grow(target, schedule):
-    few, program = working_bytes(target, schedule, 8)
-    assert " conditional(" in program
-    assert "collective-permute" in program
-    for microbatches in (16, 32):
-        many, _ = working_bytes(target, schedule, microbatches)
-        # It may shrink: the TPU compiler moves buffers to fast memory as it sees fit.
-        assert many <= 1.02 * few
+    compiled = [working_bytes(target, schedule, count) for count in (8, 16, 32, 128)]
+    sizes, programs = zip(*compiled, strict=True)
+    assert max(sizes) <= 1.02 * min(sizes), sizes
+    assert " conditional(" in programs[0]
+    # One exchange each way per tick, whatever the number of ticks.
+    for program in programs:
+        exchanges = re.findall(r' collective-permute(?:-start)?\(.*op_name="([^"]*)"', program)
+        assert len(exchanges) == 2
+        assert all("while/body" in name and name.endswith("ppermute") for name in exchanges)
 
 
 @pytest.mark.parametrize("target", [tpu, gpu])
 def test_memory_of_gpipe_grows(target):
-    few, many = (working_bytes(target, "gpipe", microbatches)[0] for microbatches in (8, 64))
-    assert many > 1.1 * few
+    # Up to 128 MiB of stash lie in the fast memory of a v5e, which is not counted.
+    few, many = (working_bytes(target, "gpipe", count)[0] for count in (8, 128))
+    assert many > 1.5 * few

@@ -160,6 +160,11 @@ def _backward(causal, block, saved, d_out_BGRTK):
     delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
     d_q = []
     d_k, d_v = (jnp.zeros(x.shape, wide) for x in (k_BGSK, v_BGSK))
+
+    def to_all_keys(tile, keys):
+        # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
+        return jnp.pad(tile, ((0, 0), (0, 0), (0, k_BGSK.shape[2] - keys.stop), (0, 0)))
+
     for rows, keys in _tiles(q_BGRTK.shape[3], k_BGSK.shape[2], causal, block):
         scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, causal)
         weights = jnp.exp(scores - lse_BGRT1[:, :, :, rows])
@@ -169,7 +174,7 @@ def _backward(causal, block, saved, d_out_BGRTK):
         d_q.append(_einsum("bgrts,bgsk->bgrtk", d_scores, k_BGSK[:, :, keys]).astype(dtype))
         d_k_tile = _einsum("bgrts,bgrtk->bgsk", d_scores, q_BGRTK[:, :, :, rows])
         d_v_tile = _einsum("bgrts,bgrtk->bgsk", weights.astype(dtype), d_out)
-        d_k, d_v = d_k.at[:, :, keys].add(d_k_tile), d_v.at[:, :, keys].add(d_v_tile)
+        d_k, d_v = d_k + to_all_keys(d_k_tile, keys), d_v + to_all_keys(d_v_tile, keys)
     return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None
 
 

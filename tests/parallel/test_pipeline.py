@@ -155,9 +155,9 @@ def one_device(form):
     return three_steps(step, state)
 
 
-@pytest.mark.parametrize(("form", "layout", "schedule", "virtual", "remat"), CASES)
-def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat):
-    mesh, config = make_mesh(LAYOUTS[layout]), FORMS[form]
+def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0):
+    """Three steps on a mesh; returns the state that they start from and what comes of them."""
+    mesh = make_mesh(LAYOUTS[layout])
     params = to_virtual(gpt_params(form), virtual)
     state = jt.init_state(
         lambda rng: params,
@@ -165,10 +165,11 @@ def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat)
         jax.random.key(1),
         mesh=mesh,
         rules=virtual_rules(gpt.RULES, virtual),
+        zero=zero,
     )
-    shardings = jt.gradient_shardings(state)
+    shardings = jt.gradient_shardings(state, zero=zero)
     engine = pipeline(
-        gpt_stages(config),
+        gpt_stages(FORMS[form]),
         mesh=mesh,
         microbatches=MICROBATCHES,
         schedule=schedule,
@@ -177,12 +178,32 @@ def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat)
         gradient_shardings=shardings,
     )
     step = build_update(engine, lamb(virtual), constrain=constrain_tree(shardings))
-    found, expected = three_steps(step, state, mesh), one_device(form)
+    specs = {name: str(x.sharding.spec) for name, x in named_leaves(state).items()}
+    return specs, three_steps(step, state, mesh)
+
+
+def assert_same_training(found, expected):
     # [V, L / V, ...] is [L, ...] reshaped.
     found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
     errors = {part: worst(found[part], expected[part]) for part in expected}
     worse = {part: e for part, e in errors.items() if e[0] > TOLERANCE}
     assert not worse, worse
+
+
+@pytest.mark.parametrize(("form", "layout", "schedule", "virtual", "remat"), CASES)
+def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat):
+    _, found = pipelined(form, layout, schedule, virtual, remat)
+    assert_same_training(found, one_device(form))
+
+
+def test_zero_1_spreads_the_moments_and_changes_nothing():
+    specs, found = pipelined("gpt2", "pipe 2 x data 2 x tensor 2", zero=1)
+    kernels = {name: spec for name, spec in specs.items() if name.endswith("mlp/up/kernel")}
+    moments = {name: kernels.pop(name) for name in list(kernels) if "opt_state" in name}
+    assert moments
+    assert all("data" in spec and "pipe" in spec for spec in moments.values()), moments
+    assert "data" not in kernels["params/blocks/mlp/up/kernel"]
+    assert_same_training(found, one_device("gpt2"))
 
 
 # ---- a model that is no GPT, one engine call
