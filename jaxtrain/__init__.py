@@ -20,7 +20,7 @@ from jaxtrain.state import (
     gradient_shardings,
     init_state,
 )
-from jaxtrain.step import build_eval_step, build_train_step
+from jaxtrain.step import build_eval_step, build_train_step, scan_steps
 
 __all__ = [
     "CompiledStep",
@@ -47,6 +47,7 @@ __all__ = [
     "make_optimizer",
     "optim",
     "pipeline",
+    "scan_steps",
     "schedules",
     "train_loop",
 ]

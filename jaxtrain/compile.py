@@ -2,7 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import math
+import os
+import pathlib
+import platform
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -144,6 +148,38 @@ def compile_step(
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result
+
+
+def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
+    """Keeps compiled programs on disk, so that the next start of the same run does not compile.
+
+    What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``) stays.
+
+    Args:
+      directory: where; left out, ``~/.cache/jaxtrain/programs`` (``$XDG_CACHE_HOME`` is heeded)
+        and in it a folder per kind of processor, whose programs would not run on another.
+
+    Returns:
+      The directory in use.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return jax.config.jax_compilation_cache_dir
+    if directory is None:
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        directory = pathlib.Path(home) / "jaxtrain" / "programs" / _processor()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # Initialisation and the programs around the step are small, and many.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    return str(directory)
+
+
+def _processor() -> str:
+    """A short name for the instruction set that this machine's CPU programs are compiled for."""
+    lines = pathlib.Path("/proc/cpuinfo")
+    text = lines.read_text() if lines.exists() else platform.processor()
+    flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
+    digest = hashlib.sha256("\n".join(flags or [text]).encode()).hexdigest()
+    return f"{platform.machine()}-{digest[:8]}"
 
 
 def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:

@@ -5,7 +5,7 @@ population, ``jax.lax.scan`` it, differentiate through it, or hand it to
 :func:`jaxtrain.compile_step`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,33 @@ def build_update(
         ), metrics
 
     return step
+
+
+def scan_steps(
+    step: Callable[[TrainState, PyTree], tuple[TrainState, Metrics]],
+) -> Callable[[TrainState, Sequence[PyTree]], tuple[TrainState, Metrics]]:
+    """Makes several steps one: ``(state, batches) -> (state, metrics)``, for one dispatch.
+
+    It pays where a step takes hardly longer than its dispatch (a fraction of a millisecond): the
+    results are those of calling ``step`` batch by batch.
+
+    Args:
+      step: a train step.
+
+    Returns:
+      A function of a state and a sequence of batches, in order, with the same shapes. Its metrics
+      have a leading axis, one entry per batch.
+
+    >>> double = scan_steps(lambda state, batch: (state + batch, {"sum": state + batch}))
+    >>> state, metrics = double(jnp.float32(1), [jnp.float32(2), jnp.float32(3)])
+    >>> float(state), metrics["sum"].tolist()
+    (6.0, [3.0, 6.0])
+    """
+
+    def steps(state: TrainState, batches: Sequence[PyTree]) -> tuple[TrainState, Metrics]:
+        return jax.lax.scan(step, state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+
+    return steps
 
 
 def build_eval_step(

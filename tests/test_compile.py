@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compile import _check_compiled
+from jaxtrain.compile import _check_compiled, use_compilation_cache
 from jaxtrain.state import local_bytes
 from tests import problems
 
@@ -125,3 +125,26 @@ def test_evaluation_reads_the_state_and_leaves_it():
     expected = problems.reference(jax.device_get(state.params), problems.make_batch())[0]
     assert float(loss.means()["loss"]) == pytest.approx(expected, rel=1e-5)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
+    before = {
+        name: getattr(jax.config, name)
+        for name in (
+            "jax_compilation_cache_dir",
+            "jax_persistent_cache_min_compile_time_secs",
+        )
+    }
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        used = use_compilation_cache()
+        assert used.startswith(str(tmp_path / "jaxtrain" / "programs"))
+        assert jax.config.jax_compilation_cache_dir == used
+        # Told already: it stays.
+        assert use_compilation_cache(tmp_path / "other") == used
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert use_compilation_cache(tmp_path / "other") == str(tmp_path / "other")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

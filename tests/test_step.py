@@ -48,6 +48,25 @@ def test_learning_rate_in_force_is_reported():
         assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(count)), rel=1e-6)
 
 
+def test_several_steps_in_one_call_are_the_same_steps():
+    mesh = jt.make_mesh(data=4, devices=jax.devices()[:4])
+    optimizer = jt.make_optimizer("adamw", learning_rate=1e-2, clip_norm=1.0)
+    state = jt.init_state(problems.init, optimizer, jax.random.key(0), mesh=mesh)
+    step = jt.build_train_step(problems.loss_fn, optimizer)
+    batches = [problems.make_batch(seed) for seed in range(3)]
+    once = jt.compile_step(step, state, batches[0], mesh=mesh, donate=False)
+    alone, losses = state, []
+    for batch in batches:
+        alone, metrics = once(alone, batch)
+        losses.append(float(metrics["loss"]))
+    many = jt.compile_step(jt.scan_steps(step), state, batches, mesh=mesh)
+    together, metrics = many(state, batches)
+    assert int(together.step) == 3
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-6)
+    chex.assert_trees_all_close(together.params, alone.params, rtol=1e-6)
+    chex.assert_trees_all_close(together.opt_state, alone.opt_state, rtol=1e-6)
+
+
 def test_vmap_over_a_population_of_seeds_and_learning_rates():
     seeds, rates = jnp.arange(3), jnp.array([1e-3, 1e-2, 1e-1])
     batches = stacked_batches(4)

@@ -4,10 +4,16 @@ import sys
 
 import tyro
 
-from experiments.bench import pipeline
+from experiments.bench import dispatch, loader, pipeline, start, step
 
 # A row is a module with a Config and main(config).
-ROWS = {"pipeline": pipeline}
+ROWS = {
+    "step": step,
+    "dispatch": dispatch,
+    "loader": loader,
+    "start": start,
+    "pipeline": pipeline,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in ROWS:

@@ -1,0 +1,61 @@
+"""What the input pipeline costs: the default run's step fed by its loader, and by one batch.
+
+The loader packs, shuffles and places batches in threads of its own while the device works; what it
+adds to a step is what could not be hidden.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+
+import jax
+
+from experiments import gpt
+from experiments.bench import Variant, interleave, print_row
+from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
+from jaxtrain.parallel.sharding import batch_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The default run's step with its loader, against the same step fed with one batch."""
+
+    calls: int = 5
+    """Steps per round."""
+    rounds: int = 15
+    """Timed rounds."""
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    experiment = gpt.build(gpt.Config())
+    mesh = make_experiment_mesh(experiment)
+    train = compile_train(experiment, make_state(experiment, mesh), mesh)
+    with contextlib.ExitStack() as stack:
+
+        def stepping(batches) -> Variant:
+            state = make_state(experiment, mesh)
+
+            def run() -> None:
+                nonlocal state
+                for batch in itertools.islice(batches, config.calls):
+                    state, metrics = train(state, batch)
+                jax.block_until_ready((state, metrics))
+
+            return Variant(run, {})
+
+        def open_stream():
+            return stack.enter_context(experiment.train_batches(0, batch_sharding(mesh)))
+
+        one = next(open_stream())
+        variants = {
+            "one batch": stepping(itertools.repeat(one)),
+            "loader": stepping(open_stream()),
+        }
+        results = interleave(variants, rounds=config.rounds)
+    about = {
+        "model": experiment.config["model"],
+        "batch": jax.tree.leaves(experiment.batch)[0].shape,
+        "calls_per_round": config.calls,
+    }
+    print_row("loader", about, results)

@@ -1,0 +1,126 @@
+"""The step against a hand-written one: what the framework costs.
+
+Same model, same mathematics, same batch, AdamW with clipping, float32 (or, on an accelerator, the
+policy that is asked for) on one device. The hand-written step is :mod:`experiments.bench.floor`.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import jaxtrain as jt
+from experiments.bench import Variant, interleave, print_row
+from experiments.bench import floor as hand_written
+from jaxtrain.models import gpt
+
+LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
+
+# Name: layers, width, heads, tokens per row, rows, vocabulary.
+SHAPES = {"small": (4, 128, 4, 64, 12, 65), "big": (6, 384, 6, 256, 8, 65)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """jaxtrain's step against a hand-written one, on one device."""
+
+    shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
+    """Which of two models."""
+    rounds: int = 30
+    """Timed rounds."""
+    calls: int = 5
+    """Steps per round."""
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    model, rows = model_and_rows(config.shape)
+    batch = make_batch(model, rows)
+    params = jax.jit(lambda: gpt.init(model, jax.random.key(0)))()
+    variants = {
+        "hand-written": hand_written_variant(model, params, batch, config.calls),
+        "jaxtrain": jaxtrain_variant(model, params, batch, config.calls),
+        "jaxtrain, layers unrolled": jaxtrain_variant(
+            dataclasses.replace(model, scan_unroll=model.layers), params, batch, config.calls
+        ),
+    }
+    about = {
+        "shape": config.shape,
+        "model": dataclasses.asdict(model),
+        "batch": (rows, model.seq_len),
+        "dtypes": "float32",
+        "calls_per_round": config.calls,
+    }
+    print_row("step", about, interleave(variants, rounds=config.rounds))
+
+
+def model_and_rows(shape: str) -> tuple[gpt.GPTConfig, int]:
+    """The model of a shape, whose table has no padding, and the rows of its batch."""
+    layers, width, heads, seq_len, rows, vocab_size = SHAPES[shape]
+    return gpt.GPTConfig(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab_multiple=1,
+    ), rows
+
+
+def make_batch(model: gpt.GPTConfig, rows: int) -> dict[str, np.ndarray]:
+    """Random tokens, all of which count."""
+    shape = (rows, model.seq_len)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, *shape)).astype(np.int32)
+    return {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
+
+
+def unstacked(params: Any) -> dict[str, Any]:
+    """Copies jaxtrain's parameters to the hand-written model's: one dict per layer."""
+    params = jax.tree.map(np.array, jax.device_get(params))
+    count = jax.tree.leaves(params["blocks"])[0].shape[0]
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(count)]
+    rest = {name: params[name] for name in ("embed", "final_norm")}
+    return jax.device_put(rest | {"layers": layers})
+
+
+def hand_written_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: int) -> Variant:
+    """The floor."""
+    optimizer, step = hand_written.make_step(model.heads, LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM)
+    params = unstacked(params)
+    opt_state = optimizer.init(params)
+    tokens, targets = jax.device_put((batch["tokens"], batch["targets"]))
+    compiled = step.lower(params, opt_state, tokens, targets).compile()
+
+    def run() -> None:
+        nonlocal params, opt_state
+        for _ in range(calls):
+            params, opt_state, loss = compiled(params, opt_state, tokens, targets)
+        jax.block_until_ready((params, loss))
+
+    return Variant(run, {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes})
+
+
+def jaxtrain_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: int) -> Variant:
+    """The library's own step, built as the README builds one."""
+    optimizer = jt.make_optimizer(
+        "adamw",
+        LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=CLIP_NORM,
+        stacked=gpt.STACKED,
+    )
+    params = jax.device_get(params)
+    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0))
+    step = jt.build_train_step(gpt.loss_fn(model), optimizer)
+    train = jt.compile_step(step, state, batch)
+    placed = train.place(batch)
+
+    def run() -> None:
+        nonlocal state
+        for _ in range(calls):
+            state, metrics = train(state, placed)
+        jax.block_until_ready((state, metrics))
+
+    facts = {"temp_bytes": train.compiled.memory_analysis().temp_size_in_bytes}
+    return Variant(run, facts | {"compile_seconds": round(train.compile_seconds, 1)})
