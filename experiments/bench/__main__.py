@@ -4,7 +4,7 @@ import sys
 
 import tyro
 
-from experiments.bench import dispatch, loader, pipeline, start, step
+from experiments.bench import against_torch, dispatch, loader, pipeline, start, step
 
 # A row is a module with a Config and main(config).
 ROWS = {
@@ -13,6 +13,7 @@ ROWS = {
     "loader": loader,
     "start": start,
     "pipeline": pipeline,
+    "torch": against_torch,
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The step against a hand-written one: what the framework costs.
 
-Same model, same mathematics, same batch, AdamW with clipping, float32 (or, on an accelerator, the
-policy that is asked for) on one device. The hand-written step is :mod:`experiments.bench.floor`.
+Same model, same mathematics, same batch, AdamW with clipping, float32, on one device. The
+hand-written step is :mod:`experiments.bench.floor`.
 """
 
 import dataclasses
@@ -18,7 +18,11 @@ from jaxtrain.models import gpt
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
 
 # Name: layers, width, heads, tokens per row, rows, vocabulary.
-SHAPES = {"small": (4, 128, 4, 64, 12, 65), "big": (6, 384, 6, 256, 8, 65)}
+SHAPES = {
+    "small": (4, 128, 4, 64, 12, 65),
+    "big": (6, 384, 6, 256, 8, 65),
+    "gpt2-124m": (12, 768, 12, 1024, 8, 50304),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Config:
     """jaxtrain's step against a hand-written one, on one device."""
 
     shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
-    """Which of two models."""
+    """Which model."""
     rounds: int = 30
     """Timed rounds."""
     calls: int = 5
@@ -101,8 +105,10 @@ def hand_written_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: i
     return Variant(run, {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes})
 
 
-def jaxtrain_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: int) -> Variant:
-    """The library's own step, built as the README builds one."""
+def jaxtrain_variant(
+    model: gpt.GPTConfig, params: Any, batch: Any, calls: int, policy: jt.Policy | None = None
+) -> Variant:
+    """The library's own step, built as the README builds one; float32 by default."""
     optimizer = jt.make_optimizer(
         "adamw",
         LEARNING_RATE,
@@ -111,8 +117,8 @@ def jaxtrain_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: int) 
         stacked=gpt.STACKED,
     )
     params = jax.device_get(params)
-    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0))
-    step = jt.build_train_step(gpt.loss_fn(model), optimizer)
+    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0), policy=policy)
+    step = jt.build_train_step(gpt.loss_fn(model), optimizer, policy=policy)
     train = jt.compile_step(step, state, batch)
     placed = train.place(batch)
 

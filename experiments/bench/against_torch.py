@@ -1,0 +1,98 @@
+"""The other camp: the same train step in PyTorch (:mod:`experiments.bench.torch_gpt`).
+
+Needs the extra ``bench``. Both run on the same device in one process, turn by turn; the first
+variant is PyTorch as it is most often run, eager.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import numpy as np
+
+from experiments.bench import Variant, interleave, print_row
+from experiments.bench import step as ours
+from jaxtrain.models import gpt
+from jaxtrain.precision import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """jaxtrain's step against PyTorch's, eager and compiled, on one device."""
+
+    shape: Literal[tuple(ours.SHAPES)] = "small"  # type: ignore[valid-type]
+    """Which model."""
+    rows: int | None = None
+    """Rows of the batch; left out, the shape's."""
+    precision: Literal["f32", "bf16"] = "f32"
+    """bf16 keeps float32 parameters and moments on both sides."""
+    rounds: int = 20
+    """Timed rounds."""
+    calls: int = 5
+    """Steps per round."""
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    try:
+        import torch
+
+        from experiments.bench import torch_gpt
+    except ImportError:
+        raise SystemExit("this row needs PyTorch: pip install 'jaxtrain[bench]'") from None
+    model, rows = ours.model_and_rows(config.shape)
+    batch = ours.make_batch(model, config.rows or rows)
+    params = jax.device_get(jax.jit(lambda: gpt.init(model, jax.random.key(0)))())
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
+
+    def torch_variant(*, compiled: bool) -> Variant:
+        module = torch_gpt.GPT(
+            vocab_size=model.vocab_size,
+            seq_len=model.seq_len,
+            layers=model.layers,
+            width=model.width,
+            heads=model.heads,
+        )
+        torch_gpt.load(module, params)
+        step = torch_gpt.make_step(
+            module.to(device),
+            learning_rate=ours.LEARNING_RATE,
+            weight_decay=ours.WEIGHT_DECAY,
+            clip_norm=ours.CLIP_NORM,
+            compiled=compiled,
+            bf16=config.precision == "bf16",
+        )
+        tokens, targets = (
+            torch.from_numpy(batch[name].astype(np.int64)).to(device)
+            for name in ("tokens", "targets")
+        )
+
+        def run() -> None:
+            for _ in range(config.calls):
+                loss = step(tokens, targets)
+            loss.item()
+
+        return Variant(run, {})
+
+    unrolled = dataclasses.replace(model, scan_unroll=model.layers)
+    policy = Policy.named(config.precision)
+    variants = {
+        "torch, eager": torch_variant(compiled=False),
+        "torch, compiled": torch_variant(compiled=True),
+        "jaxtrain": ours.jaxtrain_variant(model, params, batch, config.calls, policy),
+        "jaxtrain, layers unrolled": ours.jaxtrain_variant(
+            unrolled, params, batch, config.calls, policy
+        ),
+    }
+    about = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "shape": config.shape,
+        "model": dataclasses.asdict(model),
+        "batch": list(batch["tokens"].shape),
+        "dtypes": str(policy),
+        "calls_per_round": config.calls,
+    }
+    print_row("torch", about, interleave(variants, rounds=config.rounds))
