@@ -32,6 +32,11 @@ from jaxtrain.observe.writers import make_writers
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
+from jaxtrain.survive.lifeline import from_first_process, open_lifeline
+from jaxtrain.survive.pace import Pace
+from jaxtrain.survive.preemption import Preempted, Preemption
+from jaxtrain.survive.watchdog import Watchdog
 
 PyTree = Any
 
@@ -47,6 +52,14 @@ class Hook:
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called with the metrics of ``step``, when the step after it has been dispatched."""
 
+    def stops(self, step: int) -> bool:
+        """Whether the loop ends with ``step``; asked after every hook's ``on_step``.
+
+        All processes of a run must answer alike.
+        """
+        del step
+        return False
+
 
 def train_loop(
     train: Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, jax.Array]]],
@@ -56,7 +69,8 @@ def train_loop(
     steps: int,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Runs ``train`` until ``steps`` steps are done, counted from the state's own step.
+    """Runs ``train`` until ``steps`` steps are done, counted from the state's own step, or a hook
+    stops it.
 
     Step n is dispatched before the metrics of step n-1 are read, so that the devices never wait for
     the host, and the host is never more than one step ahead.
@@ -86,6 +100,8 @@ def train_loop(
         pending = (number, metrics)
         for hook in hooks:
             hook.on_step(number, state)
+        if any([hook.stops(number) for hook in hooks]):
+            break
     read()
     return state
 
@@ -103,6 +119,10 @@ class RunOptions:
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       save_every: Steps between checkpoints; 0 saves only at the end.
       keep: Newest checkpoints to keep; the best one is kept as well.
+      handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
+      watch_peers: Of several processes, end all where one has died, and stop all at the same step.
+      hang_minutes: Exit with code 76 and print all stacks where no step ends for so long; 0 never.
+      max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
     """
 
     run_dir: str | None = None
@@ -112,6 +132,10 @@ class RunOptions:
     eval_every: int = 0
     save_every: int = 0
     keep: int = 3
+    handle_signals: bool = True
+    watch_peers: bool = True
+    hang_minutes: float = 30.0
+    max_consecutive_skips: int = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +158,20 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       ValueError: for a mesh, batch or checkpoint that does not fit, before anything is compiled.
       FileExistsError: where ``run_dir`` holds another run.
       FileNotFoundError: where there is nothing to resume.
+      Preempted: after a signal, with the state saved; uncaught, it is the process's exit code.
+      Diverged: after too many skipped steps in a row, with the state saved.
+
+    A lost process and a hang end the process from another thread, with the codes of
+    :mod:`jaxtrain.exit_codes`.
     """
     options = options or RunOptions()
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
+    skips = _Skips(options.max_consecutive_skips)
+    watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
     run_dir = open_run_dir(experiment.name, options)
     with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
         checkpoints = stack.enter_context(
             Checkpointer(
                 run_dir / "checkpoints",
@@ -148,7 +180,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 best_mode=experiment.best_mode,
             )
         )
-        if options.resume:
+        if options.resume and _has_checkpoint(run_dir / "checkpoints"):
             state = restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = make_state(experiment, mesh)
@@ -167,14 +199,43 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         progress = stack.enter_context(
             terminal.Progress(experiment.steps, start=start, item=experiment.item)
         )
+        watchdog.run_dir = run_dir
+        stack.enter_context(watchdog)
+        # A process that stopped without the others would leave them waiting.
+        together = options.watch_peers or jax.process_count() == 1
+        preemption = stack.enter_context(
+            _Preemption(peers, handle_signals=options.handle_signals and together)
+        )
         rate = throughput.Throughput(experiment.items_per_step)
-        logging = _Logging(experiment, mesh, log, progress, rate, options.log_every)
-        evaluation = _Evaluation(experiment, mesh, log, progress, rate, options.eval_every)
+        pace = Pace(peers)
+        logging = _Logging(experiment, mesh, log, progress, rate, pace, options.log_every)
+        evaluation = _Evaluation(
+            experiment, mesh, log, progress, rate, watchdog, options.eval_every
+        )
         saving = _Saving(experiment, checkpoints, evaluation, options.save_every)
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            hooks = (logging, evaluation, saving)
-            state = train_loop(train, state, batches, steps=experiment.steps, hooks=hooks)
+            hooks = (_Alive(watchdog), logging, evaluation, saving, skips, preemption)
+            state = train_loop(
+                train, state, pace.timed(batches), steps=experiment.steps, hooks=hooks
+            )
+        last = int(state.step)
+        peers.reached(last)
+        if last < experiment.steps or skips.too_many_at is not None:
+            saving.save(last, state)
+            checkpoints.wait()
+            if skips.too_many_at is not None:
+                raise diagnose(
+                    experiment,
+                    mesh,
+                    state,
+                    step=skips.too_many_at,
+                    skips=skips.count,
+                    run_dir=str(run_dir),
+                )
+            stopped = Preempted(last, str(run_dir))
+            progress.note(str(stopped))
+            raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.save(experiment.steps, state)
     result = FitResult(state, means, str(run_dir))
@@ -192,6 +253,12 @@ def open_run_dir(name: str, options: RunOptions) -> epath.Path:
     """
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    # The first process decides for all: to one that comes later, the folder that it has just made
+    # would look like another run's.
+    return epath.Path(from_first_process(lambda: str(_open_run_dir(name, options))))
+
+
+def _open_run_dir(name: str, options: RunOptions) -> epath.Path:
     if options.run_dir is None:
         number = _last_number(name) + (0 if options.resume else 1)
         if number == 0:
@@ -204,16 +271,20 @@ def open_run_dir(name: str, options: RunOptions) -> epath.Path:
     taken = run_dir.exists() and any(run_dir.iterdir())
     if options.resume and not taken:
         raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and options.overwrite and jax.process_index() == 0:
+    if taken and options.overwrite:
         run_dir.rmtree()
     elif taken and not options.resume:
         raise FileExistsError(
             f"{run_dir} holds a run already: continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
+
+
+def _has_checkpoint(directory: epath.Path) -> bool:
+    """Whether there is a step's folder, good or bad: a run killed before its first has none."""
+    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
 
 
 def _last_number(name: str) -> int:
@@ -225,28 +296,55 @@ def _last_number(name: str) -> int:
 
 
 def write_text(path: epath.Path, text: str) -> None:
-    """Writes a file of the run, once: the first process does."""
+    """Writes a file of the run, whole or not at all, and once: the first process does."""
     if jax.process_index() == 0:
-        path.write_text(text)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+class _Alive(Hook):
+    """Tells the watchdog of every step that ends."""
+
+    def __init__(self, watchdog: Watchdog):
+        self.watchdog = watchdog
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        del metrics
+        self.watchdog.beat(f"in step {step + 1}")
+
+
+class _Skips(ConsecutiveSkips, Hook):
+    """Ends the loop where too many steps in a row were skipped."""
+
+    def stops(self, step: int) -> bool:
+        del step
+        return self.too_many_at is not None
+
+
+class _Preemption(Preemption, Hook):
+    """Ends the loop where a signal asks for it."""
 
 
 class _Logging(Hook):
     """Metrics to the logs every so many steps, and to the progress line at every step."""
 
-    def __init__(self, experiment, mesh, log, progress, rate, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, pace: Pace, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.throughput, self.every = rate, every
+        self.throughput, self.pace, self.every = rate, pace, every
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.throughput.step()
         self.progress.update(step, metrics["loss"], self.throughput.items_per_second)
-        if step % self.every and step != self.experiment.steps and not metrics["skipped"]:
+        quiet = not metrics["skipped"] and not metrics.get("spike", 0)
+        if step % self.every and step != self.experiment.steps and quiet:
             return
         values = {f"train/{name}": value for name, value in metrics.items()}
         seconds = self.throughput.seconds_per_step
         if seconds is not None:
             values["time/step_seconds"] = seconds
             values[f"time/{self.experiment.item}_per_second"] = self.throughput.items_per_second
+            values |= self.pace.report(seconds)
             utilisation = self._mfu(seconds)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
@@ -268,9 +366,9 @@ class _Logging(Hook):
 class _Evaluation(Hook):
     """Held-out means, every so many steps and when asked; compiled when first needed."""
 
-    def __init__(self, experiment, mesh, log, progress, rate, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, watchdog: Watchdog, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.throughput, self.every = rate, every
+        self.throughput, self.watchdog, self.every = rate, watchdog, every
         self.latest: tuple[int, dict[str, float]] = (-1, {})
         self._step: CompiledStep | None = None
 
@@ -282,7 +380,7 @@ class _Evaluation(Hook):
         """The means at ``step``, evaluated once."""
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        batches = self.experiment.eval_batches()
+        batches = self._watched(step, self.experiment.eval_batches())
         if self._step is None:
             first, batches = _peek(batches)
             self._step = compile_eval(self.experiment, state, first, self.mesh)
@@ -291,7 +389,13 @@ class _Evaluation(Hook):
         self.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         self.progress.note(f"step {step}: held-out loss {means['loss']:.4f}")
         self.throughput.pause()
+        self.watchdog.beat(f"in step {step + 1}")
         return means
+
+    def _watched(self, step: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        for number, batch in enumerate(batches):
+            self.watchdog.beat(f"in evaluation batch {number} after step {step}")
+            yield batch
 
 
 class _Saving(Hook):
