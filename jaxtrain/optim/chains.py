@@ -97,7 +97,7 @@ def make_optimizer(
         to the number of such axes.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
         behind each mean gradient; see ``accumulation.accumulate``.
-      skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm, before
+      skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
         clipping, is so many standard deviations above the mean of the last 128; see
         ``spikes.skip_spikes``. None leaves out none.
       b1, b2, eps, momentum, nesterov: of the rule, as in the table.

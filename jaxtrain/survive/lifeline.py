@@ -370,15 +370,12 @@ def _call(
                     return {0: peer}, {0: call["host"]}, None
             except (OSError, ValueError, KeyError):
                 peer.close()
-    return (
-        {},
-        {},
-        (
-            f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, port "
-            f"{call['port']}: let the hosts reach each other by TCP, or turn this off with "
-            "--no-watch-peers"
-        ),
+    failure = (
+        f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
+        f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "
+        "--no-watch-peers"
     )
+    return {}, {}, failure
 
 
 def _read_line(peer: socket.socket) -> dict[str, Any]:
