@@ -40,7 +40,8 @@ def skip_spikes(
     its counts. Nothing is judged before half a window has been seen.
 
     A spike enters the window as the largest value that would not have been one: so it does not
-    hide the next, and yet a loss that stays on a new level is accepted before long.
+    hide the next, and yet a loss that stays on a new level is accepted after a few (with 6
+    deviations; with 2 it may take more than a window).
 
     After the ``SkipStepOptimizer`` of OLMo-core, in which spikes enter the window unchanged.
 

@@ -28,11 +28,15 @@ def test_when_a_process_is_killed_the_other_ends_and_says_which(tmp_path, victim
         processes[victim].send(signal.SIGKILL)
         killed_at = time.monotonic()
         code = processes[survivor].code(timeout=60)
-        seconds = time.monotonic() - killed_at
-        assert f"process {victim} of 2 (host " in processes[survivor].errors
-        assert ") has died: its connection closed" in processes[survivor].errors
-        assert code == exit_codes.PEER_LOST
-        assert seconds < 60
+        assert time.monotonic() - killed_at < 60
+        if victim == 0 and code == -signal.SIGABRT:
+            # Process 0 holds JAX's coordination service; without it JAX aborts, now and then before
+            # our sentence is out, with one of its own.
+            assert "another task died" in processes[survivor].errors
+        else:
+            assert code == exit_codes.PEER_LOST
+            assert f"process {victim} of 2 (host " in processes[survivor].errors
+            assert ") has died: its connection closed" in processes[survivor].errors
     # The last checkpoint is whole: a run of one process, with as many devices, goes on from it.
     before = Checkpointer(run / "checkpoints").latest_step()
     assert before >= 5
