@@ -230,7 +230,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                     mesh,
                     state,
                     step=skips.too_many_at,
-                    skips=skips.count,
+                    skips=options.max_consecutive_skips,
                     run_dir=str(run_dir),
                 )
             stopped = Preempted(last, str(run_dir))

@@ -63,6 +63,9 @@ def load_run(run_dir: epath.PathLike) -> Experiment:
             f"{path} is of module {name!r}, which cannot be imported here ({error}): go to the "
             "folder from which the run was started"
         ) from None
+    for attribute in ("Config", "build"):
+        if not hasattr(module, attribute):
+            raise ValueError(f"{path} is of module {name!r}, which has no {attribute}")
     config = from_plain(module.Config, flags)
     if count := getattr(config, "simulate_devices", 0):
         jax.config.update("jax_platforms", "cpu")
