@@ -72,7 +72,7 @@ class Lifeline:
         self._at: dict[int, int] = {}
         self._stop_at: int | None = None
         self._leave_at: tuple[float, str] | None = None
-        self._closing = False
+        self._closing = self._left = False
         self._heard = dict.fromkeys(peers, clock())
         self._pending = dict.fromkeys(peers, b"")
         self._thread: threading.Thread | None = None
@@ -189,6 +189,7 @@ class Lifeline:
             f"{self._leave_at[1]}; process {self.process} cannot go on without it and exits with "
             f"code {PEER_LOST}; --resume goes on from the last checkpoint"
         )
+        self._left = True
         self._exit(PEER_LOST)
 
     def _name(self, process: int) -> str:
@@ -207,7 +208,8 @@ class Lifeline:
             for process, peer in self._peers.items():
                 selector.register(peer, selectors.EVENT_READ, process)
             beat_at = self._clock()
-            while self._peers and not self._closing:
+            # Where the last peer has gone with an error, there is still its time to wait for.
+            while (self._peers or self._leave_at) and not (self._closing or self._left):
                 for key, _ in selector.select(timeout=0.2):
                     self._read(key.data, key.fileobj, selector)
                 now = self._clock()
