@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from etils import epath
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compile import CompiledStep
@@ -28,19 +27,18 @@ from jaxtrain.experiment import (
     to_checkpoint,
 )
 from jaxtrain.observe import memory, terminal, throughput
+from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import make_writers
-from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.run_dir import has_checkpoint, open_run_dir, write_text
+from jaxtrain.state import TrainState
 from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
-from jaxtrain.survive.lifeline import from_first_process, open_lifeline
+from jaxtrain.survive.lifeline import open_lifeline
 from jaxtrain.survive.pace import Pace
 from jaxtrain.survive.preemption import Preempted, Preemption
 from jaxtrain.survive.watchdog import Watchdog
 
 PyTree = Any
-
-RUNS = "runs"
 
 
 class Hook:
@@ -169,7 +167,9 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     abstract = make_abstract_state(experiment, mesh)
     skips = _Skips(options.max_consecutive_skips)
     watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
-    run_dir = open_run_dir(experiment.name, options)
+    run_dir = open_run_dir(
+        experiment.name, options.run_dir, resume=options.resume, overwrite=options.overwrite
+    )
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
         checkpoints = stack.enter_context(
@@ -180,14 +180,14 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 best_mode=experiment.best_mode,
             )
         )
-        if options.resume and _has_checkpoint(run_dir / "checkpoints"):
+        if options.resume and has_checkpoint(run_dir / "checkpoints"):
             state = restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = make_state(experiment, mesh)
         start = int(state.step)
         train = compile_train(experiment, state, mesh)
         terminal.print_header(
-            f"jaxtrain: {experiment.name}", _facts(experiment, mesh, state, train)
+            f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, train)
         )
         write_text(run_dir / "config.json", json.dumps(dict(experiment.config), indent=2) + "\n")
         for name, text in experiment.files.items():
@@ -238,69 +238,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.save(experiment.steps, state)
-    result = FitResult(state, means, str(run_dir))
-    _conclude(experiment, result)
-    return result
-
-
-def open_run_dir(name: str, options: RunOptions) -> epath.Path:
-    """Finds or makes the folder of a run.
-
-    Raises:
-      FileExistsError: where it holds a run, and neither ``resume`` nor ``overwrite`` is set.
-      FileNotFoundError: where there is nothing to resume.
-      ValueError: where both are set.
-    """
-    if options.resume and options.overwrite:
-        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
-    # The first process decides for all: to one that comes later, the folder that it has just made
-    # would look like another run's.
-    return epath.Path(from_first_process(lambda: str(_open_run_dir(name, options))))
-
-
-def _open_run_dir(name: str, options: RunOptions) -> epath.Path:
-    if options.run_dir is None:
-        number = _last_number(name) + (0 if options.resume else 1)
-        if number == 0:
-            raise FileNotFoundError(
-                f"there is no run to resume under {RUNS}/: name its folder with --run-dir"
-            )
-        run_dir = epath.Path(RUNS) / f"{name}-{number}"
-    else:
-        run_dir = epath.Path(options.run_dir)
-    taken = run_dir.exists() and any(run_dir.iterdir())
-    if options.resume and not taken:
-        raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and options.overwrite:
-        run_dir.rmtree()
-    elif taken and not options.resume:
-        raise FileExistsError(
-            f"{run_dir} holds a run already: continue it with --resume, delete it with "
-            "--overwrite, or choose another --run-dir"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
-
-
-def _has_checkpoint(directory: epath.Path) -> bool:
-    """Whether there is a step's folder, good or bad: a run killed before its first has none."""
-    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
-
-
-def _last_number(name: str) -> int:
-    runs = epath.Path(RUNS)
-    ends = (
-        [p.name.removeprefix(f"{name}-") for p in runs.glob(f"{name}-*")] if runs.exists() else []
-    )
-    return max((int(end) for end in ends if end.isdigit()), default=0)
-
-
-def write_text(path: epath.Path, text: str) -> None:
-    """Writes a file of the run, whole or not at all, and once: the first process does."""
-    if jax.process_index() == 0:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        partial.replace(path)
+    print_conclusion(experiment, state, means, str(run_dir))
+    return FitResult(state, means, str(run_dir))
 
 
 class _Alive(Hook):
@@ -427,55 +366,3 @@ def _peek(batches: Iterable[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:
     if first is None:
         raise ValueError("there is no held-out batch to evaluate on")
     return first, itertools.chain([first], batches)
-
-
-def _facts(experiment, mesh, state, train) -> dict[str, str]:
-    """What the header says will run."""
-    parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    left = experiment.steps - int(state.step)
-    resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
-    devices = mesh.devices.flat
-    split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
-    accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
-    return {
-        **experiment.facts,
-        "parameters": f"{parameters:,}",
-        "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
-        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}",
-        "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
-        "mesh": split,
-        "dtypes": str(experiment.policy),
-        **_flops(experiment, devices),
-        "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
-        f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
-        "compiled": f"in {train.compile_seconds:.1f} s; "
-        + "; ".join(c.promise for c in train.checks),
-    }
-
-
-def _flops(experiment, devices) -> dict[str, str]:
-    if experiment.flops_per_step is None:
-        return {}
-    known = throughput.mfu(
-        experiment.flops_per_step, 1.0, devices, dtype=experiment.policy.compute_dtype
-    )
-    kind = f"{experiment.policy.compute_dtype} on {devices[0].device_kind!r}"
-    mfu = "" if known is not None else f"; no MFU: the peak of {kind} is not known"
-    text = f"{experiment.flops_per_step:.3g} per step, by {experiment.flops_formula}{mfu}"
-    return {"FLOPs": text}
-
-
-def _conclude(experiment: Experiment, result: FitResult) -> None:
-    if jax.process_index() != 0:
-        return
-    lines = []
-    if experiment.conclude is not None:
-        lines += [*experiment.conclude(result.state, result.evaluation), ""]
-    terminal.print_lines(
-        [
-            *lines,
-            f"checkpoints  {result.run_dir}/checkpoints",
-            f"TensorBoard  {result.run_dir}/tensorboard",
-            f"JSONL log    {result.run_dir}/log.jsonl",
-        ]
-    )

@@ -78,9 +78,11 @@ def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     arguments = ("--steps", "100", "--fail-at", "6")
     with workers(tmp_path, *arguments, count=2, devices=1) as processes:
         codes = [p.code(timeout=60) for p in processes]
-        assert codes == [exit_codes.PEER_LOST, 1]
-        said = "process 1 of 2 (host "
-        assert said in processes[0].errors
+        assert codes[0] == exit_codes.PEER_LOST
+        # While Python ends, JAX waits for the others to end too, and aborts when they are gone.
+        assert codes[1] in (1, -signal.SIGABRT)
+        assert "KeyError: 'a hole in the data'" in processes[1].errors
+        assert "process 1 of 2 (host " in processes[0].errors
         assert "has ended with KeyError: 'a hole in the data'" in processes[0].errors
 
 
