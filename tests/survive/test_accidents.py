@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import options
+from experiments import gpt, options, vision
 from jaxtrain import cli, exit_codes
 from jaxtrain.checkpoint import Checkpointer, digest
 from jaxtrain.survive import replay
@@ -143,6 +143,11 @@ def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path
 
 
 def test_configs_come_back_from_their_json():
-    config = poisoned.Config(poison=(3, 4), mesh=options.MeshOptions(data=2, tensor=4))
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert replay.from_plain(poisoned.Config, plain) == config
+    optimizer = options.OptimizerOptions(skip_spikes=6.0, b1=0.9)
+    for config in (
+        poisoned.Config(poison=(3, 4), mesh=options.MeshOptions(data=2, tensor=4)),
+        gpt.Config(optimizer=optimizer, layers=3, run=jt.RunOptions(run_dir="here", keep=7)),
+        vision.Config(),
+    ):
+        plain = json.loads(json.dumps(dataclasses.asdict(config)))
+        assert replay.from_plain(type(config), plain) == config

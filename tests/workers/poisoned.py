@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
@@ -9,6 +11,14 @@ from experiments import options
 from jaxtrain import data
 from jaxtrain.experiment import Experiment
 from tests import problems
+
+
+def noisy_loss(params, batch, rng):
+    """The shared loss with dropout on its inputs: a replay must have the step's randomness too."""
+    if rng is not None:
+        keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+        batch = batch | {"x": jnp.where(keep, batch["x"], 0.0)}
+    return problems.loss_fn(params, batch, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +53,7 @@ def build(config: Config) -> Experiment:
     return Experiment(
         name="poisoned",
         init_fn=problems.init,
-        loss_fn=problems.loss_fn,
+        loss_fn=noisy_loss,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=problems.make_batch(),
         train_batches=lambda start, sharding: data.BatchStream(
