@@ -12,8 +12,8 @@ code  name          what has happened                                           
 78    DIVERGED      too many steps in a row were skipped; the state is saved         no
 134   ABORTED       JAX's own C++ ended it with SIGABRT, as it does where process    yes
                     0 has died and it is faster than PEER_LOST to say so
-128+n               signal n ended it at once: the second SIGTERM (143), the second  no
-                    SIGINT (130)
+128+n               signal n ended it at once: SIGTERM (143) and SIGINT (130) when   no
+                    they come a second time, or before training has begun
 ====  ============  ===============================================================  ========
 
 75 is EX_TEMPFAIL of sysexits.h, "the user is invited to retry"; the codes after it stand next to

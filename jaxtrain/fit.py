@@ -243,14 +243,14 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
 
 
 class _Alive(Hook):
-    """Tells the watchdog of every step that ends."""
+    """Tells the watchdog of every step that is dispatched: that waits for the one before it."""
 
     def __init__(self, watchdog: Watchdog):
         self.watchdog = watchdog
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        del metrics
-        self.watchdog.beat(f"in step {step + 1}")
+    def on_step(self, step: int, state: TrainState) -> None:
+        del state
+        self.watchdog.beat(f"after the dispatch of step {step}")
 
 
 class _Skips(ConsecutiveSkips, Hook):
@@ -328,12 +328,12 @@ class _Evaluation(Hook):
         self.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         self.progress.note(f"step {step}: held-out loss {means['loss']:.4f}")
         self.throughput.pause()
-        self.watchdog.beat(f"in step {step + 1}")
+        self.watchdog.beat(f"after the evaluation of step {step}")
         return means
 
     def _watched(self, step: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         for number, batch in enumerate(batches):
-            self.watchdog.beat(f"in evaluation batch {number} after step {step}")
+            self.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
             yield batch
 
 

@@ -61,7 +61,7 @@ class Watchdog:
             self._thread.join()
 
     def beat(self, doing: str) -> None:
-        """Notes that something has ended, and what comes next (``"in step 7"``)."""
+        """Notes that something has ended, and where we are (``"after the dispatch of step 7"``)."""
         self._beat_at, self._doing = self._clock(), doing
 
     def _watch(self) -> None:

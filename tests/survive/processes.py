@@ -22,12 +22,12 @@ class Process:
 
     def __init__(self, arguments: Sequence[str], folder: pathlib.Path, name: str):
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        cache = folder / "compiled" / name
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)),
+            # What one test has compiled, the others of the session need not.
+            "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

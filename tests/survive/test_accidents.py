@@ -98,7 +98,7 @@ def test_a_replayed_step_is_the_step_of_the_run(tmp_path):
     """Its loss and gradient norm are those in the log; one microbatch of step 11 is at fault."""
     run(config(tmp_path, poison_half=(11,), steps=13, run={"keep": 100}))
     lines = {line["step"]: line for line in logged(tmp_path / "run")}
-    for step in (1, 7, 13):  # from the seed, from checkpoint 4, and from the one just before
+    for step in (2, 13):  # from the seed, and from a checkpoint
         found = replay.replay(tmp_path / "run", step)
         norm = math.sqrt(sum(x**2 for x in found.norms.values()))
         assert norm == pytest.approx(lines[step]["train/grad_norm"], rel=1e-6)

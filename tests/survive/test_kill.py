@@ -68,8 +68,7 @@ def final_digest(texts, run, steps):
     return digest(state)
 
 
-def kill_and_resume(tmp_path, texts, monkeypatch, moments, *, steps, seed):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+def kill_and_resume(tmp_path, texts, moments, *, steps, seed):
     rng = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     undisturbed = start(tmp_path, texts, whole, steps)
@@ -106,15 +105,15 @@ def kill_and_resume(tmp_path, texts, monkeypatch, moments, *, steps, seed):
     return kills
 
 
-def test_three_kills_one_of_them_during_a_save(texts, tmp_path, monkeypatch):
+def test_three_kills_one_of_them_during_a_save(texts, tmp_path):
     moments = [kill_in_a_step, kill_during_a_save, kill_in_a_step]
-    kills = kill_and_resume(tmp_path, texts, monkeypatch, moments, steps=60, seed=0)
+    kills = kill_and_resume(tmp_path, texts, moments, steps=60, seed=0)
     assert kills == 3
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_every_kind_of_moment(texts, tmp_path, monkeypatch):
+def test_twenty_kills_at_every_kind_of_moment(texts, tmp_path):
     kinds = [kill_in_a_step, kill_during_a_save, kill_in_a_step, kill_before_a_step]
     moments = [kinds[i % len(kinds)] for i in range(24)]
-    kills = kill_and_resume(tmp_path, texts, monkeypatch, moments, steps=400, seed=1)
+    kills = kill_and_resume(tmp_path, texts, moments, steps=400, seed=1)
     assert kills >= 20
