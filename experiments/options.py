@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxtrain import optim
+from jaxtrain import exit_codes, optim
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.survive.accidents import Diverged
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -89,6 +90,9 @@ class OptimizerOptions:
     """Of sgd-like rules."""
     accumulate: int = 1
     """Calls per update (optax.MultiSteps), weighted by tokens."""
+    skip_spikes: float | None = None
+    """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
+    of the last 128 steps (6 is usual); None leaves out none."""
 
 
 def make_optimizer(
@@ -117,6 +121,7 @@ def make_optimizer(
         weight_decay=options.weight_decay,
         clip_norm=options.clip_norm,
         accumulate=options.accumulate,
+        skip_spikes=options.skip_spikes,
         **{name: value for name, value in given.items() if value is not None},
         **more,
     )
@@ -127,12 +132,19 @@ def main(
     build: Callable[[Any], Experiment],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Parses the flags, builds the experiment and trains it; what cannot be is exit status 2."""
+    """Parses the flags, builds the experiment and trains it.
+
+    Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
+    and ``REFUSED``.
+    """
     config = parse(config_type, arguments)
     try:
         fit(build(config), config.run)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         raise refuse(error) from None
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(exit_codes.DIVERGED) from None
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
@@ -157,9 +169,9 @@ def simulate_devices(count: int) -> None:
 
 
 def refuse(error: Exception) -> SystemExit:
-    """Prints an error as one sentence and returns the exit (status 2) to raise."""
+    """Prints an error as one sentence and returns the exit (``REFUSED``) to raise."""
     print(f"error: {error}", file=sys.stderr)
-    return SystemExit(2)
+    return SystemExit(exit_codes.REFUSED)
 
 
 SimulateDevices = Annotated[

@@ -81,7 +81,11 @@ def build(config: Config) -> Experiment:
         seed=config.seed,
         items_per_step=config.global_batch,
         item="images",
-        config={"experiment": "vision", "flags": dataclasses.asdict(config)},
+        config={
+            "experiment": "vision",
+            "module": "experiments.vision",
+            "flags": dataclasses.asdict(config),
+        },
         facts={
             "model": f"ConvNet, channels {', '.join(map(str, config.channels))}, BatchNorm, "
             f"dropout {config.dropout}",

@@ -21,13 +21,17 @@ from jaxtrain.state import (
     init_state,
 )
 from jaxtrain.step import build_eval_step, build_train_step, scan_steps
+from jaxtrain.survive.accidents import Diverged
+from jaxtrain.survive.preemption import Preempted
 
 __all__ = [
     "CompiledStep",
+    "Diverged",
     "Experiment",
     "FitResult",
     "Hook",
     "Policy",
+    "Preempted",
     "Rules",
     "RunOptions",
     "Stages",

@@ -16,10 +16,12 @@ import tyro
 
 from jaxtrain import parity
 from jaxtrain.experiment import Experiment
+from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.survive import replay
 
-DESCRIPTION = "What there is to know about a training run before it starts."
+DESCRIPTION = "What there is to know about a training run before it starts, and after."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +118,25 @@ def run_parity(options: ParityOptions, rest: list[str]) -> int:
     return 0 if parity.report(comparisons, tolerance=options.tolerance) else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions:
+    """Runs one step of a run again, from the newest checkpoint before it, and says of every leaf
+    whether its gradient is finite. Nothing in the run's folder changes."""
+
+    run_dir: tyro.conf.Positional[str]
+    """The run's folder."""
+    step: int
+    """Which step, as the logs count."""
+
+
+def run_replay(options: ReplayOptions, rest: list[str]) -> int:
+    """Prints what the step computes."""
+    del rest
+    examination = replay.replay(options.run_dir, options.step)
+    terminal.print_lines(replay.report(examination, options.step))
+    return 0
+
+
 def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
@@ -155,6 +176,7 @@ def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> 
 COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
+    "replay": Command(ReplayOptions, run_replay),
 }
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from etils import epath
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compile import CompiledStep
@@ -28,14 +27,18 @@ from jaxtrain.experiment import (
     to_checkpoint,
 )
 from jaxtrain.observe import memory, terminal, throughput
+from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import make_writers
-from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.run_dir import has_checkpoint, open_run_dir, write_text
+from jaxtrain.state import TrainState
+from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
+from jaxtrain.survive.lifeline import open_lifeline
+from jaxtrain.survive.pace import Pace
+from jaxtrain.survive.preemption import Preempted, Preemption
+from jaxtrain.survive.watchdog import Watchdog
 
 PyTree = Any
-
-RUNS = "runs"
 
 
 class Hook:
@@ -47,6 +50,14 @@ class Hook:
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called with the metrics of ``step``, when the step after it has been dispatched."""
 
+    def stops(self, step: int) -> bool:
+        """Whether the loop ends with ``step``; asked after every hook's ``on_step``.
+
+        All processes of a run must answer alike.
+        """
+        del step
+        return False
+
 
 def train_loop(
     train: Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, jax.Array]]],
@@ -56,7 +67,8 @@ def train_loop(
     steps: int,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Runs ``train`` until ``steps`` steps are done, counted from the state's own step.
+    """Runs ``train`` until ``steps`` steps are done, counted from the state's own step, or a hook
+    stops it.
 
     Step n is dispatched before the metrics of step n-1 are read, so that the devices never wait for
     the host, and the host is never more than one step ahead.
@@ -86,6 +98,8 @@ def train_loop(
         pending = (number, metrics)
         for hook in hooks:
             hook.on_step(number, state)
+        if any([hook.stops(number) for hook in hooks]):
+            break
     read()
     return state
 
@@ -103,6 +117,10 @@ class RunOptions:
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       save_every: Steps between checkpoints; 0 saves only at the end.
       keep: Newest checkpoints to keep; the best one is kept as well.
+      handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
+      watch_peers: Of several processes, end all where one has died, and stop all at the same step.
+      hang_minutes: Exit with code 76 and print all stacks where no step ends for so long; 0 never.
+      max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
     """
 
     run_dir: str | None = None
@@ -112,6 +130,10 @@ class RunOptions:
     eval_every: int = 0
     save_every: int = 0
     keep: int = 3
+    handle_signals: bool = True
+    watch_peers: bool = True
+    hang_minutes: float = 30.0
+    max_consecutive_skips: int = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +156,22 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       ValueError: for a mesh, batch or checkpoint that does not fit, before anything is compiled.
       FileExistsError: where ``run_dir`` holds another run.
       FileNotFoundError: where there is nothing to resume.
+      Preempted: after a signal, with the state saved; uncaught, it is the process's exit code.
+      Diverged: after too many skipped steps in a row, with the state saved.
+
+    A lost process and a hang end the process from another thread, with the codes of
+    :mod:`jaxtrain.exit_codes`.
     """
     options = options or RunOptions()
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
-    run_dir = open_run_dir(experiment.name, options)
+    skips = _Skips(options.max_consecutive_skips)
+    watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
+    run_dir = open_run_dir(
+        experiment.name, options.run_dir, resume=options.resume, overwrite=options.overwrite
+    )
     with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
         checkpoints = stack.enter_context(
             Checkpointer(
                 run_dir / "checkpoints",
@@ -148,14 +180,14 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 best_mode=experiment.best_mode,
             )
         )
-        if options.resume:
+        if options.resume and has_checkpoint(run_dir / "checkpoints"):
             state = restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = make_state(experiment, mesh)
         start = int(state.step)
         train = compile_train(experiment, state, mesh)
         terminal.print_header(
-            f"jaxtrain: {experiment.name}", _facts(experiment, mesh, state, train)
+            f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, train)
         )
         write_text(run_dir / "config.json", json.dumps(dict(experiment.config), indent=2) + "\n")
         for name, text in experiment.files.items():
@@ -167,86 +199,91 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         progress = stack.enter_context(
             terminal.Progress(experiment.steps, start=start, item=experiment.item)
         )
+        watchdog.run_dir = run_dir
+        stack.enter_context(watchdog)
+        # A process that stopped without the others would leave them waiting.
+        together = options.watch_peers or jax.process_count() == 1
+        preemption = stack.enter_context(
+            _Preemption(peers, handle_signals=options.handle_signals and together)
+        )
         rate = throughput.Throughput(experiment.items_per_step)
-        logging = _Logging(experiment, mesh, log, progress, rate, options.log_every)
-        evaluation = _Evaluation(experiment, mesh, log, progress, rate, options.eval_every)
+        pace = Pace(peers)
+        logging = _Logging(experiment, mesh, log, progress, rate, pace, options.log_every)
+        evaluation = _Evaluation(
+            experiment, mesh, log, progress, rate, watchdog, options.eval_every
+        )
         saving = _Saving(experiment, checkpoints, evaluation, options.save_every)
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            hooks = (logging, evaluation, saving)
-            state = train_loop(train, state, batches, steps=experiment.steps, hooks=hooks)
+            hooks = (_Alive(watchdog), logging, evaluation, saving, skips, preemption)
+            state = train_loop(
+                train, state, pace.timed(batches), steps=experiment.steps, hooks=hooks
+            )
+        last = int(state.step)
+        peers.reached(last)
+        if last < experiment.steps or skips.too_many_at is not None:
+            saving.save(last, state)
+            checkpoints.wait()
+            if skips.too_many_at is not None:
+                raise diagnose(
+                    experiment,
+                    mesh,
+                    state,
+                    step=skips.too_many_at,
+                    skips=options.max_consecutive_skips,
+                    run_dir=str(run_dir),
+                )
+            stopped = Preempted(last, str(run_dir))
+            progress.note(str(stopped))
+            raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.save(experiment.steps, state)
-    result = FitResult(state, means, str(run_dir))
-    _conclude(experiment, result)
-    return result
+    print_conclusion(experiment, state, means, str(run_dir))
+    return FitResult(state, means, str(run_dir))
 
 
-def open_run_dir(name: str, options: RunOptions) -> epath.Path:
-    """Finds or makes the folder of a run.
+class _Alive(Hook):
+    """Tells the watchdog of every step that is dispatched: that waits for the one before it."""
 
-    Raises:
-      FileExistsError: where it holds a run, and neither ``resume`` nor ``overwrite`` is set.
-      FileNotFoundError: where there is nothing to resume.
-      ValueError: where both are set.
-    """
-    if options.resume and options.overwrite:
-        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
-    if options.run_dir is None:
-        number = _last_number(name) + (0 if options.resume else 1)
-        if number == 0:
-            raise FileNotFoundError(
-                f"there is no run to resume under {RUNS}/: name its folder with --run-dir"
-            )
-        run_dir = epath.Path(RUNS) / f"{name}-{number}"
-    else:
-        run_dir = epath.Path(options.run_dir)
-    taken = run_dir.exists() and any(run_dir.iterdir())
-    if options.resume and not taken:
-        raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and options.overwrite and jax.process_index() == 0:
-        run_dir.rmtree()
-    elif taken and not options.resume:
-        raise FileExistsError(
-            f"{run_dir} holds a run already: continue it with --resume, delete it with "
-            "--overwrite, or choose another --run-dir"
-        )
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
+    def __init__(self, watchdog: Watchdog):
+        self.watchdog = watchdog
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        del state
+        self.watchdog.beat(f"after the dispatch of step {step}")
 
 
-def _last_number(name: str) -> int:
-    runs = epath.Path(RUNS)
-    ends = (
-        [p.name.removeprefix(f"{name}-") for p in runs.glob(f"{name}-*")] if runs.exists() else []
-    )
-    return max((int(end) for end in ends if end.isdigit()), default=0)
+class _Skips(ConsecutiveSkips, Hook):
+    """Ends the loop where too many steps in a row were skipped."""
+
+    def stops(self, step: int) -> bool:
+        del step
+        return self.too_many_at is not None
 
 
-def write_text(path: epath.Path, text: str) -> None:
-    """Writes a file of the run, once: the first process does."""
-    if jax.process_index() == 0:
-        path.write_text(text)
+class _Preemption(Preemption, Hook):
+    """Ends the loop where a signal asks for it."""
 
 
 class _Logging(Hook):
     """Metrics to the logs every so many steps, and to the progress line at every step."""
 
-    def __init__(self, experiment, mesh, log, progress, rate, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, pace: Pace, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.throughput, self.every = rate, every
+        self.throughput, self.pace, self.every = rate, pace, every
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.throughput.step()
         self.progress.update(step, metrics["loss"], self.throughput.items_per_second)
-        if step % self.every and step != self.experiment.steps and not metrics["skipped"]:
+        quiet = not metrics["skipped"] and not metrics.get("spike", 0)
+        if step % self.every and step != self.experiment.steps and quiet:
             return
         values = {f"train/{name}": value for name, value in metrics.items()}
         seconds = self.throughput.seconds_per_step
         if seconds is not None:
             values["time/step_seconds"] = seconds
             values[f"time/{self.experiment.item}_per_second"] = self.throughput.items_per_second
+            values |= self.pace.report(seconds)
             utilisation = self._mfu(seconds)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
@@ -268,9 +305,9 @@ class _Logging(Hook):
 class _Evaluation(Hook):
     """Held-out means, every so many steps and when asked; compiled when first needed."""
 
-    def __init__(self, experiment, mesh, log, progress, rate, every: int):
+    def __init__(self, experiment, mesh, log, progress, rate, watchdog: Watchdog, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.throughput, self.every = rate, every
+        self.throughput, self.watchdog, self.every = rate, watchdog, every
         self.latest: tuple[int, dict[str, float]] = (-1, {})
         self._step: CompiledStep | None = None
 
@@ -282,7 +319,7 @@ class _Evaluation(Hook):
         """The means at ``step``, evaluated once."""
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        batches = self.experiment.eval_batches()
+        batches = self._watched(step, self.experiment.eval_batches())
         if self._step is None:
             first, batches = _peek(batches)
             self._step = compile_eval(self.experiment, state, first, self.mesh)
@@ -291,7 +328,13 @@ class _Evaluation(Hook):
         self.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         self.progress.note(f"step {step}: held-out loss {means['loss']:.4f}")
         self.throughput.pause()
+        self.watchdog.beat(f"after the evaluation of step {step}")
         return means
+
+    def _watched(self, step: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        for number, batch in enumerate(batches):
+            self.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
+            yield batch
 
 
 class _Saving(Hook):
@@ -323,55 +366,3 @@ def _peek(batches: Iterable[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:
     if first is None:
         raise ValueError("there is no held-out batch to evaluate on")
     return first, itertools.chain([first], batches)
-
-
-def _facts(experiment, mesh, state, train) -> dict[str, str]:
-    """What the header says will run."""
-    parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    left = experiment.steps - int(state.step)
-    resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
-    devices = mesh.devices.flat
-    split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
-    accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
-    return {
-        **experiment.facts,
-        "parameters": f"{parameters:,}",
-        "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
-        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}",
-        "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
-        "mesh": split,
-        "dtypes": str(experiment.policy),
-        **_flops(experiment, devices),
-        "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
-        f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
-        "compiled": f"in {train.compile_seconds:.1f} s; "
-        + "; ".join(c.promise for c in train.checks),
-    }
-
-
-def _flops(experiment, devices) -> dict[str, str]:
-    if experiment.flops_per_step is None:
-        return {}
-    known = throughput.mfu(
-        experiment.flops_per_step, 1.0, devices, dtype=experiment.policy.compute_dtype
-    )
-    kind = f"{experiment.policy.compute_dtype} on {devices[0].device_kind!r}"
-    mfu = "" if known is not None else f"; no MFU: the peak of {kind} is not known"
-    text = f"{experiment.flops_per_step:.3g} per step, by {experiment.flops_formula}{mfu}"
-    return {"FLOPs": text}
-
-
-def _conclude(experiment: Experiment, result: FitResult) -> None:
-    if jax.process_index() != 0:
-        return
-    lines = []
-    if experiment.conclude is not None:
-        lines += [*experiment.conclude(result.state, result.evaluation), ""]
-    terminal.print_lines(
-        [
-            *lines,
-            f"checkpoints  {result.run_dir}/checkpoints",
-            f"TensorBoard  {result.run_dir}/tensorboard",
-            f"JSONL log    {result.run_dir}/log.jsonl",
-        ]
-    )

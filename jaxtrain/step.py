@@ -20,7 +20,7 @@ from jaxtrain.gradients import (
     float32_loss,
     select,
 )
-from jaxtrain.optim import current_learning_rate
+from jaxtrain.optim import current_learning_rate, spikes_skipped
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
@@ -56,7 +56,8 @@ def build_train_step(
     Returns:
       The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (before
       clipping), ``learning_rate`` (where the optimizer's state tells it), ``skipped`` (microbatches
-      left out of this step because they were not finite) and ``loss_scale`` (where there is one).
+      left out of this step because they were not finite), ``spike`` (1 where the optimizer left
+      this update out as one, with ``skip_spikes``) and ``loss_scale`` (where there is one).
       A step with nothing finite in it changes no parameter and no optimizer state.
 
     Raises:
@@ -116,6 +117,8 @@ def build_update(
             (optax.apply_updates(state.params, updates), opt_state),
             (state.params, state.opt_state),
         )
+        if (spikes := spikes_skipped(opt_state)) is not None:
+            metrics["spike"] = spikes - spikes_skipped(state.opt_state)
         if norms:
             metrics["param_norm"] = _norm(params)
             metrics["update_norm"] = jnp.where(usable, _norm(updates), 0.0)

@@ -140,6 +140,7 @@ def build(config: Config) -> Experiment:
         flops_formula="6 N + 12 L H K T (PaLM, appendix B)",
         config={
             "experiment": "gpt",
+            "module": "experiments.gpt",
             "flags": dataclasses.asdict(config),
             "model": dataclasses.asdict(model),
             "tokenizer": TOKENIZER_FILE if bpe else "bytes",

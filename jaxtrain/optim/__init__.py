@@ -11,6 +11,7 @@ from jaxtrain.optim.rate import (
     scale_by_learning_rate,
 )
 from jaxtrain.optim.schedules import make_schedule
+from jaxtrain.optim.spikes import skip_spikes, spikes_skipped
 
 __all__ = [
     "OPTIMIZERS",
@@ -25,5 +26,7 @@ __all__ = [
     "per_layer",
     "scale_by_learning_rate",
     "schedules",
+    "skip_spikes",
+    "spikes_skipped",
     "stacked_axes",
 ]

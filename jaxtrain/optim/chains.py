@@ -9,6 +9,7 @@ from jaxtrain.optim import masks, numerics, recipes
 from jaxtrain.optim.accumulation import accumulate as accumulate_calls
 from jaxtrain.optim.masks import Mask, Stacked
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
+from jaxtrain.optim.spikes import skip_spikes as skip_spikes_of
 
 OPTIMIZERS = tuple(recipes.OPTIONS)
 
@@ -23,6 +24,7 @@ def make_optimizer(
     freeze: Mask | None = None,
     stacked: Stacked = (),
     accumulate: int = 1,
+    skip_spikes: float | None = None,
     b1: float | jax.Array | None = None,
     b2: float | jax.Array | None = None,
     eps: float | jax.Array | None = None,
@@ -95,6 +97,9 @@ def make_optimizer(
         to the number of such axes.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
         behind each mean gradient; see ``accumulation.accumulate``.
+      skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
+        clipping, is so many standard deviations above the mean of the last 128; see
+        ``spikes.skip_spikes``. None leaves out none.
       b1, b2, eps, momentum, nesterov: of the rule, as in the table.
       moment_dtype: bfloat16, float16 or float32; see above.
       trust_coefficient: eta of LARS.
@@ -121,7 +126,7 @@ def make_optimizer(
     Traceback (most recent call last):
     ...
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-decay_mask, freeze, accumulate, stacked
+decay_mask, freeze, accumulate, skip_spikes, stacked
     """
     options = recipes.resolve_options(
         name,
@@ -149,6 +154,8 @@ decay_mask, freeze, accumulate, stacked
     numerics.check_number("weight_decay", weight_decay, low=0.0)
     if clip_norm is not None:
         numerics.check_number("clip_norm", clip_norm, low=0.0, open_low=True)
+    if skip_spikes is not None:
+        numerics.check_number("skip_spikes", skip_spikes, low=0.0, open_low=True)
     every = numerics.check_integer("accumulate", accumulate, low=1)
 
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
@@ -165,6 +172,7 @@ decay_mask, freeze, accumulate, stacked
         )
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = accumulate_calls(tx, every) if every > 1 else tx
+        tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if freeze is None else _freeze_rest(tx, trainable)
 
     return _deferred(chain_for)

@@ -52,7 +52,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-COMMON = ("weight_decay", "clip_norm", "decay_mask", "freeze", "accumulate", "stacked")
+COMMON = (
+    "weight_decay",
+    "clip_norm",
+    "decay_mask",
+    "freeze",
+    "accumulate",
+    "skip_spikes",
+    "stacked",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,404 @@
+"""A connection from every process of a run to the first, on which they notice and agree.
+
+JAX notices a lost process by a heartbeat of 100 seconds, and then aborts with a C++ stack trace; a
+collective that waits for it may hang until then. A TCP connection closes the moment a process dies,
+whoever killed it, and costs nothing between steps. Over it the processes
+
+* learn that one is gone, and which: each then says so and exits with ``PEER_LOST``;
+* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stop_step`);
+* tell the first how fast they are (:meth:`Lifeline.share`).
+
+Messages are lines of JSON. The first process listens on a port that the system chooses; whoever
+connects must know a random token, which only the processes of the run are told.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain.exit_codes import PEER_LOST
+from jaxtrain.survive.signals import say
+
+# A host that lost its power or its network closes no connection: silence tells. Together with
+# the seconds between beats it stays below a minute.
+SILENCE_SECONDS = 45.0
+BEAT_SECONDS = 5.0
+# All processes have just taken part in a collective, so they are up.
+JOIN_SECONDS = 30.0
+# When a process ends with an error of its own, the others may be about to raise the same one: they
+# get this long to do so, before they are ended with a sentence about it.
+ERROR_SECONDS = 10.0
+
+
+class Lifeline:
+    """One process's end of the connections; use :func:`open_lifeline`.
+
+    Args:
+      process: of this run, from 0.
+      processes: how many there are.
+      peers: connections by process: all others in process 0, process 0 in the others.
+      hosts: names of their machines, for messages.
+      exit: ends the process at once, given an exit code.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        processes: int,
+        peers: dict[int, socket.socket],
+        hosts: dict[int, str],
+        *,
+        exit: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.process, self.processes = process, processes
+        self.shared: dict[int, dict[str, Any]] = {}
+        self._peers, self._hosts, self._exit, self._clock = peers, hosts, exit, clock
+        self._changed = threading.Condition(threading.RLock())
+        self._stop_wanted = False
+        self._at: dict[int, int] = {}
+        self._stop_at: int | None = None
+        self._leave_at: tuple[float, str] | None = None
+        self._closing = self._left = False
+        self._heard = dict.fromkeys(peers, clock())
+        self._pending = dict.fromkeys(peers, b"")
+        self._thread: threading.Thread | None = None
+        if peers:
+            for peer in peers.values():
+                peer.settimeout(BEAT_SECONDS)
+            self._thread = threading.Thread(
+                target=self._watch, name="jaxtrain-lifeline", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def stop_wanted(self) -> bool:
+        """Whether some process has been asked to stop."""
+        return self._stop_wanted
+
+    def want_stop(self) -> None:
+        """Asks all processes to stop, at a step that they will agree on; from any thread."""
+        self._handle(self.process, {"stop": True})
+
+    def stop_step(self, step: int) -> int | None:
+        """The step after which all processes stop; None where none was asked to.
+
+        Called by each after every step that it has dispatched. Once a stop is wanted, each says
+        here how far it is and waits for the others to say so; the farthest is where all stop.
+
+        Args:
+          step: the number of the step that was just dispatched.
+        """
+        if not self._stop_wanted:
+            return None
+        self.reached(step)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop_at is not None)
+            return self._stop_at
+
+    def reached(self, step: int) -> None:
+        """Says how far this process is; at the end of the loop, where it will ask no more."""
+        self._handle(self.process, {"at": step})
+
+    def share(self, **values: Any) -> None:
+        """Tells process 0 something (JSON), which it finds in ``shared`` by process number."""
+        self._handle(self.process, {"share": values})
+
+    def explain(self) -> None:
+        """Called when a collective has failed: gives the news of a lost process time to arrive.
+
+        It does not return where there is such news.
+        """
+        if self._peers:
+            time.sleep(ERROR_SECONDS / 2)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Takes leave of the others, with the error that ends this process, if any."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        self._send_all({"bye": reason})
+        if self._thread is not None:
+            self._thread.join()
+        for peer in self._peers.values():
+            peer.close()
+
+    # The same message means the same thing wherever it arises; process 0 passes on what concerns
+    # all, and the others pass on to process 0 what arose in them.
+
+    def _handle(self, sender: int, message: dict[str, Any]) -> None:
+        with self._changed:
+            first = self.process == 0
+            if "stop" in message and not self._stop_wanted:
+                self._stop_wanted = True
+                self._send_all(message)
+            elif "at" in message:
+                if first:
+                    self._at[sender] = message["at"]
+                elif sender == self.process:
+                    self._send_all(message)
+            elif "stop_at" in message:
+                self._stop_at = message["stop_at"]
+            elif "share" in message:
+                if first:
+                    self.shared[sender] = message["share"]
+                else:
+                    self._send_all(message)
+            elif "lost" in message:
+                self._leave_in(message["seconds"], message["lost"])
+            elif "bye" in message:
+                self._bye(sender, message["bye"])
+            all_there = len(self._at) == self.processes
+            if first and self._stop_wanted and self._stop_at is None and all_there:
+                self._stop_at = max(self._at.values())
+                self._send_all({"stop_at": self._stop_at})
+            self._changed.notify_all()
+
+    def _bye(self, sender: int, reason: str | None) -> None:
+        self._peers.pop(sender).close()
+        if reason is not None:
+            self._leave_in(ERROR_SECONDS, f"{self._name(sender)} has ended with {reason}")
+
+    def _leave_in(self, seconds: float, sentence: str) -> None:
+        """Has all processes end after some seconds, if nothing ends them before."""
+        with self._changed:
+            if self._closing or self._leave_at is not None:
+                return
+            self._leave_at = (self._clock() + seconds, sentence)
+            self._send_all({"lost": sentence, "seconds": seconds})
+            if seconds == 0:
+                self._leave()
+
+    def _leave(self) -> None:
+        say(
+            f"{self._leave_at[1]}; process {self.process} cannot go on without it and exits with "
+            f"code {PEER_LOST}; --resume goes on from the last checkpoint"
+        )
+        self._left = True
+        self._exit(PEER_LOST)
+
+    def _name(self, process: int) -> str:
+        return f"process {process} of {self.processes} (host {self._hosts.get(process, '?')})"
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        data = (json.dumps(message) + "\n").encode()
+        with self._changed:
+            for peer in list(self._peers.values()):
+                # Whether a peer is gone is for the reading side to find out.
+                with contextlib.suppress(OSError):
+                    peer.sendall(data)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for process, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, process)
+            beat_at = self._clock()
+            # Where the last peer has gone with an error, there is still its time to wait for.
+            while (self._peers or self._leave_at) and not (self._closing or self._left):
+                for key, _ in selector.select(timeout=0.2):
+                    self._read(key.data, key.fileobj, selector)
+                now = self._clock()
+                if now >= beat_at:
+                    beat_at = now + BEAT_SECONDS
+                    self._send_all({"beat": True})
+                for process in self._peers:
+                    if now - self._heard[process] > SILENCE_SECONDS:
+                        silence = f"nothing was heard of it for {SILENCE_SECONDS:.0f} s"
+                        self._leave_in(0, f"{self._name(process)} has died: {silence}")
+                if self._leave_at is not None and now >= self._leave_at[0]:
+                    self._leave()
+
+    def _read(self, process: int, peer: socket.socket, selector: selectors.BaseSelector) -> None:
+        try:
+            data = peer.recv(65536)
+        except OSError:
+            data = b""
+        self._heard[process] = self._clock()
+        *lines, self._pending[process] = (self._pending[process] + data).split(b"\n")
+        for line in lines:
+            self._handle(process, json.loads(line))
+        if not data and process in self._peers:
+            self._peers.pop(process).close()
+            self._leave_in(0, f"{self._name(process)} has died: its connection closed")
+        if process not in self._peers:
+            selector.unregister(peer)
+
+
+@contextlib.contextmanager
+def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
+    """Connects the processes of the run; with one process there is nothing to connect.
+
+    Args:
+      connect: False leaves them unconnected: then they cannot agree on a step to stop at, and
+        their lifelines hear of no stop.
+
+    All processes call it alike. Leaving it with an error tells the others, who then end too; where
+    the error is of a collective, a lost process explains it.
+
+    Raises:
+      OSError: where a process cannot reach the first.
+    """
+    lifeline = _connect() if connect else Lifeline(0, 1, {}, {})
+    try:
+        yield lifeline
+    except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            lifeline.explain()
+        lifeline.close(error)
+        raise
+    except BaseException:  # an orderly end by SystemExit, in all processes alike
+        lifeline.close()
+        raise
+    else:
+        lifeline.close()
+
+
+def from_first_process(function: Callable[[], str]) -> str:
+    """Runs a function in process 0 alone, and returns its text in all; they call it alike.
+
+    Raises:
+      ValueError, OSError: what the function raised, in all processes.
+    """
+    if jax.process_count() == 1:
+        return function()
+    kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
+    answer = {}
+    if jax.process_index() == 0:
+        try:
+            answer = {"text": function()}
+        except kinds as error:
+            kind = next(kind for kind in kinds if isinstance(error, kind))
+            answer = {"error": str(error), "kind": kinds.index(kind)}
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    if "error" in answer:
+        raise kinds[answer["kind"]](answer["error"])
+    return answer["text"]
+
+
+def broadcast_text(text: str) -> str:
+    """Returns the text of process 0 in every process; all call it alike."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    padded = np.zeros(size, np.uint8)
+    padded[: min(size, data.size)] = data[:size]
+    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+
+
+def _connect() -> Lifeline:
+    process, processes = jax.process_index(), jax.process_count()
+    if processes == 1:
+        return Lifeline(0, 1, {}, {})
+    if process == 0:
+        peers, hosts, failure = _accept(processes)
+    else:
+        call = json.loads(broadcast_text(""))
+        peers, hosts, failure = _call(process, call)
+    failures = multihost_utils.process_allgather(np.bool_(failure is not None))
+    if failures.any():
+        for peer in peers.values():
+            peer.close()
+        missing = ", ".join(str(i) for i in np.flatnonzero(failures))
+        raise OSError(
+            failure
+            or f"process {missing} could not connect to process 0 to keep watch over each other: "
+            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+        )
+    return Lifeline(process, processes, peers, hosts)
+
+
+def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], str | None]:
+    """Process 0: says where it listens, and waits for the others."""
+    token = secrets.token_hex(16)
+    peers: dict[int, socket.socket] = {}
+    hosts: dict[int, str] = {}
+    with socket.create_server(("", 0), backlog=processes) as server:
+        call = {
+            "token": token,
+            "port": server.getsockname()[1],
+            "addresses": _addresses(),
+            "host": socket.gethostname(),
+        }
+        broadcast_text(json.dumps(call))
+        deadline = time.monotonic() + JOIN_SECONDS
+        while len(peers) < processes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                peer, _ = server.accept()
+                peer.settimeout(5.0)
+                hello = _read_line(peer)
+                if not hmac.compare_digest(hello["token"], token):
+                    peer.close()
+                    continue
+                peer.sendall(b'{"welcome": true}\n')
+                peers[int(hello["process"])] = peer
+                hosts[int(hello["process"])] = str(hello["host"])
+    missing = sorted(set(range(1, processes)) - peers.keys())
+    failure = None
+    if missing:
+        failure = (
+            f"process {', '.join(map(str, missing))} did not connect to process 0 on "
+            f"{' or '.join(call['addresses'])}, port {call['port']}, within {JOIN_SECONDS:.0f} s: "
+            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+        )
+    return peers, hosts, failure
+
+
+def _call(
+    process: int, call: dict[str, Any]
+) -> tuple[dict[int, socket.socket], dict[int, str], str | None]:
+    """Another process: connects to process 0 at the first address where that answers."""
+    hello = {"token": call["token"], "process": process, "host": socket.gethostname()}
+    for address in call["addresses"]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            peer = socket.create_connection((address, call["port"]), timeout=5.0)
+            try:
+                peer.sendall((json.dumps(hello) + "\n").encode())
+                if _read_line(peer)["welcome"]:
+                    return {0: peer}, {0: call["host"]}, None
+            except (OSError, ValueError, KeyError):
+                peer.close()
+    failure = (
+        f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
+        f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "
+        "--no-watch-peers"
+    )
+    return {}, {}, failure
+
+
+def _read_line(peer: socket.socket) -> dict[str, Any]:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = peer.recv(1)
+        if not byte or len(line) > 1000:
+            raise ValueError("no greeting")
+        line += byte
+    return json.loads(line)
+
+
+def _addresses() -> list[str]:
+    """Where others may find this host: what its name resolves to, and its way out."""
+    found = []
+    with contextlib.suppress(OSError):
+        found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
+        way_out.connect(
+            ("192.0.2.1", 9)
+        )  # of TEST-NET-1 (RFC 5737); a datagram socket sends nothing
+        found.append(way_out.getsockname()[0])
+    found.append("127.0.0.1")
+    return [address for address in dict.fromkeys(found) if ":" not in address]

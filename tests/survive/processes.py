@@ -1,0 +1,104 @@
+"""Real processes for tests: started, watched through their log, signalled, and always ended."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+ROOT = pathlib.Path(__file__).parents[2]
+WORKER = str(ROOT / "tests" / "workers" / "train_worker.py")
+# Longer than anything takes on a machine that does other things besides.
+PATIENCE = 240.0
+
+
+class Process:
+    """A child with its output in files."""
+
+    def __init__(self, arguments: Sequence[str], folder: pathlib.Path, name: str):
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            # What one test has compiled, the others of the session need not.
+            "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._child = subprocess.Popen(
+                [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=out, stderr=err
+            )
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._err.read_text()
+
+    def send(self, number: int) -> None:
+        self._child.send_signal(number)
+
+    def ended(self) -> bool:
+        return self._child.poll() is not None
+
+    def code(self, timeout: float = PATIENCE) -> int:
+        """Waits for the end; minus the signal's number where one killed it."""
+        return self._child.wait(timeout)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds, or the process has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition() and not self.ended():
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._child.send_signal(signal.SIGKILL)
+        self._child.wait()
+
+
+@contextlib.contextmanager
+def workers(
+    folder: pathlib.Path, *arguments: str, count: int = 1, devices: int = 1
+) -> Iterator[list[Process]]:
+    """Starts the processes of one run of ``train_worker.py`` in ``folder / "run"``."""
+    flags = [WORKER, str(folder / "run"), "--devices", str(devices), *arguments]
+    if count > 1:
+        flags += ["--processes", str(count), "--port", str(free_port())]
+    started = [
+        Process([*flags, "--process", str(i)], folder, f"{len(list(folder.glob('*.err')))}-{i}")
+        for i in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.end()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def logged(run: pathlib.Path) -> list[dict]:
+    """The whole lines of a run's log."""
+    log = run / "log.jsonl"
+    text = log.read_text() if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def last_step(run: pathlib.Path) -> int:
+    """The newest step in a run's log, 0 where there is none."""
+    return max((line["step"] for line in logged(run)), default=0)

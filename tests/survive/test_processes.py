@@ -1,0 +1,124 @@
+"""Several real processes, and what they do when one is asked to stop, dies, hangs or fails."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from jaxtrain import exit_codes
+from jaxtrain.checkpoint import Checkpointer
+from tests.survive.processes import last_step, logged, workers
+
+MANY = ("--steps", "100000")
+
+
+def wait_for_step(process, run, step):
+    process.until(lambda: last_step(run) >= step)
+    assert not process.ended(), process.errors
+
+
+@pytest.mark.parametrize(
+    ("victim", "survivor"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)]
+)
+def test_when_a_process_is_killed_the_other_ends_and_says_which(tmp_path, victim, survivor):
+    run = tmp_path / "run"
+    with workers(tmp_path, *MANY, "--save-every", "5", count=2, devices=2) as processes:
+        wait_for_step(processes[0], run, 12)
+        processes[victim].send(signal.SIGKILL)
+        killed_at = time.monotonic()
+        code = processes[survivor].code(timeout=60)
+        assert time.monotonic() - killed_at < 60
+        if victim == 0 and code == -signal.SIGABRT:
+            # Process 0 holds JAX's coordination service; without it JAX aborts, now and then before
+            # our sentence is out, with one of its own.
+            assert "another task died" in processes[survivor].errors
+        else:
+            assert code == exit_codes.PEER_LOST
+            assert f"process {victim} of 2 (host " in processes[survivor].errors
+            assert ") has died: its connection closed" in processes[survivor].errors
+    assert Checkpointer(run / "checkpoints").latest_step() >= 5
+
+
+def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on(tmp_path):
+    run = tmp_path / "run"
+    with workers(tmp_path, *MANY, "--slow-process", "1", count=2, devices=2) as processes:
+        wait_for_step(processes[0], run, 8)
+        processes[1].send(signal.SIGTERM)
+        assert [p.code() for p in processes] == [exit_codes.PREEMPTED] * 2, processes[0].errors
+        assert "SIGTERM: finishing the step in flight and saving it" in processes[1].errors
+        assert "Traceback" not in processes[0].errors + processes[1].errors
+        stopped = int(re.search(r"stopped after step (\d+)", processes[0].output).group(1))
+    assert Checkpointer(run / "checkpoints").latest_step() == stopped
+    # Who is slow is in the log: the two wait for each other, and one of them for its data.
+    compared = [line for line in logged(run) if "time/slowest_process" in line]
+    slowest = [line["time/slowest_process"] for line in compared]
+    assert slowest.count(1) > len(slowest) / 2
+    assert all(line["time/step_seconds_spread"] >= 0 for line in compared)
+    # Step by step it is the run that nobody stopped.
+    more = str(stopped + 3)
+    with workers(tmp_path, "--steps", more, "--resume", count=2, devices=2) as processes:
+        assert [p.code() for p in processes] == [0, 0], processes[0].errors
+        digest = processes[0].output.splitlines()[-1]
+    other = tmp_path / "whole"
+    other.mkdir()
+    with workers(other, "--steps", more, count=2, devices=2) as processes:
+        assert [p.code() for p in processes] == [0, 0], processes[0].errors
+        assert processes[0].output.splitlines()[-1] == digest
+        assert digest.startswith("digest ")
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
+    arguments = ("--steps", "100", "--fail-at", "6")
+    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+        codes = [p.code(timeout=60) for p in processes]
+        assert codes[0] == exit_codes.PEER_LOST
+        # While Python ends, JAX waits for the others to end too, and aborts when they are gone.
+        assert codes[1] in (1, -signal.SIGABRT)
+        assert "KeyError: 'a hole in the data'" in processes[1].errors
+        assert "process 1 of 2 (host " in processes[0].errors
+        assert "has ended with KeyError: 'a hole in the data'" in processes[0].errors
+
+
+@pytest.mark.slow
+def test_a_process_that_falls_silent_is_noticed_within_a_minute(tmp_path):
+    with workers(tmp_path, *MANY, count=2, devices=1) as processes:
+        wait_for_step(processes[0], tmp_path / "run", 5)
+        processes[1].send(signal.SIGSTOP)  # like a host that is gone: no connection is closed
+        start = time.monotonic()
+        assert processes[0].code(timeout=60) == exit_codes.PEER_LOST
+        assert time.monotonic() - start < 60
+        assert "has died: nothing was heard of it for 45 s" in processes[0].errors
+
+
+def test_a_hang_ends_the_run_with_every_threads_stack_and_the_step(tmp_path):
+    arguments = ("--steps", "100", "--hang-at", "5", "--hang-seconds", "2")
+    with workers(tmp_path, *arguments) as [process]:
+        assert process.code() == exit_codes.HUNG
+        # Batch 5 is that of step 6, which is never dispatched.
+        said = "process 0 hangs after the dispatch of step 5: nothing has ended for"
+        assert said in process.errors
+        assert "train_worker.py" in process.errors  # where the thread that reads data stands
+        assert "train_loop" in process.errors
+    stacks = (tmp_path / "run" / "hang-process-0.txt").read_text()
+    assert "thread MainThread" in stacks
+    assert "in train_loop" in stacks
+
+
+def test_a_second_signal_stops_at_once_and_harms_no_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    # A batch that never comes: the step in flight does not end, nor does the run for the first.
+    arguments = ("--steps", "100", "--save-every", "2", "--hang-at", "7")
+    with workers(tmp_path, *arguments) as [process]:
+        wait_for_step(process, run, 6)
+        process.send(signal.SIGINT)
+        process.until(lambda: "SIGINT: finishing the step" in process.errors)
+        time.sleep(1.2)  # longer than what counts as one and the same request
+        assert not process.ended()
+        process.send(signal.SIGINT)
+        assert process.code() == 128 + signal.SIGINT
+        assert "SIGINT again: stopping at once" in process.errors
+    assert Checkpointer(run / "checkpoints").latest_step() in (6, 7)  # 7 where it came before that
+    with workers(tmp_path, "--steps", "9", "--resume") as [process]:
+        assert process.code() == 0, process.errors

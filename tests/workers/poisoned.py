@@ -1,0 +1,72 @@
+"""An experiment whose data turns to NaN at a stated step, for tests of skipping and of replay."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+from experiments import options
+from jaxtrain import data
+from jaxtrain.experiment import Experiment
+from tests import problems
+
+
+def noisy_loss(params, batch, rng):
+    """The shared loss with dropout on its inputs: a replay must have the step's randomness too."""
+    if rng is not None:
+        keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+        batch = batch | {"x": jnp.where(keep, batch["x"], 0.0)}
+    return problems.loss_fn(params, batch, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains on rows of which some are poisoned."""
+
+    run: options.Run = dataclasses.field(default_factory=options.RunOptions)
+    mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
+    steps: int = 20
+    """Train steps."""
+    poison: tuple[int, ...] = ()
+    """Steps (as logs count) with NaN in every target."""
+    poison_half: tuple[int, ...] = ()
+    """Steps with NaN in every other target: in one of two microbatches."""
+    accumulate: int = 2
+    """Microbatches per step."""
+    simulate_devices: options.SimulateDevices = 0
+
+
+def build(config: Config) -> Experiment:
+    """Builds it."""
+
+    def make(step, sharding):
+        del sharding  # compiled steps place NumPy arrays
+        batch = problems.make_batch(step)
+        if step + 1 in config.poison + config.poison_half:
+            batch["mask"][:] = 1
+            rows = slice(None) if step + 1 in config.poison else slice(1, None, 2)
+            batch["y"][rows] = np.nan
+        return batch
+
+    return Experiment(
+        name="poisoned",
+        init_fn=problems.init,
+        loss_fn=noisy_loss,
+        optimizer=jt.make_optimizer("adamw", 1e-2),
+        batch=problems.make_batch(),
+        train_batches=lambda start, sharding: data.BatchStream(
+            lambda step: make(step, sharding), start
+        ),
+        steps=config.steps,
+        mesh=dataclasses.asdict(config.mesh),
+        accumulate=config.accumulate,
+        items_per_step=problems.ROWS,
+        item="rows",
+        config={
+            "experiment": "poisoned",
+            "module": "tests.workers.poisoned",
+            "flags": dataclasses.asdict(config),
+        },
+    )

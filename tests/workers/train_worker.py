@@ -1,0 +1,87 @@
+"""One process of a small run, for tests: ``train_worker.py RUN_DIR [options]``.
+
+With ``--processes`` above 1 it joins the others over gloo. The batch takes a while to read, so that
+there is time to do something to the run, and can be made to hang or fail.
+"""
+
+import argparse
+import time
+
+import jax
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir")
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
+    parser.add_argument("--slow-process", type=int, help="waits ten times as long for its data")
+    parser.add_argument("--hang-at", type=int, help="the batch that never comes")
+    parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
+    parser.add_argument("--hang-seconds", type=float, default=0.0)
+    args = parser.parse_args()
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{args.port}", args.processes, args.process)
+
+    import jaxtrain as jt
+    from jaxtrain import data
+    from jaxtrain.checkpoint import digest
+    from tests import problems
+
+    class Rows:
+        batch = problems.make_batch(0, rows=64)
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return {name: value[index] for name, value in self.batch.items()}
+
+    batches = data.Batches(Rows(), global_batch=8, seed=0)
+
+    def make(step, sharding):
+        slow = 10 if args.process == args.slow_process else 1
+        time.sleep(args.seconds * slow)
+        if step == args.fail_at and args.process == args.processes - 1:
+            raise KeyError("a hole in the data")
+        while step == args.hang_at:
+            time.sleep(1)
+        return batches.sharded(step, sharding)
+
+    experiment = jt.Experiment(
+        name="worker",
+        init_fn=problems.init,
+        loss_fn=problems.loss_fn,
+        optimizer=jt.make_optimizer("adamw", 1e-2),
+        batch=batches.shapes,
+        train_batches=lambda start, sharding: data.BatchStream(
+            lambda step: make(step, sharding), start, prefetch=1
+        ),
+        steps=args.steps,
+        mesh={"data": -1},
+        items_per_step=8,
+        item="rows",
+    )
+    options = jt.RunOptions(
+        run_dir=args.run_dir,
+        resume=args.resume,
+        log_every=1,
+        save_every=args.save_every,
+        hang_minutes=args.hang_seconds / 60,
+    )
+    result = jt.fit(experiment, options)
+    print("digest", digest(result.state), flush=True)
+
+
+if __name__ == "__main__":
+    main()
