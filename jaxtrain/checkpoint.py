@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -483,6 +484,7 @@ class Checkpointer:
         except (MemoryError, jax.errors.JaxRuntimeError):  # too large for here, not damaged
             raise
         except Exception as error:  # whatever a parser raises that meets nonsense
+            _ignore_late_answers()
             if _forbidden(error):
                 raise PermissionError(
                     f"checkpoint {step} in {self.directory} cannot be read: {_why(error)}"
@@ -492,8 +494,8 @@ class Checkpointer:
             reader.close()
         for name, leaf in stored.items():
             array = arrays.get(name)
-            shape = tuple(saved[name]["shape"])
-            if array is None or tuple(array.shape)[: len(shape)] != shape:
+            shape = tuple(saved[name]["shape"])  # a key's words have one dimension more
+            if getattr(array, "shape", (None,))[: len(shape)] != shape:
                 raise self._damage(step, f"it lacks the array {name!r}, which its manifest has")
             if not manifests.is_key(leaf) and str(array.dtype) != saved[name]["dtype"]:
                 raise self._damage(step, f"{name!r} is {array.dtype} in its arrays")
@@ -574,7 +576,7 @@ def _why(error: BaseException) -> str:
             text = os.strerror(code or int(named[1]))
             return error.strerror or text if code else text.lower()
         if text.strip():
-            first = text.strip().splitlines()[0]
+            first = text.strip().splitlines()[0].split(" [tensorstore_spec=")[0]
             return first if len(first) <= 300 else first[:297] + "..."
         error, last = error.__cause__, error
     return type(last).__name__
@@ -593,6 +595,19 @@ def _quieten_orbax() -> None:
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
     return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+
+def _ignore_late_answers() -> None:
+    """Keeps answers that TensorStore gives after a failed read from being printed as tracebacks."""
+    if getattr(sys.unraisablehook, "__name__", "") == "but_late_answers":
+        return
+    report = sys.unraisablehook
+
+    def but_late_answers(event: Any) -> None:
+        if str(event.exc_value) != "Event loop is closed":
+            report(event)
+
+    sys.unraisablehook = but_late_answers
 
 
 def _named(tree: Any) -> dict[str, Any]:
