@@ -15,6 +15,7 @@ import tyro
 from jaxtrain import optim
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.refusal import refusing
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -102,6 +103,9 @@ def make_optimizer(
       default_rates: peak learning rate by optimizer name.
       **more: passed on to :func:`jaxtrain.make_optimizer`.
     """
+    for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
+        if not 1 <= value < 2**31:
+            raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
     updates = max(1, steps // options.accumulate)
     warmup = options.warmup_steps
     rate = optim.make_schedule(
@@ -128,11 +132,9 @@ def main(
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Parses the flags, builds the experiment and trains it; what cannot be is exit status 2."""
-    config = parse(config_type, arguments)
-    try:
+    with refusing():
+        config = parse(config_type, arguments)
         fit(build(config), config.run)
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        raise refuse(error) from None
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
@@ -154,12 +156,6 @@ def simulate_devices(count: int) -> None:
     """Makes JAX see ``count`` CPU devices; before anything else has asked it for devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-
-
-def refuse(error: Exception) -> SystemExit:
-    """Prints an error as one sentence and returns the exit (status 2) to raise."""
-    print(f"error: {error}", file=sys.stderr)
-    return SystemExit(2)
 
 
 SimulateDevices = Annotated[

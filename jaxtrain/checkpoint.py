@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 
 from jaxtrain import manifest as manifests
 from jaxtrain.manifest import DamagedCheckpointError
+from jaxtrain.paths import absolute
 from jaxtrain.tree import path_name
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Checkpointer:
             )
         if save_every is not None and save_every < 1:
             raise ValueError(f"save_every is {save_every}; use a positive number of steps or None")
-        self.directory = _absolute(directory)
+        self.directory = absolute(directory)
         self._save_every = save_every
         self._best_metric = best_metric
         self._retention = _Retention(keep, keep_best, best_mode)
@@ -235,8 +236,12 @@ class Checkpointer:
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """Returns the config saved with ``step`` (None: the latest)."""
-        content = self._json(self._resolve(step), "config")
-        return content.get("config", content)  # older checkpoints hold it bare
+        step = self._resolve(step)
+        content = self._json(step, "config")
+        config = content.get("config", content)  # older checkpoints hold it bare
+        if not isinstance(config, dict):
+            raise self._damage(step, f"its config is a {type(config).__name__}")
+        return config
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """Returns the metrics saved with ``step`` (None: the latest)."""
@@ -552,12 +557,6 @@ class _Retention:
         latest = present if self._keep is None else present[-self._keep :]
         best = self.ranked({step: self.scores[step] for step in present})[: self._keep_best]
         return [c.step not in self.scores or c.step in {*latest, *best} for c in checkpoints]
-
-
-def _absolute(directory: epath.PathLike) -> epath.Path:
-    # A remote path must not be resolved: that would turn gs://bucket into a local directory.
-    path = epath.Path(directory)
-    return path if "://" in str(path) else path.expanduser().resolve()
 
 
 def _in_any_process(flag: bool) -> bool:

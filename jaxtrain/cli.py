@@ -18,6 +18,7 @@ from jaxtrain import parity
 from jaxtrain.experiment import Experiment
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.refusal import refusing
 
 DESCRIPTION = "What there is to know about a training run before it starts."
 
@@ -159,7 +160,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status.
+    """Runs a command and returns its exit status; a refusal raises ``SystemExit``.
 
     Args:
       arguments: the command's name and its flags; by default, those of the process.
@@ -170,11 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     options, rest = parse(arguments)
     (command,) = (c for c in COMMANDS.values() if isinstance(options, c.options))
-    try:
+    with refusing():
         return command.run(options, rest)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 def parse(arguments: list[str]) -> tuple[Any, list[str]]:

@@ -35,6 +35,7 @@ from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.writers import make_writers
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.paths import as_path, check_writable
 from jaxtrain.state import TrainState, local_bytes
 
 PyTree = Any
@@ -153,7 +154,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     options = options or RunOptions()
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
-    run_dir = open_run_dir(experiment.name, options)
+    run_dir = find_run_dir(experiment.name, options)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(
             Checkpointer(
@@ -169,6 +170,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             state = make_state(experiment, mesh)
         start = int(state.step)
         train = compile_train(experiment, state, mesh)
+        # Only now: whatever has been refused so far has left an older run alone.
+        prepare_run_dir(run_dir, options)
         terminal.print_header(
             f"jaxtrain: {experiment.name}", _facts(experiment, mesh, state, train)
         )
@@ -197,8 +200,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     return result
 
 
-def open_run_dir(name: str, options: RunOptions) -> epath.Path:
-    """Finds or makes the folder of a run.
+def find_run_dir(name: str, options: RunOptions) -> epath.Path:
+    """Finds the folder of a run, and changes nothing.
 
     Raises:
       FileExistsError: where it holds a run, and neither ``resume`` nor ``overwrite`` is set.
@@ -215,20 +218,26 @@ def open_run_dir(name: str, options: RunOptions) -> epath.Path:
             )
         run_dir = epath.Path(RUNS) / f"{name}-{number}"
     else:
-        run_dir = epath.Path(options.run_dir)
+        run_dir = as_path(options.run_dir)
     taken = run_dir.exists() and any(run_dir.iterdir())
     if options.resume and not taken:
         raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and options.overwrite and jax.process_index() == 0:
-        run_dir.rmtree()
-    elif taken and not options.resume:
+    if taken and not (options.resume or options.overwrite):
         raise FileExistsError(
             f"{run_dir} holds a run already: continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
+    check_writable(run_dir)
     return run_dir
+
+
+def prepare_run_dir(run_dir: epath.Path, options: RunOptions) -> None:
+    """Makes the folder of a run, empty where ``overwrite`` is set; the first process does."""
+    if jax.process_index() != 0:
+        return
+    if options.overwrite and run_dir.exists():
+        run_dir.rmtree()
+    run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def _last_number(name: str) -> int:
