@@ -500,7 +500,7 @@ class Checkpointer:
         for name, leaf in stored.items():
             array = arrays.get(name)
             shape = tuple(saved[name]["shape"])  # a key's words have one dimension more
-            if getattr(array, "shape", (None,))[: len(shape)] != shape:
+            if not hasattr(array, "dtype") or array.shape[: len(shape)] != shape:
                 raise self._damage(step, f"it lacks the array {name!r}, which its manifest has")
             if not manifests.is_key(leaf) and str(array.dtype) != saved[name]["dtype"]:
                 raise self._damage(step, f"{name!r} is {array.dtype} in its arrays")

@@ -18,13 +18,13 @@ from jaxtrain.checkpoint import Checkpointer, DamagedCheckpointError
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """Unpickling it makes a folder."""
 
     def __init__(self, path: pathlib.Path):
         self.path = str(path)
 
     def __reduce__(self):
-        return (open, (self.path, "w"))
+        return (os.mkdir, (self.path,))
 
 
 @pytest.fixture
