@@ -4,10 +4,10 @@ import sys
 
 import tyro
 
-from experiments.bench import pipeline
+from experiments.bench import checkpoint, pipeline
 
 # A row is a module with a Config and main(config).
-ROWS = {"pipeline": pipeline}
+ROWS = {"checkpoint": checkpoint, "pipeline": pipeline}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in ROWS:
