@@ -1,11 +1,11 @@
 """What a checkpoint costs the loop: steps with a save among them against steps without.
 
-The default run (``python -m experiments.gpt``: its model, batch and optimizer) takes the same number
-of steps in each variant. ``save`` returns when the devices have been copied from, having waited for
-the step in flight, which the loop would have waited for anyway; writing goes on behind the next
-steps. So there are two figures, both in steps: ``blocked_steps``, how long ``save`` itself kept
-the loop when no step was in flight, and ``lost_steps``, how much longer the steps took in all for
-each save, which is what a run feels.
+The default run (``python -m experiments.gpt``: its model, batch and optimizer) takes the same
+number of steps in each variant. ``save`` returns when the devices have been copied from, having
+waited for the step in flight, which the loop would have waited for anyway; writing goes on behind
+the next steps. So there are two figures, both in steps: ``blocked_steps``, how long ``save`` itself
+kept the loop when no step was in flight, and ``lost_steps``, how much longer the steps took in all
+for each save, which is what a run feels.
 """
 
 import dataclasses
