@@ -126,6 +126,16 @@ def make_optimizer(
     )
 
 
+def check_seed(seed: int) -> None:
+    """Makes sure that a seed is one for JAX as well as for NumPy.
+
+    Raises:
+      ValueError: it is not from 0 to 2^32 - 1.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed is {seed}: give a number from 0 to 2^32 - 1")
+
+
 def main(
     config_type: type,
     build: Callable[[Any], Experiment],

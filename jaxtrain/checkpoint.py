@@ -276,8 +276,11 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # perhaps in this process alone: the others must not be asked how they fared
+            self._abandon()
 
     def _writer(self) -> ocp.CheckpointManager:
         # Opened by the first save: only a writer may clear away what a killed save left behind, for

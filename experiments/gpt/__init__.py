@@ -95,6 +95,7 @@ def build(config: Config) -> Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
+    options.check_seed(config.seed)
     for name in ("held_out_bytes", "sample_tokens"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it is a size")

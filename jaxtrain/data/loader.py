@@ -40,7 +40,7 @@ class Batches:
     Args:
       source: random access to rows; row 0 is read once, to know the shapes.
       global_batch: B, the rows in a batch over all processes.
-      seed: from 0 to 2^32 - 1.
+      seed: at least 0.
       shuffle: False keeps the order of the source in every epoch, and the seed has no effect.
 
     Attributes:
@@ -57,8 +57,8 @@ class Batches:
 
     def __init__(self, source: RowSource, *, global_batch: int, seed: int, shuffle: bool = True):
         _check(source, global_batch)
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed is {seed}; give a number from 0 to 2^32 - 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; give at least 0")
         self.source = source
         self.global_batch = global_batch
         self.seed = seed
