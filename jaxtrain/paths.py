@@ -12,8 +12,8 @@ def as_path(path: epath.PathLike) -> epath.Path:
     Raises:
       ValueError: it is in no storage that is known here, such as ``http://...``.
 
-    >>> as_path("runs") / "a"
-    PosixPath('runs/a')
+    >>> str(as_path("runs") / "a")
+    'runs/a'
     """
     try:
         return epath.Path(path)
