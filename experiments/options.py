@@ -13,8 +13,10 @@ import jax
 import tyro
 
 from jaxtrain import exit_codes, optim
+from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.refusal import refusing
 from jaxtrain.survive.accidents import Diverged
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
@@ -106,6 +108,9 @@ def make_optimizer(
       default_rates: peak learning rate by optimizer name.
       **more: passed on to :func:`jaxtrain.make_optimizer`.
     """
+    for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
+        if not 1 <= value < 2**31:
+            raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
     updates = max(1, steps // options.accumulate)
     warmup = options.warmup_steps
     rate = optim.make_schedule(
@@ -127,6 +132,16 @@ def make_optimizer(
     )
 
 
+def check_seed(seed: int) -> None:
+    """Makes sure that a seed is one for JAX as well as for NumPy.
+
+    Raises:
+      ValueError: it is not from 0 to 2^32 - 1.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed is {seed}: give a number from 0 to 2^32 - 1")
+
+
 def main(
     config_type: type,
     build: Callable[[Any], Experiment],
@@ -137,14 +152,14 @@ def main(
     Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
     and ``REFUSED``.
     """
-    config = parse(config_type, arguments)
-    try:
-        fit(build(config), config.run)
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        raise refuse(error) from None
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(exit_codes.DIVERGED) from None
+    with refusing():
+        config = parse(config_type, arguments)
+        use_compilation_cache()
+        try:
+            fit(build(config), config.run)
+        except Diverged as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(exit_codes.DIVERGED) from None
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
@@ -166,12 +181,6 @@ def simulate_devices(count: int) -> None:
     """Makes JAX see ``count`` CPU devices; before anything else has asked it for devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-
-
-def refuse(error: Exception) -> SystemExit:
-    """Prints an error as one sentence and returns the exit (``REFUSED``) to raise."""
-    print(f"error: {error}", file=sys.stderr)
-    return SystemExit(exit_codes.REFUSED)
 
 
 SimulateDevices = Annotated[

@@ -59,6 +59,7 @@ def build(config: Config) -> Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
+    options.check_seed(config.seed)
     train, held_out = load_digits()
     model = convnet.ConvNetConfig(channels=config.channels, dropout=config.dropout)
     batches = data.Batches(train, global_batch=config.global_batch, seed=config.seed)

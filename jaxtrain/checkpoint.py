@@ -1,18 +1,27 @@
 """Checkpoints: any pytree saved asynchronously, restored bit for bit into any mesh.
 
 One step is one directory of three items: ``state`` (the arrays, by path), ``manifest`` (every
-path's shape and dtype, the Python numbers, the metrics) and ``config``. Only array data and JSON
-are written, so loading a checkpoint runs no code from it; and because leaves are stored by path and
-shape alone, neither the devices nor the container types of the saving run matter when restoring.
+path's shape, dtype and checksum, the Python numbers, the metrics) and ``config``. Only array data
+and JSON are written, so loading a checkpoint runs no code from it; and because leaves are stored by
+path and shape alone, neither the devices nor the container types of the saving run matter when
+restoring. What was restored is compared with the checksums, so a checkpoint that was cut short or
+changed is an error, or passed over for the one before it, and never a wrong state.
 
 Every method is called by all processes alike; Orbax lets each write its own shards and lets only
 the finished step directory appear under its final name.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,10 +30,22 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxtrain import manifest as manifests
+from jaxtrain.manifest import DamagedCheckpointError
+from jaxtrain.paths import absolute
 from jaxtrain.tree import path_name
+
+logger = logging.getLogger(__name__)
 
 _ITEMS = ("state", "manifest", "config")
 _JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
+# A checkpoint is some dozens of files and folders beside its arrays.
+_SPARE_FILES = 100
+_SPARE_BYTES = 1 << 16
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; those saved before are as they were."""
 
 
 class Checkpointer:
@@ -70,11 +91,13 @@ class Checkpointer:
             )
         if save_every is not None and save_every < 1:
             raise ValueError(f"save_every is {save_every}; use a positive number of steps or None")
-        self.directory = _absolute(directory)
+        self.directory = absolute(directory)
         self._save_every = save_every
         self._best_metric = best_metric
         self._retention = _Retention(keep, keep_best, best_mode)
         self._manager: ocp.CheckpointManager | None = None
+        self._in_progress = -1
+        self._damaged: set[int] = set()  # found so by restore, for the next save to move away
 
     def save(
         self,
@@ -105,16 +128,25 @@ class Checkpointer:
           ValueError: ``step`` is negative or behind the latest checkpoint, two leaves share a path,
             or there is no array.
           TypeError: a leaf or an entry of ``config`` is neither array data nor JSON.
+          SaveError: the save before this one failed (then nothing has been started for this one),
+            or the directory cannot be written to, or has too little room. Saving may be tried
+            again, with the same or a later step.
         """
         step = int(step)
         if step < 0:
             raise ValueError(f"step is {step}; steps count from 0")
         if not force and self._save_every and step % self._save_every:
             return False
-        manager = self._writer()
-        manager.wait_until_finished()
-        whole = [s for s in manager.all_steps() if s in self._retention.scores]
-        latest = max(whole, default=-1)
+        leaves = _named(state)
+        entries = {name: manifests.describe(name, leaf) for name, leaf in leaves.items()}
+        arrays = {name: _raw(leaf) for name, leaf in leaves.items() if manifests.is_stored(leaf)}
+        if not arrays:
+            raise ValueError("the state has no array with elements: nothing to save")
+        config = manifests.plain_json(config or {})
+        self.wait()
+        self._set_aside(self._damaged)
+        scores = self._scores()
+        latest = max(scores, default=-1)
         if step == latest:
             return False
         if step < latest:
@@ -122,25 +154,24 @@ class Checkpointer:
                 f"step {step} is behind the latest checkpoint {latest} in {self.directory}: call "
                 f"drop_after({step}) first to continue from an older step, or use a new directory"
             )
-        if step in manager.all_steps():
-            raise ValueError(
-                f"{self.directory / str(step)} exists but holds no whole checkpoint; remove it"
-            )
-        leaves = _named(state)
+        if step in self._found():
+            self._set_aside({step})
+        for name, checksum in manifests.checksums(arrays).items():
+            entries[name]["checksum"] = checksum
         manifest = {
-            "leaves": {name: _describe(name, leaf) for name, leaf in leaves.items()},
-            "metrics": {key: _encode(float(value)) for key, value in (metrics or {}).items()},
+            "leaves": entries,
+            "metrics": {key: manifests.encode(float(x)) for key, x in (metrics or {}).items()},
         }
-        arrays = {name: _raw(leaf) for name, leaf in leaves.items() if _is_stored(leaf)}
-        if not arrays:
-            raise ValueError("the state has no array with elements: nothing to save")
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays),
-            manifest=ocp.args.JsonSave(manifest),
-            config=ocp.args.JsonSave(_plain_json(config or {})),
+            manifest=ocp.args.JsonSave(manifests.seal(manifest)),
+            config=ocp.args.JsonSave(manifests.seal({"config": config})),
         )
-        self._retention.scores[step] = self._score(manifest)
-        manager.save(step, args=items, force=True)
+        self._check_room(step, sum(array.nbytes for array in arrays.values()))
+        self._retention.scores = {**scores, step: self._score(manifest)}
+        with self._failing_as_one(f"checkpoint {step}"):
+            self._writer().save(step, args=items, force=True)
+        self._in_progress = step
         return True
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
@@ -150,24 +181,29 @@ class Checkpointer:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` with shardings, or a state whose
             values are ignored. A leaf without a sharding comes back uncommitted on the default
             device, a NumPy leaf stays on the host, a Python number comes back as one.
-          step: which checkpoint; None means the latest.
+          step: which checkpoint; None means the latest that is not damaged: damaged ones are named
+            in the log, and moved aside by the next save.
 
         Returns:
           The state as it was saved, bit for bit; ``abstract_state`` is left alone.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not that one.
+          DamagedCheckpointError: that checkpoint, or every one, is not what was saved.
           ValueError: the checkpoint is of another model: the first path that differs is named.
         """
-        step, saved = self._manifest(step)
-        wanted = _named(abstract_state)
-        self._check(step, saved, wanted)
-        if extra := [name for name in saved if name not in wanted]:
-            raise ValueError(
-                f"{self._of_another_model(step)}: it holds {extra[0]!r} {_kind(saved[extra[0]])}, "
-                f"which the state lacks ({len(extra)} such paths)"
-            )
-        return self._read(step, saved, abstract_state)
+
+        def check(step: int, saved: Mapping[str, Any]) -> None:
+            wanted = _named(abstract_state)
+            self._check(step, saved, wanted)
+            if extra := [name for name in saved if name not in wanted]:
+                first = manifests.kind(saved[extra[0]])
+                raise ValueError(
+                    f"{self._of_another_model(step)}: it holds {extra[0]!r} {first}, which the "
+                    f"state lacks ({len(extra)} such paths)"
+                )
+
+        return self._restore(abstract_state, step, check)
 
     def restore_part(self, abstract_state: Any, step: int | None = None) -> Any:
         """Like ``restore`` for a part of the saved tree: paths it does not name are not read.
@@ -175,19 +211,19 @@ class Checkpointer:
         ``restore_part({"params": abstract_params})`` reads the parameters of a training state
         without its optimizer state.
         """
-        step, saved = self._manifest(step)
-        self._check(step, saved, _named(abstract_state))
-        return self._read(step, saved, abstract_state)
+        wanted = _named(abstract_state)
+        return self._restore(
+            abstract_state, step, lambda step, saved: self._check(step, saved, wanted)
+        )
 
     def steps(self) -> list[int]:
-        """Returns the steps with a whole checkpoint, in order; waits for a save in progress."""
+        """Returns the steps with a whole checkpoint, in order; waits for a save in progress.
+
+        Whole is one with all its items and a sound manifest; that its arrays are sound too is known
+        when they have been read.
+        """
         self.wait()
-        if not self.directory.exists():
-            return []
-        found = ocp.path.step.standard_name_format().find_all(self.directory)
-        return sorted(
-            entry.step for entry in found if all((entry.path / item).exists() for item in _ITEMS)
-        )
+        return sorted(self._scores())
 
     def latest_step(self) -> int | None:
         """Returns the last step saved, or None."""
@@ -195,16 +231,21 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """Returns the step with the best ``best_metric``, the earliest among equals, or None."""
-        scores = {step: self._score(self._json(step, "manifest")) for step in self.steps()}
-        return next(iter(self._retention.ranked(scores)), None)
+        self.wait()
+        return next(iter(self._retention.ranked(self._scores())), None)
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """Returns the config saved with ``step`` (None: the latest)."""
-        return self._json(self._resolve(step), "config")
+        step = self._resolve(step)
+        content = self._json(step, "config")
+        config = content.get("config", content)  # older checkpoints hold it bare
+        if not isinstance(config, dict):
+            raise self._damage(step, f"its config is a {type(config).__name__}")
+        return config
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """Returns the metrics saved with ``step`` (None: the latest)."""
-        metrics = self._json(self._resolve(step), "manifest")["metrics"]
+        metrics = self._manifest(self._resolve(step))["metrics"]
         return {key: float(value) for key, value in metrics.items()}
 
     def drop_after(self, step: int) -> None:
@@ -214,43 +255,128 @@ class Checkpointer:
         multihost_utils.sync_global_devices("Checkpointer.drop_after")
         for other in later:
             self._writer().delete(other)
-            self._retention.scores.pop(other, None)
 
     def wait(self) -> None:
-        """Blocks until the save in progress, if any, is on disk; raises what went wrong there."""
+        """Blocks until the save in progress, if any, is on disk; raises what went wrong there.
+
+        Raises:
+          SaveError: it failed, in this process or in another one.
+        """
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            with self._failing_as_one(f"checkpoint {self._in_progress}"):
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits and releases the writer's threads; saving again would start new ones."""
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+        try:
+            self.wait()
+        finally:
+            self._abandon()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # perhaps in this process alone: the others must not be asked how they fared
+            self._abandon()
 
     def _writer(self) -> ocp.CheckpointManager:
         # Opened by the first save: only a writer may clear away what a killed save left behind, for
         # to a reader beside a running job that would be the save in progress.
         if self._manager is None:
-            self._retention.scores = {
-                step: self._score(self._json(step, "manifest")) for step in self.steps()
-            }
+            _quieten_orbax()
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention, cleanup_tmp_directories=True
+                preservation_policy=self._retention,
+                cleanup_tmp_directories=True,
+                # Made in the background, a directory that cannot be made (full disk) leaves the
+                # other items' threads waiting five minutes for it, and the process with them.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             )
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         return self._manager
 
+    def _abandon(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with contextlib.suppress(Exception):  # has been raised by then
+                manager.close()
+
+    @contextlib.contextmanager
+    def _failing_as_one(self, what: str):
+        """Turns a failure in any process into a ``SaveError`` in all of them.
+
+        The writer is given up then: the next save opens a new one, which clears away the remains.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if _in_any_process(error is not None):
+            self._abandon()
+            reason = "another process failed to write its part" if error is None else _why(error)
+            raise SaveError(f"{what} could not be saved in {self.directory}: {reason}") from error
+
+    def _check_room(self, step: int, size: int) -> None:
+        """Raises before anything is written where it cannot be; remote stores say so themselves."""
+        if "://" in str(self.directory):
+            return
+        with self._failing_as_one(f"checkpoint {step}"):
+            if jax.process_index() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                if not os.access(self.directory, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                free = shutil.disk_usage(self.directory).free
+                if free < size + _SPARE_BYTES:
+                    raise OSError(
+                        errno.ENOSPC,
+                        f"it takes up to {size + _SPARE_BYTES:,} bytes and {free:,} are free",
+                    )
+                files = os.statvfs(self.directory)
+                if files.f_files and files.f_favail < _SPARE_FILES:
+                    raise OSError(errno.ENOSPC, "the file system has no room for more files")
+
+    def _set_aside(self, steps: set[int]) -> None:
+        """Renames directories that hold no sound checkpoint: ``9`` becomes ``damaged-9``."""
+        there = sorted(steps & self._found().keys())
+        self._damaged -= steps
+        if not there:
+            return
+        self._abandon()  # the manager has listed them
+        _in_any_process(False)  # all have looked before the first is gone
+        with self._failing_as_one(f"what comes after the damaged checkpoint {there[0]}"):
+            for step in there if jax.process_index() == 0 else ():
+                self._found()[step].rename(self._free_name(f"damaged-{step}"))
+
+    def _free_name(self, name: str) -> epath.Path:
+        paths = (self.directory / f"{name}{end}" for end in ("", *(f".{n}" for n in range(1, 999))))
+        return next(path for path in paths if not path.exists())
+
     def _score(self, manifest: Mapping[str, Any]) -> float:
         return float(manifest["metrics"].get(self._best_metric, math.nan))
 
+    def _found(self) -> dict[int, epath.Path]:
+        """The directories under a final name, whatever is in them."""
+        if not self.directory.exists():
+            return {}
+        found = ocp.path.step.standard_name_format().find_all(self.directory)
+        return {entry.step: entry.path for entry in found}
+
+    def _scores(self) -> dict[int, float]:
+        """The whole checkpoints, and what ``best_metric`` was for each."""
+        scores = {}
+        for step, path in self._found().items():
+            if all((path / item).exists() for item in _ITEMS):
+                with contextlib.suppress(DamagedCheckpointError):
+                    scores[step] = self._score(self._manifest(step))
+        return scores
+
     def _resolve(self, step: int | None) -> int:
-        steps = self.steps()
+        """Returns the step of a checkpoint that is there, or raises ``FileNotFoundError``."""
+        self.wait()
+        steps = sorted(self._scores() if step is None else self._found())
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         if step is None:
@@ -263,47 +389,136 @@ class Checkpointer:
         return step
 
     def _json(self, step: int, item: str) -> dict[str, Any]:
-        return json.loads((self.directory / str(step) / item / _JSON_FILE).read_text())
+        path = self.directory / str(step) / item / _JSON_FILE
+        try:
+            return manifests.unseal(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise self._damage(step, f"its {item} is missing") from None
+        except (ValueError, RecursionError) as error:
+            raise self._damage(step, f"its {item} cannot be read ({_why(error)})") from None
 
-    def _manifest(self, step: int | None) -> tuple[int, dict[str, dict[str, Any]]]:
-        step = self._resolve(step)
-        return step, self._json(step, "manifest")["leaves"]
+    def _manifest(self, step: int) -> dict[str, Any]:
+        try:
+            return manifests.check(self._json(step, "manifest"))
+        except DamagedCheckpointError:
+            raise
+        except ValueError as error:
+            raise self._damage(step, f"its manifest is not one ({error})") from None
+
+    def _damage(self, step: int, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"checkpoint {step} in {self.directory} is damaged: {what}")
+
+    def _restore(
+        self,
+        abstract_state: Any,
+        step: int | None,
+        check: Callable[[int, Mapping[str, Any]], None],
+    ) -> Any:
+        self.wait()
+        steps = sorted(self._found(), reverse=True) if step is None else [self._resolve(step)]
+        if not steps:
+            raise FileNotFoundError(f"no checkpoint in {self.directory}")
+        damages = []
+        for candidate in steps:
+            try:
+                state = self._restore_one(abstract_state, candidate, check)
+            except DamagedCheckpointError as damage:
+                damages.append(damage)
+                continue
+            if damages:
+                self._damaged |= {other for other in steps if other > candidate}
+                for damage in damages:
+                    logger.warning("%s; going on from checkpoint %d", damage, candidate)
+            return state
+        if len(damages) > 1:
+            raise DamagedCheckpointError(f"{damages[0]}; so are all {len(damages)} checkpoints")
+        raise damages[0]
+
+    def _restore_one(
+        self, abstract_state: Any, step: int, check: Callable[[int, Mapping[str, Any]], None]
+    ) -> Any:
+        damage: DamagedCheckpointError | None = None
+        try:
+            saved = self._manifest(step)["leaves"]
+            check(step, saved)
+            raw = self._read(step, saved, _named(abstract_state))
+        except DamagedCheckpointError as error:
+            damage = error
+        # Checksums are computed by all processes together, or by none.
+        if _in_any_process(damage is not None):
+            raise damage or self._damage(step, "another process cannot read it")
+        found = manifests.checksums(raw)
+        for name, checksum in found.items():
+            if checksum != saved[name].get("checksum", checksum):
+                raise self._damage(step, f"{name!r} is not what was saved (checksum)")
+        return self._assemble(step, saved, raw, abstract_state)
 
     def _of_another_model(self, step: int) -> str:
         return f"checkpoint {step} in {self.directory} is of another model"
 
     def _check(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         for name, leaf in wanted.items():
-            entry = _describe(name, leaf)
+            entry = manifests.describe(name, leaf)
             if name not in saved:
                 missing = sum(other not in saved for other in wanted)
                 raise ValueError(
-                    f"{self._of_another_model(step)}: it lacks {name!r} {_kind(entry)}, which the "
-                    f"state has ({missing} such paths)"
+                    f"{self._of_another_model(step)}: it lacks {name!r} {manifests.kind(entry)}, "
+                    f"which the state has ({missing} such paths)"
                 )
-            if not _agree(saved[name], entry):
+            if not manifests.agree(saved[name], entry):
                 raise ValueError(
-                    f"{self._of_another_model(step)}: {name!r} is {_kind(saved[name])} there and "
-                    f"{_kind(entry)} in the state"
+                    f"{self._of_another_model(step)}: {name!r} is {manifests.kind(saved[name])} "
+                    f"there and {manifests.kind(entry)} in the state"
                 )
 
-    def _read(self, step: int, saved: Mapping[str, Any], abstract_state: Any) -> Any:
-        wanted = _named(abstract_state)
-        stored = {n: leaf for n, leaf in wanted.items() if _in_file(saved[n])}
-        arrays = {}
-        if stored:
-            # Shapes and placements come from the caller alone; the sharding that Orbax recorded
-            # names devices which may not exist here.
-            items = ocp.args.PyTreeRestore(
-                item={name: 0 for name in stored},
-                restore_args={n: _restore_args(saved[n], leaf) for n, leaf in stored.items()},
-                partial_restore=True,
-            )
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    def _read(
+        self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Reads the arrays of the wanted leaves, keys as their words."""
+        stored = {n: leaf for n, leaf in wanted.items() if manifests.in_file(saved[n])}
+        if not stored:
+            return {}
+        # Shapes and placements come from the caller alone; the sharding that Orbax recorded names
+        # devices which may not exist here.
+        items = ocp.args.PyTreeRestore(
+            item={name: 0 for name in stored},
+            restore_args={n: _restore_args(saved[n], leaf) for n, leaf in stored.items()},
+            partial_restore=True,
+        )
+        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        try:
             path = self.directory / str(step)
             arrays = reader.restore(path, args=ocp.args.Composite(state=items))["state"]
+        except (MemoryError, jax.errors.JaxRuntimeError):  # too large for here, not damaged
+            raise
+        except Exception as error:  # whatever a parser raises that meets nonsense
+            _ignore_late_answers()
+            if _forbidden(error):
+                raise PermissionError(
+                    f"checkpoint {step} in {self.directory} cannot be read: {_why(error)}"
+                ) from error
+            raise self._damage(step, f"its arrays cannot be read ({_why(error)})") from error
+        finally:
             reader.close()
-        leaves = [_finish(saved[n], arrays.get(n), leaf) for n, leaf in wanted.items()]
+        for name, leaf in stored.items():
+            array = arrays.get(name)
+            shape = tuple(saved[name]["shape"])  # a key's words have one dimension more
+            if not hasattr(array, "dtype") or array.shape[: len(shape)] != shape:
+                raise self._damage(step, f"it lacks the array {name!r}, which its manifest has")
+            if not manifests.is_key(leaf) and str(array.dtype) != saved[name]["dtype"]:
+                raise self._damage(step, f"{name!r} is {array.dtype} in its arrays")
+        return arrays
+
+    def _assemble(
+        self, step: int, saved: Mapping[str, Any], raw: Mapping[str, Any], abstract_state: Any
+    ) -> Any:
+        try:
+            leaves = [
+                _finish(saved[name], raw.get(name), leaf)
+                for name, leaf in _named(abstract_state).items()
+            ]
+        except (KeyError, TypeError, ValueError) as error:  # keys of no known kind
+            raise self._damage(step, f"a PRNG key in it is none ({_why(error)})") from error
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
@@ -320,8 +535,8 @@ def digest(state: Any) -> str:
     """
     sha = hashlib.sha256()
     for name, leaf in sorted(_named(state).items()):
-        sha.update(json.dumps([name, _describe(name, leaf)], sort_keys=True).encode())
-        if not _is_number(leaf):
+        sha.update(json.dumps([name, manifests.describe(name, leaf)], sort_keys=True).encode())
+        if not manifests.is_number(leaf):
             sha.update(np.ascontiguousarray(_gather(_raw(leaf))).tobytes())
     return sha.hexdigest()
 
@@ -347,10 +562,54 @@ class _Retention:
         return [c.step not in self.scores or c.step in {*latest, *best} for c in checkpoints]
 
 
-def _absolute(directory: epath.PathLike) -> epath.Path:
-    # A remote path must not be resolved: that would turn gs://bucket into a local directory.
-    path = epath.Path(directory)
-    return path if "://" in str(path) else path.expanduser().resolve()
+def _in_any_process(flag: bool) -> bool:
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def _why(error: BaseException) -> str:
+    """The cause of an error in a few words: the system's own where it has an error number."""
+    while error is not None:
+        text = str(error)
+        code = getattr(error, "errno", None)
+        named = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's way to say errno
+        if code or named:
+            text = os.strerror(code or int(named[1]))
+            return error.strerror or text if code else text.lower()
+        if text.strip():
+            first = text.strip().splitlines()[0].split(" [tensorstore_spec=")[0]
+            return first if len(first) <= 300 else first[:297] + "..."
+        error, last = error.__cause__, error
+    return type(last).__name__
+
+
+def _forbidden(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error)
+
+
+def _quieten_orbax() -> None:
+    """Keeps Orbax from printing the traceback of what it raises as well."""
+    absl = logging.getLogger("absl")
+    if _is_no_echo not in absl.filters:
+        absl.addFilter(_is_no_echo)
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+
+def _ignore_late_answers() -> None:
+    """Keeps answers that TensorStore gives after a failed read from being printed as tracebacks."""
+    if getattr(sys.unraisablehook, "__name__", "") == "but_late_answers":
+        return
+    report = sys.unraisablehook
+
+    def but_late_answers(event: Any) -> None:
+        if str(event.exc_value) != "Event loop is closed":
+            report(event)
+
+    sys.unraisablehook = but_late_answers
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -365,95 +624,10 @@ def _named(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _is_number(leaf: Any) -> bool:
-    return type(leaf) in (bool, int, float)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _is_stored(leaf: Any) -> bool:
-    """Whether the leaf has elements for the array file; numbers and empty arrays need none."""
-    return not _is_number(leaf) and math.prod(leaf.shape) > 0
-
-
-def _in_file(entry: Mapping[str, Any]) -> bool:
-    """``_is_stored`` of a manifest entry."""
-    return "value" not in entry and math.prod(entry["shape"]) > 0
-
-
-def _describe(name: str, leaf: Any) -> dict[str, Any]:
-    """Returns the manifest entry of a leaf, concrete or abstract."""
-    if _is_number(leaf):
-        return {"python": type(leaf).__name__, "value": _encode(leaf)}
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise TypeError(
-            f"leaf {name!r} of the state is a {type(leaf).__name__}: a checkpoint holds arrays, "
-            "PRNG keys and Python numbers only"
-        )
-    entry = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-    if _is_key(leaf):
-        if isinstance(leaf, jax.Array):
-            entry["impl"] = str(jax.random.key_impl(leaf))
-    elif not (jax.dtypes.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
-        raise TypeError(f"leaf {name!r} of the state has dtype {leaf.dtype}, which is no number")
-    return entry
-
-
-def _kind(entry: Mapping[str, Any]) -> str:
-    if "value" in entry:
-        return f"the Python {entry['python']} {entry['value']}"
-    return f"{entry['dtype']}{tuple(entry['shape'])}"
-
-
-def _agree(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    if "value" in saved and "value" in wanted:
-        return saved["python"] == wanted["python"]
-    if "value" in saved:  # a number may be wanted as a scalar array: eval_shape makes it one
-        return wanted["shape"] == [] and _holds(wanted["dtype"], _decode(saved))
-    return "value" not in wanted and all(saved[k] == wanted[k] for k in ("shape", "dtype"))
-
-
-def _holds(dtype_name: str, value: bool | int | float) -> bool:
-    """Whether a scalar array of this dtype is what JAX would make of the Python number."""
-    if dtype_name == "bool" or isinstance(value, bool):
-        return dtype_name == "bool" and isinstance(value, bool)
-    if dtype_name.startswith("key<"):
-        return False
-    dtype = jax.numpy.dtype(dtype_name)
-    if isinstance(value, float):
-        return jax.dtypes.issubdtype(dtype, np.floating)
-    if not jax.dtypes.issubdtype(dtype, np.integer):
-        return False
-    info = jax.numpy.iinfo(dtype)
-    return int(info.min) <= value <= int(info.max)
-
-
-def _encode(value: bool | int | float) -> bool | int | float | str:
-    # JSON has no NaN and no infinity; float() reads these words back.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _decode(entry: Mapping[str, Any]) -> bool | int | float:
-    return {"bool": bool, "int": int, "float": float}[entry["python"]](entry["value"])
-
-
-def _plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of ``config`` as JSON reads it back, safe from later changes."""
-    plain = {}
-    for key, value in config.items():
-        try:
-            plain[str(key)] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"config entry {key!r} cannot be written as JSON: {error}") from error
-    return plain
-
-
 def _raw(leaf: Any) -> Any:
     """Returns the array whose bytes stand for the leaf: a PRNG key's words, else the leaf."""
     if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return jax.random.key_data(leaf) if manifests.is_key(leaf) else leaf
     return np.asarray(leaf)
 
 
@@ -472,7 +646,7 @@ def _restore_args(entry: Mapping[str, Any], leaf: Any) -> ocp.RestoreArgs:
     sharding = _sharding(leaf)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    if _is_key(leaf):
+    if manifests.is_key(leaf):
         # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
         return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32"))
     return ocp.ArrayRestoreArgs(
@@ -482,8 +656,8 @@ def _restore_args(entry: Mapping[str, Any], leaf: Any) -> ocp.RestoreArgs:
 
 def _finish(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
     """Turns what was read into a leaf of the kind that ``leaf`` is."""
-    if _is_number(leaf):
-        return _decode(entry)
+    if manifests.is_number(leaf):
+        return manifests.decode(entry)
     if restored is None:  # not in the array file: a number, or an array without elements
         restored = _from_manifest(entry, leaf)
     if isinstance(leaf, np.generic):
@@ -492,8 +666,8 @@ def _finish(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
         return restored
     sharding = _sharding(leaf)
     if isinstance(restored, np.ndarray):
-        restored = _place(restored, sharding if not _is_key(leaf) else None)
-    if not _is_key(leaf):
+        restored = _place(restored, sharding if not manifests.is_key(leaf) else None)
+    if not manifests.is_key(leaf):
         return restored
     keys = jax.random.wrap_key_data(restored, impl=entry["impl"])
     return keys if sharding is None else jax.device_put(keys, sharding)
@@ -501,7 +675,7 @@ def _finish(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
 
 def _from_manifest(entry: Mapping[str, Any], leaf: Any) -> np.ndarray:
     if "value" in entry:
-        return np.full((), _decode(entry), leaf.dtype)
+        return np.full((), manifests.decode(entry), leaf.dtype)
     if "impl" in entry:
         words = jax.random.key_data(jax.random.key(0, impl=entry["impl"]))
         return np.zeros((*leaf.shape, *words.shape), words.dtype)

@@ -19,6 +19,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.refusal import refusing
 from jaxtrain.survive import replay
 
 DESCRIPTION = "What there is to know about a training run before it starts, and after."
@@ -181,7 +182,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status.
+    """Runs a command and returns its exit status; a refusal raises ``SystemExit``.
 
     Args:
       arguments: the command's name and its flags; by default, those of the process.
@@ -192,11 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     options, rest = parse(arguments)
     (command,) = (c for c in COMMANDS.values() if isinstance(options, c.options))
-    try:
+    with refusing():
         return command.run(options, rest)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 def parse(arguments: list[str]) -> tuple[Any, list[str]]:

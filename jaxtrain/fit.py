@@ -8,12 +8,16 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint import Checkpointer, SaveError
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import (
     Experiment,
@@ -30,7 +34,7 @@ from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import make_writers
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run_dir import has_checkpoint, open_run_dir, write_text
+from jaxtrain.run_dir import find_run_dir, has_checkpoint, prepare_run_dir, write_text
 from jaxtrain.state import TrainState
 from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
 from jaxtrain.survive.lifeline import open_lifeline
@@ -115,7 +119,9 @@ class RunOptions:
       overwrite: Delete what is in run_dir first.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
-      save_every: Steps between checkpoints; 0 saves only at the end.
+      save_every: Steps between checkpoints; 0 for none but the one at the end.
+      save_minutes: Minutes between checkpoints, besides those; 0 for none.
+      save_best: Save after every evaluation that is the best so far.
       keep: Newest checkpoints to keep; the best one is kept as well.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
       watch_peers: Of several processes, end all where one has died, and stop all at the same step.
@@ -129,11 +135,20 @@ class RunOptions:
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
+    save_minutes: float = 0.0
+    save_best: bool = False
     keep: int = 3
     handle_signals: bool = True
     watch_peers: bool = True
     hang_minutes: float = 30.0
     max_consecutive_skips: int = 20
+
+    def __post_init__(self) -> None:
+        least = {"log_every": 1, "eval_every": 0, "save_every": 0, "save_minutes": 0, "keep": 1}
+        for name, low in least.items():
+            # Written so that NaN is refused too.
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +182,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     abstract = make_abstract_state(experiment, mesh)
     skips = _Skips(options.max_consecutive_skips)
     watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
-    run_dir = open_run_dir(
+    run_dir = find_run_dir(
         experiment.name, options.run_dir, resume=options.resume, overwrite=options.overwrite
     )
     with contextlib.ExitStack() as stack:
@@ -186,6 +201,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             state = make_state(experiment, mesh)
         start = int(state.step)
         train = compile_train(experiment, state, mesh)
+        # Only now: whatever has been refused so far has left an older run alone.
+        prepare_run_dir(run_dir, overwrite=options.overwrite)
         terminal.print_header(
             f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, train)
         )
@@ -212,7 +229,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         evaluation = _Evaluation(
             experiment, mesh, log, progress, rate, watchdog, options.eval_every
         )
-        saving = _Saving(experiment, checkpoints, evaluation, options.save_every)
+        saving = _Saving(experiment, checkpoints, evaluation, options)
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             hooks = (_Alive(watchdog), logging, evaluation, saving, skips, preemption)
@@ -222,8 +239,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         last = int(state.step)
         peers.reached(last)
         if last < experiment.steps or skips.too_many_at is not None:
-            saving.save(last, state)
-            checkpoints.wait()
+            saving.finish(last, state)
             if skips.too_many_at is not None:
                 raise diagnose(
                     experiment,
@@ -237,7 +253,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             progress.note(str(stopped))
             raise stopped
         means = evaluation.at(experiment.steps, state)
-        saving.save(experiment.steps, state)
+        saving.finish(experiment.steps, state)
     print_conclusion(experiment, state, means, str(run_dir))
     return FitResult(state, means, str(run_dir))
 
@@ -337,19 +353,61 @@ class _Evaluation(Hook):
             yield batch
 
 
-class _Saving(Hook):
-    """Checkpoints every so many steps, with the held-out means of their step."""
+# With several processes, steps between two looks at the clock, for the first one tells the others.
+CLOCK_EVERY = 10
 
-    def __init__(self, experiment, checkpoints: Checkpointer, evaluation: _Evaluation, every: int):
+
+class _Saving(Hook):
+    """Checkpoints by steps, by minutes and on the best evaluation, with the means of their step.
+
+    One that cannot be written is said and passed over, but for the last.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        checkpoints: Checkpointer,
+        evaluation: _Evaluation,
+        options: RunOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.experiment, self.checkpoints, self.evaluation = experiment, checkpoints, evaluation
-        self.every = every
+        self.options, self.clock = options, clock
+        self.saved_at = clock()
+        self.best = math.nan
+        if options.save_best and (step := checkpoints.best_step()) is not None:
+            self.best = checkpoints.metrics(step)[f"eval/{experiment.best_metric}"]
 
     def on_step(self, step: int, state: TrainState) -> None:
-        if self.every and step % self.every == 0:
+        every = self.options.save_every
+        by_step = bool(every) and step % every == 0
+        # Both are asked at every step: one remembers the best, the other may speak to processes.
+        by_best, by_time = self._is_best(step), self._is_time(step)
+        if step != self.experiment.steps and (by_step or by_best or by_time):
             self.save(step, state)
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing ``state``; returns when its buffers have been copied."""
+        self.saved_at = self.clock()
+        # What the save before could not do is known now, and no reason to leave out this one.
+        for attempt in (self.checkpoints.wait, lambda: self._start(step, state)):
+            try:
+                attempt()
+            except SaveError as error:
+                self.evaluation.progress.note(f"warning: {error}; the run goes on without it")
+
+    def finish(self, step: int, state: TrainState) -> None:
+        """Writes the last state and waits for it.
+
+        Raises:
+          SaveError: it could not be written.
+        """
+        self.save(step, state)
+        # Does nothing where that has begun well.
+        self._start(step, state)
+        self.checkpoints.wait()
+
+    def _start(self, step: int, state: TrainState) -> None:
         evaluated, means = self.evaluation.latest
         metrics = {f"eval/{name}": value for name, value in means.items()}
         self.checkpoints.save(
@@ -358,6 +416,27 @@ class _Saving(Hook):
             metrics=metrics if evaluated == step else None,
             config=self.experiment.config,
         )
+
+    def _is_best(self, step: int) -> bool:
+        evaluated, means = self.evaluation.latest
+        value = means.get(self.experiment.best_metric, math.nan)
+        if not self.options.save_best or evaluated != step or not math.isfinite(value):
+            return False
+        sign = 1 if self.experiment.best_mode == "min" else -1
+        if sign * value >= sign * self.best:  # False where there is none
+            return False
+        self.best = value
+        return True
+
+    def _is_time(self, step: int) -> bool:
+        if not self.options.save_minutes:
+            return False
+        due = self.clock() - self.saved_at >= 60 * self.options.save_minutes
+        if jax.process_count() == 1:
+            return due
+        if step % CLOCK_EVERY:
+            return False
+        return bool(multihost_utils.broadcast_one_to_all(np.array(due)))
 
 
 def _peek(batches: Iterable[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:

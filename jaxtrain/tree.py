@@ -11,6 +11,8 @@ from typing import Any
 import jax
 
 SEPARATOR = "/"
+# Begins the word under which an optimizer keeps the state of stacked layers, their counters too.
+LAYER_GROUP = "layersx"
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -21,7 +21,10 @@ def picture_of(table, width):
 
 
 def run(capsys, *arguments):
-    status = cli.main(arguments)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
     written = capsys.readouterr()
     return status, written.out, written.err
 

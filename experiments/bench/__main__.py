@@ -4,7 +4,7 @@ import sys
 
 import tyro
 
-from experiments.bench import against_torch, dispatch, loader, pipeline, start, step
+from experiments.bench import against_torch, checkpoint, dispatch, loader, pipeline, start, step
 
 # A row is a module with a Config and main(config).
 ROWS = {
@@ -12,6 +12,7 @@ ROWS = {
     "dispatch": dispatch,
     "loader": loader,
     "start": start,
+    "checkpoint": checkpoint,
     "pipeline": pipeline,
     "torch": against_torch,
 }

@@ -95,6 +95,10 @@ def build(config: Config) -> Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
+    options.check_seed(config.seed)
+    for name in ("held_out_bytes", "sample_tokens"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it is a size")
     split = open_text(config)
     tokenizer = open_tokenizer(config, split)
     model = model_config(config, tokenizer.vocab_size)
@@ -177,7 +181,10 @@ def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
         # These follow from the width unless the preset's are kept by keeping its width.
         given |= {"kv_heads": None, "mlp_width": None}
     model = dataclasses.replace(preset, vocab_size=vocab_size, **given)
-    if model.heads % config.mesh.tensor or model.kv_heads % config.mesh.tensor:
+    # A size of 0 is the mesh's to refuse.
+    if config.mesh.tensor and (
+        model.heads % config.mesh.tensor or model.kv_heads % config.mesh.tensor
+    ):
         raise ValueError(
             f"--mesh.tensor {config.mesh.tensor} does not divide {model.heads} heads and "
             f"{model.kv_heads} key-value heads: use a divisor of both"

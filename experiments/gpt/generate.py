@@ -1,12 +1,12 @@
 """Write text with a trained GPT: ``python -m experiments.gpt.generate --run runs/gpt-1``."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
-from etils import epath
 
 from experiments import options
 from experiments.gpt import TOKENIZER_FILE
@@ -14,6 +14,8 @@ from jaxtrain import data
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate
+from jaxtrain.paths import as_path
+from jaxtrain.refusal import refusing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +54,39 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
     Raises:
       FileNotFoundError: where there is no checkpoint.
     """
-    folder = epath.Path(run)
+    folder = as_path(run)
     with Checkpointer(folder / "checkpoints") as checkpoints:
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
-        model = gpt.GPTConfig(**stored["model"])
+        model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
         shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
         params = checkpoints.restore_part({"params": shapes}, step)["params"]
-    if stored["tokenizer"] == "bytes":
+    # Never a path from the config: the tokenizer is one of two, and the second is in the run.
+    if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
     return model, params, data.BPETokenizer.load(Path(folder / TOKENIZER_FILE))
+
+
+def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
+    """Makes the model's sizes of what a checkpoint's config says.
+
+    Raises:
+      ValueError: where that is no model's.
+    """
+    sizes = stored.get("model")
+    known = {field.name for field in dataclasses.fields(gpt.GPTConfig)}
+    if not isinstance(sizes, dict) or not sizes.keys() <= known:
+        raise ValueError(f"{where} has no model with the sizes of a GPT")
+    try:
+        return gpt.GPTConfig(**sizes)
+    except TypeError as error:  # one is missing
+        raise ValueError(f"{where} has no whole model ({error})") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
     config = tyro.cli(Config, args=arguments, prog=options.program_name())
-    try:
+    with refusing():
         model, params, tokenizer = load(config.run, config.step)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]
         written = generate(
@@ -82,8 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             repetition_penalty=config.repetition_penalty,
             eod=tokenizer.eod,
         )
-    except (ValueError, FileNotFoundError) as error:
-        raise options.refuse(error) from None
     for row in written:
         print(config.prompt + tokenizer.decode(row))
         if config.samples > 1:

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -219,8 +220,14 @@ def _write_cache(
 
 
 def _read_cache(folder: Path, dtype: np.dtype) -> Corpus:
-    with np.load(folder / "index.npz") as index:
-        starts, num_bytes, size = index["starts"], int(index["num_bytes"]), int(index["size"])
+    try:
+        # Without pickles, NumPy's default: a cache holds numbers, and nothing to run.
+        with np.load(folder / "index.npz", allow_pickle=False) as index:
+            starts, num_bytes, size = index["starts"], int(index["num_bytes"]), int(index["size"])
+    except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"'{folder / 'index.npz'}' is damaged ({error}); delete '{folder}'"
+        ) from None
     path = folder / "tokens.bin"
     if path.stat().st_size != size:
         raise ValueError(f"'{path}' has {path.stat().st_size} bytes, not {size}; delete '{folder}'")

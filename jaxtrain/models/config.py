@@ -66,13 +66,15 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
-        if self.mlp_width is None:
+        if self.mlp_width is None and type(self.width) is int:
             width = 4 * self.width if self.mlp == "gelu" else _round_up(-(-8 * self.width // 3), 64)
             object.__setattr__(self, "mlp_width", width)
         sizes = ("vocab_size", "seq_len", "layers", "width", "heads", "kv_heads", "mlp_width")
         for name in (*sizes, "scan_unroll", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            # A config may come from a file, where anything may stand for a number.
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ValueError(f"{name}={value!r} must be a whole number from 1 to 2^31 - 1")
         choices = {
             "positions": ("learned", "rope"),
             "norm": ("layernorm", "rmsnorm"),
@@ -101,9 +103,16 @@ class GPTConfig:
                 f"rotary positions turn pairs of features, and width / heads = {self.head_dim} is "
                 "odd; use an even head width"
             )
+        for name in ("dropout", "rope_theta", "norm_eps"):
+            if type(getattr(self, name)) not in (int, float):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+        for name in ("bias", "tied"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
-        if self.loss_chunk is not None and (self.loss_chunk < 1 or self.seq_len % self.loss_chunk):
+        chunk = self.loss_chunk
+        if chunk is not None and (type(chunk) is not int or chunk < 1 or self.seq_len % chunk):
             raise ValueError(
                 f"loss_chunk={self.loss_chunk} must be a divisor of seq_len={self.seq_len}, or None"
             )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.masks import Stacked, stacked_axes
+from jaxtrain.tree import LAYER_GROUP
 
 
 def per_layer(
@@ -44,7 +45,7 @@ def per_layer(
 
     def grouped(params):
         axes = stacked_axes(params, stacked)
-        labels = jax.tree.map(_label, axes, params)
+        labels = _labels(axes, params)
         groups = dict(zip(jax.tree.leaves(labels), jax.tree.leaves(axes), strict=True))
         return optax.partition(
             {name: _vmapped(tx, groups[name]) for name in sorted(groups)}, labels
@@ -163,8 +164,27 @@ def scale_by_muon(
     return optax.masked(optax.chain(orthogonal, scale), hidden)
 
 
-def _label(axes: int, p: Any) -> str:
-    return "x".join(["layers", *map(str, p.shape[:axes])]) if axes else "single"
+def _labels(axes: Any, params: Any) -> Any:
+    """Names the group of each parameter, by its number of layers.
+
+    That number is the same whether a pipeline keeps them as [L, ...] or as [V, L / V, ...], so a
+    checkpoint of one goes into the other. Only where a model has both forms of one number do the
+    names say more.
+    """
+
+    def sizes(n: int, p: Any) -> tuple[int, ...]:
+        return tuple(p.shape[:n])
+
+    stacks = {sizes(*each) for each in zip(*map(jax.tree.leaves, (axes, params)), strict=True)}
+    clear = len({math.prod(stack) for stack in stacks if stack}) == len(stacks - {()})
+
+    def label(n: int, p: Any) -> str:
+        if n == 0:
+            return "single"
+        stack = sizes(n, p)
+        return LAYER_GROUP + (str(math.prod(stack)) if clear else "x".join(map(str, stack)))
+
+    return jax.tree.map(label, axes, params)
 
 
 def _vmapped(tx: optax.GradientTransformationExtraArgs, axes: int):

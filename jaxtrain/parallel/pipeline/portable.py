@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.tree import map_named
+from jaxtrain.tree import LAYER_GROUP, map_named
 
 PyTree = Any
 
@@ -22,7 +22,8 @@ def natural_shapes(state: PyTree, virtual: int, *, stacked: str = "blocks") -> P
     Args:
       state: shapes with shardings, or arrays, with stacked leaves as [V, L / V, ...].
       virtual: V.
-      stacked: the word under which, in every path, stacked leaves stand.
+      stacked: the word under which, in every path, stacked leaves stand. What an optimizer keeps
+        per layer (:func:`jaxtrain.optim.per_layer`) has its layers in front as well.
     """
 
     def shape(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -57,4 +58,6 @@ def _reshaped(state: PyTree, like: PyTree) -> PyTree:
 
 
 def _is_stacked(name: str, leaf: Any, virtual: int, stacked: str) -> bool:
-    return stacked in name.split("/") and len(leaf.shape) >= 2 and leaf.shape[0] == virtual
+    words = name.split("/")
+    layered = stacked in words or any(word.startswith(LAYER_GROUP) for word in words)
+    return layered and len(leaf.shape) >= 2 and leaf.shape[0] == virtual

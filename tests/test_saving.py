@@ -1,0 +1,175 @@
+"""When a run saves, and what a save that fails does to it."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.checkpoint import Checkpointer, SaveError, digest
+from jaxtrain.fit import _Saving
+from tests.test_fit import make_experiment
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Stub:
+    """A checkpointer, an evaluation and a progress line that only remember."""
+
+    def __init__(self, losses=()):
+        self.losses, self.saved, self.notes = dict(losses), [], []
+        self.latest, self.progress, self.fail = (-1, {}), self, set()
+
+    def at(self, step):
+        self.latest = (step, {"loss": self.losses[step]}) if step in self.losses else self.latest
+
+    def save(self, step, state, *, metrics, config):
+        if step in self.fail:
+            raise SaveError(f"no room for {step}")
+        self.saved.append((step, metrics))
+
+    def best_step(self):
+        return None
+
+    def wait(self):
+        if "wait" in self.fail:
+            self.fail.remove("wait")
+            raise SaveError("the one before failed")
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def drive(stub, options, *, steps=12, seconds=10.0, **changes):
+    """Steps of ten seconds each."""
+    now = [0.0]
+    experiment = make_experiment(steps=steps, **changes)
+    saving = _Saving(experiment, stub, stub, options, clock=lambda: now[0])
+    for step in range(1, steps + 1):
+        now[0] += seconds
+        stub.at(step)
+        saving.on_step(step, None)
+    return saving
+
+
+def test_by_steps_by_minutes_and_on_the_best():
+    def saved(losses=(), **options):
+        stub = Stub(losses)
+        drive(stub, jt.RunOptions(**options))
+        return [step for step, _ in stub.saved]
+
+    assert saved() == []
+    assert saved(save_every=5) == [5, 10]
+    assert saved(save_every=4) == [4, 8]  # the last step is for finish
+    assert saved(save_minutes=0.5) == [3, 6, 9]
+    # A save of any kind starts the minutes anew.
+    assert saved(save_every=5, save_minutes=0.5) == [3, 5, 8, 10]
+    losses = {2: 3.0, 4: math.nan, 6: 2.0, 8: 2.5, 10: 1.0}
+    assert saved(losses, save_best=True) == [2, 6, 10]
+    assert saved(losses, save_best=True, save_every=8) == [2, 6, 8, 10]
+
+
+def test_the_best_may_be_the_most():
+    stub = Stub({2: 3.0, 4: 5.0, 6: 4.0})
+    drive(stub, jt.RunOptions(save_best=True), best_mode="max")
+    assert stub.saved == [(2, {"eval/loss": 3.0}), (4, {"eval/loss": 5.0})]
+
+
+def test_a_failing_save_is_noted_and_the_next_one_tried():
+    stub = Stub()
+    stub.fail = {4}
+    drive(stub, jt.RunOptions(save_every=4), steps=13)
+    assert [step for step, _ in stub.saved] == [8, 12]
+    assert stub.notes == ["warning: no room for 4; the run goes on without it"]
+    # One that fails in the background is noted by the next, which is not left out for it.
+    stub = Stub()
+    stub.fail = {"wait"}
+    drive(stub, jt.RunOptions(save_every=4), steps=13)
+    assert [step for step, _ in stub.saved] == [4, 8, 12]
+    assert stub.notes == ["warning: the one before failed; the run goes on without it"]
+
+
+def test_the_last_save_must_succeed():
+    stub = Stub()
+    stub.fail = {12}
+    saving = drive(stub, jt.RunOptions())
+    with pytest.raises(SaveError, match="no room for 12"):
+        saving.finish(12, None)
+
+
+def test_a_resumed_run_knows_the_best_so_far(tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, {"w": jnp.ones(1)}, metrics={"eval/loss": 2.0})
+        stub = Stub({4: 2.5, 6: 1.5})
+        experiment = make_experiment()
+        saving = _Saving(experiment, checkpoints, stub, jt.RunOptions(save_best=True))
+        assert [step for step in range(12) if stub.at(step) or saving._is_best(step)] == [6]
+
+
+def test_a_run_trains_through_failing_saves_and_ends_as_without_them(tmp_path, monkeypatch, capsys):
+    """The disk is full from step 4 to step 8 and at the end; then the folder is resumed from."""
+    room = Checkpointer._check_room
+
+    def full(self, step, size):
+        if 4 <= step <= 8 or step == 12:
+            with self._failing_as_one(f"checkpoint {step}"):
+                raise OSError(28, "No space left on device")
+        room(self, step, size)
+
+    whole = jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path / "whole")))
+    options = jt.RunOptions(run_dir=str(tmp_path / "run"), save_every=2, log_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "_check_room", full)
+        with pytest.raises(SaveError, match=r"checkpoint 12 could not be saved in .*No space"):
+            jt.fit(make_experiment(), options)
+    printed = capsys.readouterr().out
+    for step in (4, 6, 8):
+        assert f"warning: checkpoint {step} could not be saved" in printed
+    checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
+    assert checkpoints.steps() == [2, 10]
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    losses = {x["step"]: x["train/loss"] for x in map(json.loads, lines) if "train/loss" in x}
+    assert sorted(losses) == list(range(1, 13))  # training itself went on
+    resume = jt.RunOptions(run_dir=str(tmp_path / "run"), resume=True)
+    resumed = jt.fit(make_experiment(), resume)
+    assert digest(resumed.state) == digest(whole.state)
+
+
+def test_a_run_resumes_from_the_newest_sound_checkpoint(tmp_path, caplog):
+    options = jt.RunOptions(run_dir=str(tmp_path), save_every=4, keep=3)
+    whole = jt.fit(make_experiment(), options)
+    # The newest lost its manifest, the one before its arrays: the one of step 4 is left.
+    (tmp_path / "checkpoints" / "12" / "manifest" / "metadata").write_text("")
+    for path in (tmp_path / "checkpoints" / "8" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-10])
+    resume = jt.RunOptions(run_dir=str(tmp_path), resume=True, keep=3)
+    resumed = jt.fit(make_experiment(), resume)
+    assert digest(resumed.state) == digest(whole.state)
+    assert "checkpoint 12" in caplog.text
+    assert "going on from checkpoint 4" in caplog.text
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["12", "4", "damaged-12", "damaged-8"]
+
+
+def test_a_last_save_that_fails_is_a_sentence_and_a_status_of_failure(tmp_path):
+    code = """
+import sys, jaxtrain as jt
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.refusal import refusing
+from tests.test_fit import make_experiment
+def full(self, step, size):
+    with self._failing_as_one(f"checkpoint {step}"):
+        raise OSError(28, "No space left on device")
+Checkpointer._check_room = full
+with refusing():
+    jt.fit(make_experiment(steps=2), jt.RunOptions(run_dir=sys.argv[1]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: checkpoint 2 could not be saved in ")
