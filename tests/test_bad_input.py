@@ -22,7 +22,7 @@ from experiments.gpt import generate
 from jaxtrain import experiment as experiments
 from jaxtrain import manifest
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.fit import find_run_dir
+from jaxtrain.run_dir import find_run_dir
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
@@ -43,7 +43,7 @@ def stop_before_compiling(experiment, run):
     """All that ``fit`` does until it compiles."""
     mesh = experiments.make_experiment_mesh(experiment)
     state = experiments.make_abstract_state(experiment, mesh)
-    find_run_dir(experiment.name, run)
+    find_run_dir(experiment.name, run.run_dir, resume=run.resume, overwrite=run.overwrite)
     step = experiments.build_step(experiment, state, mesh)
     jax.eval_shape(step, state, experiment.batch)
     raise Accepted
