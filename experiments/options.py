@@ -15,6 +15,7 @@ import tyro
 from jaxtrain import optim
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.parallel import distributed
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -47,6 +48,20 @@ class MeshOptions:
     """Splits heads, MLP width and vocabulary."""
     pipe: int = 1
     """Splits the layers; see the pipeline options."""
+    dcn_data: int = 1
+    """Of the data axis, the part that crosses the slow network: slices of a TPU, or hosts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """Several processes without a launcher; left out, they are found from the environment."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which one this is, from 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +145,8 @@ def main(
     """Parses the flags, builds the experiment and trains it; what cannot be is exit status 2."""
     config = parse(config_type, arguments)
     try:
+        processes = getattr(config, "distributed", ProcessOptions())
+        distributed.initialize(**dataclasses.asdict(processes))
         fit(build(config), config.run)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         raise refuse(error) from None
@@ -166,3 +183,4 @@ SimulateDevices = Annotated[
     int, tyro.conf.arg(help="Run on this many simulated CPU devices; 0 on the real ones.")
 ]
 Run = Flat[RunOptions]
+Processes = Flat[ProcessOptions]

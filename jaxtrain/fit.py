@@ -29,6 +29,7 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.writers import make_writers
+from jaxtrain.parallel import distributed
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.state import TrainState, local_bytes
@@ -192,6 +193,11 @@ def open_run_dir(name: str, options: RunOptions) -> epath.Path:
     """
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    # The first process alone looks and makes it: where each did, one would find what another made.
+    return epath.Path(distributed.from_first_process(lambda: _open_run_dir(name, options)))
+
+
+def _open_run_dir(name: str, options: RunOptions) -> str:
     if options.run_dir is None:
         number = _last_number(name) + (0 if options.resume else 1)
         if number == 0:
@@ -204,16 +210,15 @@ def open_run_dir(name: str, options: RunOptions) -> epath.Path:
     taken = run_dir.exists() and any(run_dir.iterdir())
     if options.resume and not taken:
         raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and options.overwrite and jax.process_index() == 0:
+    if taken and options.overwrite:
         run_dir.rmtree()
     elif taken and not options.resume:
         raise FileExistsError(
             f"{run_dir} holds a run already: continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return str(run_dir)
 
 
 def _last_number(name: str) -> int:
@@ -282,7 +287,7 @@ class _Evaluation(Hook):
         """The means at ``step``, evaluated once."""
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        batches = self.experiment.eval_batches()
+        batches = self.experiment.eval_batches(batch_sharding(self.mesh))
         if self._step is None:
             first, batches = _peek(batches)
             self._step = compile_eval(self.experiment, state, first, self.mesh)
@@ -339,6 +344,7 @@ def _facts(experiment, mesh, state, train) -> dict[str, str]:
         "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
         "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}",
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
+        **distributed.facts(),
         "mesh": split,
         "dtypes": str(experiment.policy),
         **_flops(experiment, devices),
@@ -362,9 +368,8 @@ def _flops(experiment, devices) -> dict[str, str]:
 
 
 def _conclude(experiment: Experiment, result: FitResult) -> None:
-    if jax.process_index() != 0:
-        return
     lines = []
+    # In all processes: it may run the model, whose parameters lie on the devices of all.
     if experiment.conclude is not None:
         lines += [*experiment.conclude(result.state, result.evaluation), ""]
     terminal.print_lines(

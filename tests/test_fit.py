@@ -50,7 +50,7 @@ def make_experiment(steps=12, **changes):
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
-        eval_batches=lambda: data.eval_batches(Rows(1), 8),
+        eval_batches=lambda sharding: data.eval_batches(Rows(1), 8, sharding=sharding),
         steps=steps,
         mesh={"data": -1},
         items_per_step=8,

@@ -45,9 +45,8 @@ def make_mesh(
       data, fsdp, tensor, pipe, context, expert: sizes; one of them may be -1 and takes what is
         left over.
       dcn_data: a divisor of ``data``: how many parts of the devices, with a slow network between
-        them, the data axis spans. The parts are the slices of a TPU, of which there must be as many;
-        elsewhere whole hosts (or processes), and on one host equal runs of devices, which simulates
-        them.
+        them, the data axis spans. On TPU the parts are the slices, all of them; elsewhere whole
+        hosts (or processes), and on one host equal runs of devices, which simulates them.
       devices: the devices to use, all of them; by default all that JAX sees.
 
     Returns:
@@ -73,8 +72,8 @@ def make_mesh(
     parts = split_by_network(devices, dcn_data)
     if sizes["data"] % dcn_data:
         raise ValueError(
-            f"mesh axis 'data' has size {sizes['data']}, which dcn_data={dcn_data} does not divide: "
-            "it is the part of the data axis that crosses the slow network"
+            f"mesh axis 'data' has size {sizes['data']}, which dcn_data={dcn_data} does not "
+            "divide: it is the part of the data axis that crosses the slow network"
         )
     shape = tuple(size // dcn_data if axis == "data" else size for axis, size in sizes.items())
     grids = [
@@ -117,7 +116,8 @@ def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax
             "them, of equal sizes"
         )
     each = len(whole) // parts
-    return [sum(whole[i * each : (i + 1) * each], []) for i in range(parts)]
+    groups = [whole[i * each : (i + 1) * each] for i in range(parts)]
+    return [[device for unit in group for device in unit] for group in groups]
 
 
 def _slice(device: jax.Device) -> int:
