@@ -99,6 +99,8 @@ class RunOptions:
       run_dir: Its folder (local, or a bucket such as gs://...); left out, the next free number
         under runs/.
       resume: Continue the run in run_dir; left out, the newest under runs/.
+      auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
+        command for a run that is started again and again.
       overwrite: Delete what is in run_dir first.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
@@ -108,6 +110,7 @@ class RunOptions:
 
     run_dir: str | None = None
     resume: bool = False
+    auto_resume: bool = False
     overwrite: bool = False
     log_every: int = 10
     eval_every: int = 0
@@ -136,7 +139,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       FileExistsError: where ``run_dir`` holds another run.
       FileNotFoundError: where there is nothing to resume.
     """
-    options = options or RunOptions()
+    options = settle_resume(options or RunOptions())
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
     run_dir = open_run_dir(experiment.name, options)
@@ -183,6 +186,26 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     return result
 
 
+def settle_resume(options: RunOptions) -> RunOptions:
+    """Decides ``auto_resume``, in all processes alike, by setting ``resume``.
+
+    Raises:
+      ValueError: where it contradicts another option or there is no ``run_dir``.
+    """
+    if not options.auto_resume:
+        return options
+    if options.run_dir is None or options.overwrite:
+        raise ValueError("--auto-resume needs --run-dir, and does not go with --overwrite")
+    folder = epath.Path(options.run_dir) / "checkpoints"
+    found = distributed.from_first_process(lambda: "yes" if _holds_checkpoint(folder) else "no")
+    return dataclasses.replace(options, resume=found == "yes")
+
+
+def _holds_checkpoint(folder: epath.Path) -> bool:
+    with Checkpointer(folder) as checkpoints:
+        return bool(checkpoints.steps())
+
+
 def open_run_dir(name: str, options: RunOptions) -> epath.Path:
     """Finds or makes the folder of a run.
 
@@ -212,13 +235,18 @@ def _open_run_dir(name: str, options: RunOptions) -> str:
         raise FileNotFoundError(f"there is no run to resume in {run_dir}")
     if taken and options.overwrite:
         run_dir.rmtree()
-    elif taken and not options.resume:
+    elif taken and not options.resume and not _was_begun(run_dir, options):
         raise FileExistsError(
             f"{run_dir} holds a run already: continue it with --resume, delete it with "
             "--overwrite, or choose another --run-dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     return str(run_dir)
+
+
+def _was_begun(run_dir: epath.Path, options: RunOptions) -> bool:
+    """Whether the folder is that of a run that ended before its first checkpoint."""
+    return options.auto_resume and (run_dir / "config.json").exists()
 
 
 def _last_number(name: str) -> int:

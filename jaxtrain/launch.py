@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
-from jaxtrain.exit_codes import PREEMPTED
+from jaxtrain.exit_codes import PREEMPTED, RESTARTABLE
 from jaxtrain.parallel import distributed
 
 _POLL_SECONDS = 0.05
@@ -47,7 +47,8 @@ class LaunchOptions:
     simulate_devices_per_process: int = 0
     """Run on the CPU, with this many simulated devices in each process."""
     max_restarts: int = 0
-    """How often to start again, with --resume, after the run was preempted (exit status 75)."""
+    """How often to start again, with --auto-resume, after the run was preempted (exit status 75),
+    hung (76) or lost a process (77)."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 
@@ -67,9 +68,9 @@ def run_launch(options: LaunchOptions, command: list[str]) -> int:
         with group.forwarding_signals():
             group.start()
             status = group.wait(grace_seconds=options.grace_seconds)
-        if status != PREEMPTED or group.signals or attempt == options.max_restarts:
+        if status not in RESTARTABLE or group.signals or attempt == options.max_restarts:
             return status
-        _say(f"preempted; starting again ({attempt + 1} of {options.max_restarts} restarts)")
+        _say(f"starting again ({attempt + 1} of {options.max_restarts} restarts)")
     raise AssertionError("a loop over at least one attempt returns")
 
 
@@ -156,10 +157,10 @@ def resumed(command: Sequence[str]) -> list[str]:
     """The command that goes on with what ``command`` began.
 
     >>> resumed(["python", "-m", "experiments.gpt", "--run-dir", "r", "--overwrite"])
-    ['python', '-m', 'experiments.gpt', '--run-dir', 'r', '--resume']
+    ['python', '-m', 'experiments.gpt', '--run-dir', 'r', '--auto-resume']
     """
-    again = [word for word in command if word != "--overwrite"]
-    return again if "--resume" in again else [*again, "--resume"]
+    first_time = ("--overwrite", "--resume", "--auto-resume")
+    return [*(word for word in command if word not in first_time), "--auto-resume"]
 
 
 def free_port() -> int:
@@ -224,15 +225,13 @@ class Group:
             reader.start()
             self._readers.append(reader)
 
-    def _copy(self, source: BinaryIO, sink, prefix: bytes) -> None:
-        for line in iter(source.readline, b""):
-            text = prefix + line.rstrip(b"\r\n") + b"\n"
-            with self._printing, contextlib.suppress(ValueError, BrokenPipeError):
-                if hasattr(sink, "buffer"):
-                    sink.buffer.write(text)
-                else:
+    def _copy(self, source: BinaryIO, sink: TextIO, prefix: bytes) -> None:
+        with source:
+            for line in source:
+                text = prefix + line.rstrip(b"\r\n") + b"\n"
+                with self._printing, contextlib.suppress(ValueError, BrokenPipeError):
                     sink.write(text.decode("utf-8", "replace"))
-                sink.flush()
+                    sink.flush()
 
     @contextlib.contextmanager
     def forwarding_signals(self):
@@ -253,9 +252,9 @@ class Group:
     def wait(self, *, grace_seconds: float) -> int:
         """Waits for all; once one has failed, ends the others.
 
-        Those that fail by preemption, or after a signal was passed on, fail together: the others
-        have ``grace_seconds`` to follow before they are told to. Whoever has been told has as long
-        again before it is killed.
+        Those that fail with a status to restart on, or after a signal was passed on, fail together:
+        the others have ``grace_seconds`` to follow before they are told to. Whoever has been told
+        has as long again before it is killed.
 
         Returns:
           0, or the status of the first process that failed; 128 and the signal's number where a
@@ -264,7 +263,7 @@ class Group:
         status, ends = 0, {}
         while any(process.poll() is None for process in self._processes):
             if status == 0 and (status := self._first_failure()):
-                alike = status == PREEMPTED or bool(self.signals)
+                alike = status in RESTARTABLE or bool(self.signals)
                 told = time.monotonic() + (grace_seconds if alike else 0.0)
                 ends = {signal.SIGTERM: told, signal.SIGKILL: told + grace_seconds}
             for number, when in list(ends.items()):
@@ -273,12 +272,12 @@ class Group:
                     self._signal(number)
             time.sleep(_POLL_SECONDS)
         status = status or self._first_failure()
+        if status:  # And what they have started.
+            self._signal(signal.SIGKILL, whole_groups=True)
         # A process may have left children that hold on to its output: not for ever.
         until = time.monotonic() + _DRAIN_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
-        if status:
-            self._signal(signal.SIGKILL, whole_groups=True)
         return status
 
     def _first_failure(self) -> int:
