@@ -18,12 +18,12 @@ source "$(dirname "$0")/lib.sh"
 type='' runtime='' spot=() queued=false poll=30
 while (($#)); do
   case $1 in
-    --type) type=$(value "$@") && shift 2 ;;
-    --runtime) runtime=$(value "$@") && shift 2 ;;
-    --poll) poll=$(value "$@") && shift 2 ;;
-    --spot) spot=(--spot) && shift ;;
-    --queued) queued=true && shift ;;
-    *) common_flag "$@" && shift "$used" ;;
+    --type) type=$(value "$@"); shift 2 ;;
+    --runtime) runtime=$(value "$@"); shift 2 ;;
+    --poll) poll=$(value "$@"); shift 2 ;;
+    --spot) spot=(--spot); shift ;;
+    --queued) queued=true; shift ;;
+    *) common_flag "$@"; shift "$used" ;;
   esac
 done
 need_target

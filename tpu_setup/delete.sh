@@ -13,8 +13,8 @@ source "$(dirname "$0")/lib.sh"
 queued=false
 while (($#)); do
   case $1 in
-    --queued) queued=true && shift ;;
-    *) common_flag "$@" && shift "$used" ;;
+    --queued) queued=true; shift ;;
+    *) common_flag "$@"; shift "$used" ;;
   esac
 done
 need_target

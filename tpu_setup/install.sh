@@ -13,8 +13,8 @@ source "$(dirname "$0")/lib.sh"
 extras=tpu
 while (($#)); do
   case $1 in
-    --extras) extras=tpu,$(value "$@") && shift 2 ;;
-    *) common_flag "$@" && shift "$used" ;;
+    --extras) given=$(value "$@"); extras=tpu,$given; shift 2 ;;
+    *) common_flag "$@"; shift "$used" ;;
   esac
 done
 need_target

@@ -23,15 +23,15 @@ source "$here/lib.sh"
 attempts=100 pause=30 how_to_create=() how_to_delete=() how_to_install=() how_to_run=()
 while (($#)); do
   case $1 in
-    --attempts) attempts=$(value "$@") && shift 2 ;;
-    --pause) pause=$(value "$@") && shift 2 ;;
-    --type | --runtime | --poll) how_to_create+=("$1" "$(value "$@")") && shift 2 ;;
-    --spot) how_to_create+=(--spot) && shift ;;
-    --queued) how_to_create+=(--queued) how_to_delete=(--queued) && shift ;;
-    --extras) how_to_install=(--extras "$(value "$@")") && shift 2 ;;
-    --logs) how_to_run=(--logs "$(value "$@")") && shift 2 ;;
-    --) shift && break ;;
-    *) common_flag "$@" && shift "$used" ;;
+    --attempts) attempts=$(value "$@"); shift 2 ;;
+    --pause) pause=$(value "$@"); shift 2 ;;
+    --type | --runtime | --poll) given=$(value "$@"); how_to_create+=("$1" "$given"); shift 2 ;;
+    --spot) how_to_create+=(--spot); shift ;;
+    --queued) how_to_create+=(--queued) how_to_delete=(--queued); shift ;;
+    --extras) given=$(value "$@"); how_to_install=(--extras "$given"); shift 2 ;;
+    --logs) given=$(value "$@"); how_to_run=(--logs "$given"); shift 2 ;;
+    --) shift; break ;;
+    *) common_flag "$@"; shift "$used" ;;
   esac
 done
 need_target

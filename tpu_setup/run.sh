@@ -17,9 +17,9 @@ source "$(dirname "$0")/lib.sh"
 logs=tpu_logs
 while (($#)); do
   case $1 in
-    --logs) logs=$(value "$@") && shift 2 ;;
-    --) shift && break ;;
-    *) common_flag "$@" && shift "$used" ;;
+    --logs) logs=$(value "$@"); shift 2 ;;
+    --) shift; break ;;
+    *) common_flag "$@"; shift "$used" ;;
   esac
 done
 need_target

@@ -12,7 +12,7 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 
 while (($#)); do
-  common_flag "$@" && shift "$used"
+  common_flag "$@"; shift "$used"
 done
 need_target
 

@@ -1,4 +1,4 @@
-"""Manifests against the schema and against themselves; the Dockerfile, the sbatch file, the flags."""
+"""Manifests against the schema and themselves; the Dockerfile, the sbatch file, the flags."""
 
 import copy
 import json
