@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import tyro
@@ -61,7 +60,7 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
         params = checkpoints.restore_part({"params": shapes}, step)["params"]
     if stored["tokenizer"] == "bytes":
         return model, params, data.ByteTokenizer()
-    return model, params, data.BPETokenizer.load(Path(folder / TOKENIZER_FILE))
+    return model, params, data.BPETokenizer.load(folder / TOKENIZER_FILE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
