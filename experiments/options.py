@@ -16,6 +16,7 @@ from jaxtrain import exit_codes, optim
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.parallel import distributed
 from jaxtrain.refusal import refusing
 from jaxtrain.survive.accidents import Diverged
 
@@ -50,6 +51,20 @@ class MeshOptions:
     """Splits heads, MLP width and vocabulary."""
     pipe: int = 1
     """Splits the layers; see the pipeline options."""
+    dcn_data: int = 1
+    """Of the data axis, the part that crosses the slow network: slices of a TPU, or hosts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """Several processes without a launcher; left out, they are found from the environment."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which one this is, from 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +162,7 @@ def main(
     build: Callable[[Any], Experiment],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Parses the flags, builds the experiment and trains it.
+    """Parses the flags, joins the other processes, builds the experiment and trains it.
 
     Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
     and ``REFUSED``.
@@ -155,6 +170,8 @@ def main(
     with refusing():
         config = parse(config_type, arguments)
         use_compilation_cache()
+        processes = getattr(config, "distributed", ProcessOptions())
+        distributed.initialize(**dataclasses.asdict(processes))
         try:
             fit(build(config), config.run)
         except Diverged as error:
@@ -187,3 +204,4 @@ SimulateDevices = Annotated[
     int, tyro.conf.arg(help="Run on this many simulated CPU devices; 0 on the real ones.")
 ]
 Run = Flat[RunOptions]
+Processes = Flat[ProcessOptions]

@@ -51,6 +51,7 @@ class Config:
     seed: int = 0
     """Of parameters, dropout and the order of the images."""
     simulate_devices: options.SimulateDevices = 0
+    distributed: options.Processes = dataclasses.field(default_factory=options.ProcessOptions)
 
 
 def build(config: Config) -> Experiment:
@@ -73,7 +74,9 @@ def build(config: Config) -> Experiment:
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
-        eval_batches=lambda: data.eval_batches(held_out, config.global_batch),
+        eval_batches=lambda sharding: data.eval_batches(
+            held_out, config.global_batch, sharding=sharding
+        ),
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
         policy=Policy.named(config.precision),

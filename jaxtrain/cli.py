@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from jaxtrain import parity
+from jaxtrain import launch, parity
 from jaxtrain.experiment import Experiment
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
@@ -32,8 +32,8 @@ class Command:
     Args:
       options: a frozen dataclass: its fields are the flags, its docstring the help.
       run: ``(options, rest) -> exit status``; ``rest`` are the flags that it passes on.
-      passes_on: whether flags that ``options`` does not have go to ``rest``; otherwise they are
-        an error, and ``rest`` is empty.
+      passes_on: whether flags that ``options`` does not have go to ``rest``, or all that stands
+        after ``--``; otherwise they are an error, and ``rest`` is empty.
     """
 
     options: type
@@ -178,6 +178,7 @@ COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
+    "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 
 
@@ -206,6 +207,9 @@ def parse(arguments: list[str]) -> tuple[Any, list[str]]:
     flags_type = Union[arms]  # noqa: UP007
     given = COMMANDS.get(arguments[0]) if arguments else None
     read = {"args": arguments, "prog": "jaxtrain", "description": DESCRIPTION}
+    if given is not None and given.passes_on and "--" in arguments:
+        at = arguments.index("--")
+        return tyro.cli(flags_type, **read | {"args": arguments[:at]}), arguments[at + 1 :]
     if given is not None and given.passes_on:
         return tyro.cli(flags_type, return_unknown_args=True, **read)
     return tyro.cli(flags_type, **read), []

@@ -48,7 +48,8 @@ class Experiment:
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
-      eval_batches: makes one pass over the held-out batches; None for no evaluation.
+      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices;
+        None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
@@ -78,7 +79,7 @@ class Experiment:
     batch: PyTree
     train_batches: BatchStream
     steps: int
-    eval_batches: Callable[[], Iterable[PyTree]] | None = None
+    eval_batches: Callable[[jax.sharding.NamedSharding], Iterable[PyTree]] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)

@@ -116,6 +116,8 @@ class RunOptions:
       run_dir: Its folder (local, or a bucket such as gs://...); left out, the next free number
         under runs/.
       resume: Continue the run in run_dir; left out, the newest under runs/.
+      auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
+        command for a run that is started again and again.
       overwrite: Delete what is in run_dir first.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
@@ -131,6 +133,7 @@ class RunOptions:
 
     run_dir: str | None = None
     resume: bool = False
+    auto_resume: bool = False
     overwrite: bool = False
     log_every: int = 10
     eval_every: int = 0
@@ -182,8 +185,12 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     abstract = make_abstract_state(experiment, mesh)
     skips = _Skips(options.max_consecutive_skips)
     watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
-    run_dir = find_run_dir(
-        experiment.name, options.run_dir, resume=options.resume, overwrite=options.overwrite
+    run_dir, resume = find_run_dir(
+        experiment.name,
+        options.run_dir,
+        resume=options.resume,
+        auto_resume=options.auto_resume,
+        overwrite=options.overwrite,
     )
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
@@ -195,7 +202,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 best_mode=experiment.best_mode,
             )
         )
-        if options.resume and has_checkpoint(run_dir / "checkpoints"):
+        if resume and has_checkpoint(run_dir / "checkpoints"):
             state = restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = make_state(experiment, mesh)
@@ -211,7 +218,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             write_text(run_dir / name, text)
 
         log = stack.enter_context(
-            contextlib.closing(make_writers(run_dir, resume_step=start if options.resume else None))
+            contextlib.closing(make_writers(run_dir, resume_step=start if resume else None))
         )
         progress = stack.enter_context(
             terminal.Progress(experiment.steps, start=start, item=experiment.item)
@@ -335,7 +342,7 @@ class _Evaluation(Hook):
         """The means at ``step``, evaluated once."""
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        batches = self._watched(step, self.experiment.eval_batches())
+        batches = self._watched(step, self.experiment.eval_batches(batch_sharding(self.mesh)))
         if self._step is None:
             first, batches = _peek(batches)
             self._step = compile_eval(self.experiment, state, first, self.mesh)

@@ -303,7 +303,8 @@ def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:
     Raises:
       ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
     """
-    sizes = dict(experiment.mesh)
+    # Which network an axis crosses changes nothing on simulated devices.
+    sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
     if -1 in sizes.values():
         sizes = fill_sizes(sizes, DEVICES)
     own = Layout({axis: size for axis, size in sizes.items() if size != 1}, experiment.zero)

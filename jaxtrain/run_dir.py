@@ -1,35 +1,64 @@
 """The folder of a run: found, then made; never shared by two runs, its files whole or not there."""
 
+import json
+
 import jax
 from etils import epath
 
+from jaxtrain.parallel import distributed
 from jaxtrain.paths import as_path, check_writable
-from jaxtrain.survive.lifeline import from_first_process
 
 RUNS = "runs"
 
 
 def find_run_dir(
-    name: str, run_dir: str | None, *, resume: bool = False, overwrite: bool = False
-) -> epath.Path:
+    name: str,
+    run_dir: str | None,
+    *,
+    resume: bool = False,
+    auto_resume: bool = False,
+    overwrite: bool = False,
+) -> tuple[epath.Path, bool]:
     """Finds the folder of a run, the same one in all processes, and changes nothing.
 
     Args:
       name: the experiment's; it names folders under runs/.
       run_dir: the folder; None for the next free number, or with ``resume`` the newest.
       resume: it must hold a run.
+      auto_resume: where it holds a run, that is resumed.
       overwrite: what it holds will be deleted.
 
+    Returns:
+      The folder, and whether it holds a run to resume.
+
     Raises:
-      FileExistsError: where it holds a run, and neither ``resume`` nor ``overwrite`` is set.
+      FileExistsError: where it holds a run, and none of the three is set.
       FileNotFoundError: where there is nothing to resume.
       OSError: where nothing can be written there.
-      ValueError: where both are set.
+      ValueError: where they contradict each other.
     """
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+    if auto_resume and (run_dir is None or overwrite):
+        raise ValueError("--auto-resume needs --run-dir, and does not go with --overwrite")
+
+    def find() -> str:
+        found = _numbered(name, new=not resume) if run_dir is None else as_path(run_dir)
+        taken = found.exists() and any(found.iterdir())
+        is_run = taken and any((found / name).exists() for name in ("config.json", "checkpoints"))
+        if resume and not is_run:
+            raise FileNotFoundError(f"there is no run to resume in {found}")
+        if taken and not (resume or overwrite or (auto_resume and is_run)):
+            raise FileExistsError(
+                f"{found} holds a run already: continue it with --resume, delete it with "
+                "--overwrite, or choose another --run-dir"
+            )
+        check_writable(found)
+        return json.dumps([str(found), is_run and not overwrite])
+
     # The first process decides for all: one that comes later might find what it has made by then.
-    return epath.Path(from_first_process(lambda: str(_find(name, run_dir, resume, overwrite))))
+    folder, resumes = json.loads(distributed.from_first_process(find))
+    return epath.Path(folder), resumes
 
 
 def prepare_run_dir(run_dir: epath.Path, *, overwrite: bool = False) -> None:
@@ -54,26 +83,13 @@ def write_text(path: epath.Path, text: str) -> None:
         partial.replace(path)
 
 
-def _find(name: str, given: str | None, resume: bool, overwrite: bool) -> epath.Path:
-    if given is None:
-        number = _last_number(name) + (0 if resume else 1)
-        if number == 0:
-            raise FileNotFoundError(
-                f"there is no run to resume under {RUNS}/: name its folder with --run-dir"
-            )
-        run_dir = epath.Path(RUNS) / f"{name}-{number}"
-    else:
-        run_dir = as_path(given)
-    taken = run_dir.exists() and any(run_dir.iterdir())
-    if resume and not taken:
-        raise FileNotFoundError(f"there is no run to resume in {run_dir}")
-    if taken and not (resume or overwrite):
-        raise FileExistsError(
-            f"{run_dir} holds a run already: continue it with --resume, delete it with "
-            "--overwrite, or choose another --run-dir"
+def _numbered(name: str, *, new: bool) -> epath.Path:
+    number = _last_number(name) + (1 if new else 0)
+    if number == 0:
+        raise FileNotFoundError(
+            f"there is no run to resume under {RUNS}/: name its folder with --run-dir"
         )
-    check_writable(run_dir)
-    return run_dir
+    return epath.Path(RUNS) / f"{name}-{number}"
 
 
 def _last_number(name: str) -> int:

@@ -30,6 +30,14 @@ def tpu():
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 
 
+def two_slices():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x2", num_slices=2
+    ).devices
+
+
 def gpu():
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("needs the GPU compiler: pip install 'jaxtrain[aot]'")
@@ -63,6 +71,34 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
     assert jt.float32_products(step, state, batch) == []
+
+
+def test_a_step_on_two_slices_gathers_weights_inside_each():
+    """Whatever fsdp gathers or scatters stays on the fast links; what crosses is summed."""
+    devices = two_slices()
+    mesh = jt.make_mesh(data=2, fsdp=4, dcn_data=2, devices=devices)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0)
+    state = jt.abstract_state(
+        lambda rng: gpt.init(LLAMA, rng), optimizer, mesh=mesh, rules=gpt.RULES
+    )
+    tokens = jax.ShapeDtypeStruct((16, LLAMA.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    step = jt.build_train_step(
+        gpt.loss_fn(LLAMA), optimizer, gradient_shardings=jt.gradient_shardings(state)
+    )
+    train = jt.compile_step(step, state, batch, mesh=mesh)
+    assert all(check.holds for check in train.checks), train.report()
+    slices = [device.slice_index for device in mesh.devices.flat]
+    gathers = [x for x in train.compiled.as_text().splitlines() if " all-gather" in x]
+    groups = [
+        [int(number) for number in group.split(",")]
+        for line in gathers
+        for listed in re.findall(r"replica_groups=\{(\{[\d,{}]+\})\}", line)
+        for group in re.findall(r"\{([\d,]+)\}", listed)
+    ]
+    assert groups
+    assert all(len({slices[number] for number in group}) == 1 for group in groups)
 
 
 @functools.cache

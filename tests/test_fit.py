@@ -50,7 +50,7 @@ def make_experiment(steps=12, **changes):
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
-        eval_batches=lambda: data.eval_batches(Rows(1), 8),
+        eval_batches=lambda sharding: data.eval_batches(Rows(1), 8, sharding=sharding),
         steps=steps,
         mesh={"data": -1},
         items_per_step=8,
@@ -209,3 +209,27 @@ def test_the_abstract_state_of_an_experiment_is_that_of_its_state(tmp_path):
     assert jax.tree.map(lambda s: (s.shape, s.dtype, s.sharding), shapes) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.sharding), state
     )
+
+
+def test_auto_resume_is_one_command_for_every_attempt(tmp_path):
+    options = jt.RunOptions(run_dir=str(tmp_path / "run"), auto_resume=True)
+    # The first attempt begins; one that ended before a checkpoint begins again.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "log.jsonl").write_text('{"step": 1}\n')
+    first = jt.fit(make_experiment(6), options).state
+    assert int(first.step) == 6
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert '{"step": 1}' not in lines
+    # Where there is a checkpoint, it goes on.
+    assert digest(jt.fit(make_experiment(12), options).state) == digest(
+        jt.fit(make_experiment(12), jt.RunOptions(run_dir=str(tmp_path / "whole"))).state
+    )
+
+
+def test_auto_resume_takes_no_folder_that_is_no_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path), auto_resume=True))
+    with pytest.raises(ValueError, match="--auto-resume needs --run-dir"):
+        jt.fit(make_experiment(), jt.RunOptions(auto_resume=True))

@@ -87,6 +87,7 @@ class Config:
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
     simulate_devices: options.SimulateDevices = 0
+    distributed: options.Processes = dataclasses.field(default_factory=options.ProcessOptions)
 
 
 def build(config: Config) -> Experiment:
@@ -129,7 +130,9 @@ def build(config: Config) -> Experiment:
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
-        eval_batches=lambda: data.eval_batches(eval_rows, config.global_batch),
+        eval_batches=lambda sharding: data.eval_batches(
+            eval_rows, config.global_batch, sharding=sharding
+        ),
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
         rules=Rules(virtual_rules(gpt.RULES, virtual)),

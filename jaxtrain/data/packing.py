@@ -54,7 +54,7 @@ def tokenize(
         tokenizer, and mapped into memory rather than read. Several processes may share it.
 
     Raises:
-      ValueError: if there are no documents, or a kept file is damaged.
+      ValueError: if there are no documents, `cache_dir` is in a bucket, or a kept file is damaged.
 
     >>> from jaxtrain.data.tokenizers import ByteTokenizer
     >>> corpus = tokenize([Document("a", b"ab"), Document("b", b"c")], ByteTokenizer())
@@ -66,6 +66,11 @@ def tokenize(
         memory = io.BytesIO()
         starts, num_bytes = _write_tokens(documents, tokenizer, memory, dtype)
         return Corpus(np.frombuffer(memory.getbuffer(), dtype), starts, num_bytes)
+    if "://" in str(cache_dir):
+        raise ValueError(
+            f"cache_dir '{cache_dir}' is in a bucket, and tokens are mapped into memory from a "
+            "disk: give a local folder"
+        )
     folder = Path(cache_dir) / _content_key(documents, tokenizer)
     if not folder.exists():
         _write_cache(folder, documents, tokenizer, dtype)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etils import epath
+
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".css", ".toml", ".yaml", ".yml"),
@@ -103,7 +105,7 @@ def text_folder(
     and the row. A single text file is cut in two at a line end: its last part is held out.
 
     Args:
-      path: a folder, searched to any depth, or one file.
+      path: a folder, searched to any depth, or one file; local, or in a bucket (``gs://...``).
       field: the field of JSON lines and the column of Parquet files that holds the text.
       held_out: the share to hold out, at least 0 and below 1.
       suffixes: the endings of text files, with their dot.
@@ -122,7 +124,7 @@ def text_folder(
     >>> len(list(train)), len(list(held_out))
     (2, 1)
     """
-    root = Path(path)
+    root = epath.Path(path)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
     if not root.exists():
@@ -155,6 +157,8 @@ def text_folder(
 
 def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:
     """Lists the files below `root` with these endings: relative POSIX paths, sorted."""
+    if "://" in str(root):
+        return sorted(_find_in_bucket(root, root, suffixes))
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
@@ -164,6 +168,18 @@ def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]
             if name.lower().endswith(suffixes) and not name.startswith(".")
         ]
     return sorted(found)
+
+
+def _find_in_bucket(
+    root: epath.Path, folder: epath.Path, suffixes: tuple[str, ...]
+) -> Iterator[str]:
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.name.lower().endswith(suffixes) and path.is_file():
+            yield path.relative_to(root).as_posix()
+        elif path.is_dir():
+            yield from _find_in_bucket(root, path, suffixes)
 
 
 Reader = Callable[[Path, str], Iterator[Document]]
@@ -305,7 +321,7 @@ def _parquet_batches(path: Path, column: str) -> Iterator[list[str | None]]:
     import pyarrow
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with path.open("rb") as bytes_of, parquet.ParquetFile(bytes_of) as file:
             _check_column(file.schema_arrow, path, column)
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[column]):
                 yield batch.column(0).to_pylist()

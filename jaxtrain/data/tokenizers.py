@@ -8,10 +8,10 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from etils import epath
 
 EOD = "<|endoftext|>"
 _INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
@@ -182,7 +182,7 @@ class BPETokenizer(_BytePieces):
         """Reads a ``tokenizer.json``; nothing in it is executed.
 
         Args:
-          path: the file, as Hugging Face `tokenizers` writes it.
+          path: the file, as Hugging Face `tokenizers` writes it; local, or in a bucket.
           eod: the token that ends a document.
 
         Raises:
@@ -191,10 +191,10 @@ class BPETokenizer(_BytePieces):
           ValueError: if the file is not one of byte-level BPE, changes text, or has no `eod`.
         """
         library = _import_tokenizers()
-        if not Path(path).is_file():
+        if not epath.Path(path).is_file():
             raise FileNotFoundError(f"tokenizer file '{path}' does not exist")
         try:
-            tokenizer = library.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+            tokenizer = library.Tokenizer.from_str(epath.Path(path).read_text(encoding="utf-8"))
         # tokenizers raises bare Exception for a file that it cannot parse.
         except Exception as error:
             raise ValueError(f"'{path}' is not a tokenizer.json ({error})") from None
@@ -214,7 +214,7 @@ class BPETokenizer(_BytePieces):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes ``tokenizer.json``, readable by `load` and by Hugging Face `tokenizers`."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        epath.Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
         """Returns what `save` writes."""

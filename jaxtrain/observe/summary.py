@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.observe import memory, terminal, throughput
+from jaxtrain.parallel import distributed
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.state import TrainState, local_bytes
 
@@ -28,6 +29,7 @@ def header_facts(
         "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
         "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}",
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
+        **distributed.facts(),
         "mesh": split,
         "dtypes": str(experiment.policy),
         **_flops(experiment, devices),
@@ -53,10 +55,9 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
 def print_conclusion(
     experiment: Experiment, state: TrainState, evaluation: dict[str, float], run_dir: str
 ) -> None:
-    """Prints what an experiment concludes, and where everything lies; in the first process only."""
-    if jax.process_index() != 0:
-        return
+    """Prints what an experiment concludes, and where everything lies; the first process does."""
     lines = []
+    # In all processes: it may run the model, whose parameters lie on the devices of all.
     if experiment.conclude is not None:
         lines += [*experiment.conclude(state, evaluation), ""]
     terminal.print_lines(

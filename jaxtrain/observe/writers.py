@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -90,24 +91,53 @@ class JSONLWriter:
 class TensorBoardWriter:
     """Scalars for TensorBoard, through tensorboardX.
 
+    In a bucket the event file is written anew, at most every ``UPLOAD_SECONDS`` and once more by
+    ``close``, from a copy on the local disk.
+
     Args:
-      directory: where its event files go.
+      directory: where its event files go, on a disk or in a bucket.
       resume_step: hide what an earlier run wrote after this step; None hides all of it.
+      clock: seconds, monotonic.
     """
 
-    def __init__(self, directory: epath.PathLike, *, resume_step: int | None = None):
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
-        self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge, flush_secs=30)
+        self._bucket = epath.Path(directory) if _is_remote(directory) else None
+        self._local = tempfile.TemporaryDirectory() if self._bucket is not None else None
+        self._clock, self._uploaded = clock, clock()
+        self._writer = tensorboardX.SummaryWriter(
+            str(directory) if self._local is None else self._local.name,
+            purge_step=purge,
+            flush_secs=30,
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        if self._bucket is not None and self._clock() - self._uploaded >= UPLOAD_SECONDS:
+            self._writer.flush()
+            self._upload()
 
     def close(self) -> None:
         """Writes what is pending."""
         self._writer.close()
+        if self._bucket is not None:
+            self._upload()
+            self._local.cleanup()
+
+    def _upload(self) -> None:
+        self._bucket.mkdir(parents=True, exist_ok=True)
+        for file in epath.Path(self._local.name).iterdir():
+            (self._bucket / file.name).write_bytes(file.read_bytes())
+        self._uploaded = self._clock()
 
 
 class Fanout:

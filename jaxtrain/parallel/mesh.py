@@ -10,12 +10,16 @@ pipe      the layers
 context   the sequence
 expert    the experts of a mixture
 ========  =====================================================================================
+
+Where devices lie on several slices or hosts, with a slow network (DCN) between them, ``dcn_data``
+says that the outer part of the data axis crosses it, and no other axis does.
 """
 
 import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -32,6 +36,7 @@ def make_mesh(
     pipe: int = 1,
     context: int = 1,
     expert: int = 1,
+    dcn_data: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Arranges devices in a mesh whose axes are all of :data:`AXES`.
@@ -39,14 +44,17 @@ def make_mesh(
     Args:
       data, fsdp, tensor, pipe, context, expert: sizes; one of them may be -1 and takes what is
         left over.
+      dcn_data: a divisor of ``data``: how many parts of the devices, with a slow network between
+        them, the data axis spans. On TPU the parts are the slices, all of them; elsewhere whole
+        hosts (or processes), and on one host equal runs of devices, which simulates them.
       devices: the devices to use, all of them; by default all that JAX sees.
 
     Returns:
       A mesh with automatic (compiler-partitioned) axes.
 
     Raises:
-      ValueError: where a size is neither positive nor -1, or the sizes do not multiply to the
-        number of devices.
+      ValueError: where a size is neither positive nor -1, the sizes do not multiply to the number
+        of devices, or ``dcn_data`` does not fit the slices or hosts.
 
     >>> make_mesh(tensor=-1, devices=jax.devices()[:1]).shape["tensor"]
     1
@@ -61,9 +69,61 @@ def make_mesh(
     }
     devices = list(jax.devices() if devices is None else devices)
     sizes = fill_sizes(sizes, len(devices))
-    shape = tuple(sizes[axis] for axis in AXES)
-    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    parts = split_by_network(devices, dcn_data)
+    if sizes["data"] % dcn_data:
+        raise ValueError(
+            f"mesh axis 'data' has size {sizes['data']}, which dcn_data={dcn_data} does not "
+            "divide: it is the part of the data axis that crosses the slow network"
+        )
+    shape = tuple(size // dcn_data if axis == "data" else size for axis, size in sizes.items())
+    grids = [
+        mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True) for part in parts
+    ]
+    grid = np.concatenate(grids, axis=AXES.index("data"))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax.Device]]:
+    """Splits devices into equal parts with no slice or host in two of them, in their order.
+
+    This is what ``mesh_utils.create_hybrid_device_mesh`` does with slices alone or processes alone;
+    here a part may also be several hosts, or simulated.
+
+    Raises:
+      ValueError: where ``parts`` is below 1, is not the number of slices of a TPU, or does not
+        divide the hosts or devices.
+    """
+    devices = list(devices)
+    if parts < 1:
+        raise ValueError(f"dcn_data is {parts}: give at least 1")
+    slices = sorted({_slice(device) for device in devices})
+    if devices[0].platform == "tpu" and parts != len(slices):
+        raise ValueError(
+            f"dcn_data is {parts} and the devices lie in {len(slices)} TPU slices: set it to "
+            f"{len(slices)}, so that only the data axis crosses the slow network between them"
+        )
+    if parts == 1:
+        return [devices]
+    attribute = _slice if len(slices) > 1 else lambda device: device.process_index
+    units: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        units.setdefault(attribute(device), []).append(device)
+    whole = [units[key] for key in sorted(units)] if len(units) > 1 else [[d] for d in devices]
+    if len(whole) % parts or len({len(unit) for unit in whole}) > 1:
+        name = "slices" if len(slices) > 1 else "hosts" if len(units) > 1 else "devices"
+        raise ValueError(
+            f"dcn_data is {parts} and there are {len(whole)} {name}: use a number that divides "
+            "them, of equal sizes"
+        )
+    each = len(whole) // parts
+    groups = [whole[i * each : (i + 1) * each] for i in range(parts)]
+    return [[device for unit in group for device in unit] for group in groups]
+
+
+def _slice(device: jax.Device) -> int:
+    # Only some backends say; on GPU a slice is a domain of fast links.
+    index = getattr(device, "slice_index", None)
+    return 0 if index is None else index
 
 
 def fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:

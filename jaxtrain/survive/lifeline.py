@@ -29,6 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain.exit_codes import PEER_LOST
+from jaxtrain.parallel.distributed import broadcast_text
 from jaxtrain.survive.signals import say
 
 # A host that lost its power or its network closes no connection: silence tells. Together with
@@ -266,37 +267,6 @@ def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
         raise
     else:
         lifeline.close()
-
-
-def from_first_process(function: Callable[[], str]) -> str:
-    """Runs a function in process 0 alone, and returns its text in all; they call it alike.
-
-    Raises:
-      ValueError, OSError: what the function raised, in all processes.
-    """
-    if jax.process_count() == 1:
-        return function()
-    kinds = (FileNotFoundError, FileExistsError, OSError, ValueError)
-    answer = {}
-    if jax.process_index() == 0:
-        try:
-            answer = {"text": function()}
-        except kinds as error:
-            kind = next(kind for kind in kinds if isinstance(error, kind))
-            answer = {"error": str(error), "kind": kinds.index(kind)}
-    answer = json.loads(broadcast_text(json.dumps(answer)))
-    if "error" in answer:
-        raise kinds[answer["kind"]](answer["error"])
-    return answer["text"]
-
-
-def broadcast_text(text: str) -> str:
-    """Returns the text of process 0 in every process; all call it alike."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = np.zeros(size, np.uint8)
-    padded[: min(size, data.size)] = data[:size]
-    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
 
 
 def _connect() -> Lifeline:

@@ -1,10 +1,15 @@
 """Mesh sizes: what fits, what fills, what is refused."""
 
+import dataclasses
+import importlib.util
+
 import jax
+import numpy as np
 import pytest
+from jax.experimental import mesh_utils, topologies
 
 import jaxtrain as jt
-from jaxtrain.parallel.mesh import AXES, describe_mesh
+from jaxtrain.parallel.mesh import AXES, describe_mesh, split_by_network
 
 
 def test_all_axes_are_there_and_unnamed_ones_have_size_one():
@@ -38,3 +43,84 @@ def test_devices_may_be_given():
 def test_sizes_that_do_not_fit_are_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         jt.make_mesh(**axes)
+
+
+def test_the_outer_part_of_the_data_axis_crosses_the_slow_network():
+    """On simulated devices, hosts are equal runs of devices."""
+    first, second = jax.devices()[:4], jax.devices()[4:]
+    mesh = jt.make_mesh(data=4, tensor=2, dcn_data=2)
+    assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 4, "tensor": 2}
+    assert list(mesh.devices[0, :2].flat) == first
+    assert list(mesh.devices[0, 2:].flat) == second
+    pipelined = jt.make_mesh(pipe=2, data=-1, fsdp=2, dcn_data=2)
+    assert pipelined.shape["data"] == 2
+    assert set(pipelined.devices[:, 0].flat) == set(first)
+    assert set(pipelined.devices[:, 1].flat) == set(second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh reads of a device."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+    device_kind: str = "fake"
+
+
+@pytest.mark.parametrize("attribute", ["slice_index", "process_index"])
+def test_the_order_is_that_of_jax_for_slices_or_processes_alone(attribute):
+    shuffled = [3, 8, 1, 11, 6, 0, 9, 2, 10, 5, 4, 7]
+    devices = [Device(i, process_index=0) for i in shuffled]
+    devices = [dataclasses.replace(d, **{attribute: d.id // 4}) for d in devices]
+    shape, dcn = (1, 2, 1, 1, 1, 2), (1, 3, 1, 1, 1, 1)
+    wanted = mesh_utils.create_hybrid_device_mesh(
+        shape, dcn, devices, process_is_granule=attribute == "process_index"
+    )
+    parts = split_by_network(devices, 3)
+    grids = [mesh_utils.create_device_mesh(shape, part) for part in parts]
+    assert np.concatenate(grids, axis=1).tolist() == wanted.tolist()
+
+
+def test_a_part_may_be_several_hosts_but_no_host_is_cut():
+    devices = [Device(i, process_index=i // 2) for i in range(8)]
+    halves = split_by_network(devices, 2)
+    assert [[d.process_index for d in half] for half in halves] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    with pytest.raises(ValueError, match="dcn_data is 8 and there are 4 hosts"):
+        split_by_network(devices, 8)
+    with pytest.raises(ValueError, match="of equal sizes"):
+        split_by_network(devices[1:], 2)
+
+
+def test_slices_of_a_tpu_must_be_named():
+    devices = [
+        Device(i, process_index=i // 4, slice_index=i // 8, platform="tpu") for i in range(16)
+    ]
+    assert [len(part) for part in split_by_network(devices, 2)] == [8, 8]
+    for parts in (1, 4):
+        with pytest.raises(ValueError, match=f"dcn_data is {parts} and the devices lie in 2 TPU"):
+            split_by_network(devices, parts)
+
+
+def test_a_dcn_part_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="'data' has size 1, which dcn_data=2 does not divide"):
+        jt.make_mesh(fsdp=8, dcn_data=2)
+    with pytest.raises(ValueError, match="dcn_data is 3 and there are 8 devices"):
+        jt.make_mesh(data=8, dcn_data=3)
+    with pytest.raises(ValueError, match="dcn_data is 0"):
+        jt.make_mesh(data=8, dcn_data=0)
+
+
+def test_only_the_data_axis_crosses_the_slices_of_a_tpu_topology():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x2", num_slices=2
+    ).devices
+    mesh = jt.make_mesh(data=2, fsdp=4, dcn_data=2, devices=devices)
+    by_data = [{d.slice_index for d in part.flat} for part in mesh.devices[0]]
+    assert [len(slices) for slices in by_data] == [1, 1]
+    assert by_data[0] != by_data[1]
+    with pytest.raises(ValueError, match="set it to 2"):
+        jt.make_mesh(data=2, fsdp=4, devices=devices)

@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import exit_codes
 from jaxtrain.checkpoint import Checkpointer, digest
+from jaxtrain.parallel.distributed import from_first_process
 from jaxtrain.survive import lifeline
 from jaxtrain.survive.lifeline import Lifeline
 from jaxtrain.survive.pace import Pace
@@ -273,4 +274,4 @@ def test_one_process_agrees_with_itself():
         assert line.stop_step(3) is None
         line.want_stop()
         assert line.stop_step(4) == 4
-    assert lifeline.from_first_process(lambda: "text") == "text"
+    assert from_first_process(lambda: "text") == "text"

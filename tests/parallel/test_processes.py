@@ -1,0 +1,160 @@
+"""Several real processes train what one does; each reads its own rows, and one writes the logs."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.gpt import Config, build
+from experiments.options import main, parse
+from jaxtrain import data
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS, ROWS = 4, 8
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32"]
+SMALL += ["--global-batch", str(ROWS), "--held-out-bytes", "2000", "--log-every", "1"]
+# Several processes compile on few cores.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
+    for i in range(12):
+        order = np.random.default_rng(i).integers(0, len(words), 200)
+        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(texts, tmp_path_factory):
+    """The run of one process with eight devices."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    flags = [*SMALL, "--data", texts, "--steps", str(STEPS), "--sample-tokens", "0"]
+    main(Config, build, [*flags, "--run-dir", str(run)])
+    return run
+
+
+def flags_of(texts, run, *more):
+    return [*SMALL, "--data", texts, "--steps", str(STEPS), "--run-dir", str(run), *more]
+
+
+def launch(processes, devices, *command, timeout=300):
+    line = [sys.executable, "-m", "jaxtrain", "launch", "--processes", str(processes)]
+    line += ["--simulate-devices-per-process", str(devices), "--", sys.executable, *command]
+    environment = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def logged(run, name):
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def saved_params(run, texts):
+    """The parameters of the last checkpoint, on the host."""
+    experiment = build(parse(Config, flags_of(texts, run)))
+    abstract = make_abstract_state(experiment, make_experiment_mesh(experiment))
+    with Checkpointer(run / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [STEPS]
+        return jax.device_get(checkpoints.restore(abstract).params)
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "mesh"),
+    [
+        # Parameters lie across the processes, and the sample at the end is theirs together.
+        (2, 4, ["--mesh.data", "1", "--mesh.fsdp", "8", "--sample-tokens", "4"]),
+        (4, 2, ["--sample-tokens", "0"]),
+    ],
+    ids=["2x4", "4x2"],
+)
+def test_processes_train_what_one_does(processes, devices, mesh, texts, alone, tmp_path):
+    run = tmp_path / "run"
+    script = str(pathlib.Path(__file__).with_name("counting_run.py"))
+    done = launch(processes, devices, script, str(tmp_path), *flags_of(texts, run, *mesh))
+    assert done.returncode == 0, done.stderr
+    assert f"{processes}, found from JAXTRAIN_PROCESSES" in done.stdout
+    printed = [line for line in done.stdout.splitlines() if "step 1/4" in line]
+    assert len(printed) == 1
+    assert printed[0].startswith("[0] ")
+
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        ours, wanted = logged(run, name), logged(alone, name)
+        assert ours.keys() == wanted.keys()
+        for step, value in wanted.items():
+            assert ours[step] == pytest.approx(value, rel=2e-5), (name, step)
+    ours, wanted = saved_params(run, texts), saved_params(alone, texts)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+    assert len((run / "log.jsonl").read_text().splitlines()) == STEPS + 1
+    assert len(list((run / "tensorboard").glob("events*"))) == 1
+    assert json.loads((run / "config.json").read_text())["experiment"] == "gpt"
+    check_shares(texts, tmp_path, processes)
+
+
+def check_shares(texts, folder, processes):
+    """Each process has read the rows of its own devices, and no other's."""
+    config = parse(Config, flags_of(texts, folder))
+    split = data.text_folder(texts)
+    train = data.PackedTokens(data.tokenize(split.train, data.ByteTokenizer()), 32)
+    batches = data.Batches(train, global_batch=ROWS, seed=config.seed)
+    share = ROWS // processes
+    evaluated = []
+    for process in range(processes):
+        reads = json.loads((folder / f"reads-{process}.json").read_text())
+        of_train = reads.pop(str(len(train)))
+        mine = range(process * share, (process + 1) * share)
+        # Row 0 tells the shapes; the stream runs up to three batches ahead.
+        wanted = [
+            [batches.source_index(step * ROWS + r) for r in mine] for step in range(STEPS + 3)
+        ]
+        assert of_train[0] == 0
+        read = of_train[1:]
+        assert read == list(itertools.chain(*wanted))[: len(read)]
+        assert len(read) >= STEPS * share
+        ((length, of_eval),) = reads.items()
+        evaluated += of_eval[of_eval.count(0) - (process == 0) :]
+        assert len(of_eval) < int(length) / processes + share + 4
+    assert sorted(set(evaluated) | {0}) == list(range(int(length)))
+
+
+def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone):
+    """The folder is taken: process 0 finds it, and the others do not wait for it for ever."""
+    done = launch(2, 1, "-m", "experiments.gpt", *flags_of(texts, alone))
+    assert done.returncode == 2
+    for process in range(2):
+        assert f"[{process}] error: {alone} holds a run already" in done.stderr
+
+
+ONE_FOLDER = """
+import jax
+from jaxtrain.parallel import distributed
+from jaxtrain.run_dir import find_run_dir
+
+distributed.initialize()
+distributed.initialize()  # More calls do nothing.
+print(find_run_dir("gpt", None)[0], jax.process_count())
+"""
+
+
+def test_processes_agree_on_the_next_free_number(tmp_path):
+    (tmp_path / "runs" / "gpt-3").mkdir(parents=True)
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{ONE_FOLDER}")
+    done = launch(2, 1, str(script))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "runs/" in line]
+    assert sorted(lines) == ["[0] runs/gpt-4 2", "[1] runs/gpt-4 2"]

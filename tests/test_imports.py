@@ -1,0 +1,39 @@
+"""Everything imports where no accelerator's package, and no optional one, is installed."""
+
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+CODE = """
+import importlib, pkgutil, sys
+
+OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
+OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in OPTIONAL:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import experiments, jaxtrain
+names = [
+    module.name
+    for package in (jaxtrain, experiments)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    if not module.name.endswith("__main__")
+]
+for name in names:
+    importlib.import_module(name)
+print(len(names), not (OPTIONAL & set(sys.modules)))
+"""
+
+
+def test_every_module_imports_without_optional_packages():
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, none = done.stdout.split()
+    assert int(count) > 50
+    assert none == "True"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Copies the working tree to all workers: what git tracks, and what it does not ignore, as it is now.
+#
+#   sync.sh --project P --zone Z --name N
+#
+# On the workers the tree is replaced, but for its runs/ folder.
+#
+#   --project, --zone, --name (or TPU_PROJECT, TPU_ZONE, TPU_NAME), --dry-run, --help
+
+set -euo pipefail
+# shellcheck source=lib.sh
+source "$(dirname "$0")/lib.sh"
+
+while (($#)); do
+  common_flag "$@"; shift "$used"
+done
+need_target
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+archive=${TMPDIR:-/tmp}/$name.tar.gz
+
+# Files that were deleted and not committed are still in git's list.
+pack() {
+  cd "$root"
+  git ls-files -z --cached --others --exclude-standard |
+    while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
+    tar --null --files-from - -czf "$archive"
+}
+
+if $dry_run; then
+  echo "# $archive: what git ls-files lists in $root"
+else
+  (pack)
+fi
+run gcloud compute tpus tpu-vm scp "$archive" "$name:jaxtrain.tar.gz" --worker all \
+  --project "$project" --zone "$zone"
+on_all_workers "mkdir -p $remote_tree && cd $remote_tree && \
+find . -mindepth 1 -maxdepth 1 ! -name runs -exec rm -rf {} + && tar -xzf ~/jaxtrain.tar.gz"
