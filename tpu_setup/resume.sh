@@ -74,7 +74,7 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
     ((status != 0)) || exit 0
     state=$(tpu_state)
     case $status in
-      75 | 76 | 77) ;;
+      75 | 76 | 77 | 134) ;;
       *) [[ $state != READY ]] || exit "$status" ;;
     esac
     echo "attempt $attempt ended with status $status, $name is ${state:-gone}; going on" >&2

@@ -77,7 +77,8 @@ def test_a_preempted_job_starts_again_and_that_does_not_count(name):
     manifest = load(name)
     _, job = job_of(manifest)
     codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
-    assert set(codes["values"]) == exit_codes.RESTARTABLE
+    # What else can be restarted counts: a hang may come back every time.
+    assert codes["values"] == [exit_codes.PREEMPTED]
     assert codes["containerName"] == container_of(manifest)["name"]
     (rule,) = manifest["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
