@@ -13,8 +13,8 @@ Memory at the peak is a sum of
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
 holds for any experiment, any optimizer and any loss, and no term is fitted: the three differences
 between compilers are in :data:`HABITS`. Against the compilers for v5e:2x4 and h100:1x8 it is within
-12 % on 21 steps of 0.1 to 7B-wide decoders each, over data, fsdp, tensor, pipe, all rematerialisation
-and accumulation (tests/plan/test_aot_search.py holds 15 % on some of them).
+12 % on 21 steps of decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all choices of
+rematerialisation, and accumulation (tests/plan/test_aot_search.py holds 15 % on some of them).
 
 Time is a roofline: see :class:`Prediction`.
 """
@@ -129,22 +129,42 @@ def hides(axes: str) -> bool:
     return set(axes.split("+")) <= OVERLAPPED
 
 
-def estimate(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Estimate:
+def estimate(
+    experiment: Experiment, devices: int, *, kind: str = "tpu", traced: Any = None
+) -> Estimate:
     """Estimates an experiment's train step on its mesh.
 
     Args:
       experiment: what would be trained; its data are not touched.
       devices: how many there are.
       kind: whose compiler: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+      traced: what :func:`trace` returned for a like step, see there; None traces this one.
 
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
     mesh = abstract_mesh(experiment.mesh, devices)
     state = make_abstract_state(experiment, mesh)
-    step = build_step(experiment, state, mesh)
-    estimated = estimate_step(step, state, experiment.batch, mesh, kind=kind)
+    if traced is None:
+        traced = trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
+    estimated = estimate_traced(traced, state, experiment.batch, mesh, kind=kind)
     return estimated if mesh.shape["pipe"] == 1 else _pipelined(experiment, estimated)
+
+
+def trace(experiment: Experiment, devices: int) -> Any:
+    """Traces an experiment's train step over an abstract mesh of its sizes.
+
+    The trace has the same operations on all meshes with the same product of data and fsdp, and the
+    same of everything else, and names both in its constraints where both are above 1: then it can
+    stand for the others in :func:`estimate`, which reads the sizes from its own mesh. (Not with
+    ``zero``, whose layouts depend on the sizes.)
+
+    Raises:
+      ValueError: as :func:`estimate`.
+    """
+    mesh = abstract_mesh(experiment.mesh, devices)
+    state = make_abstract_state(experiment, mesh)
+    return trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
 
 
 def estimate_step(
@@ -164,8 +184,19 @@ def estimate_step(
       mesh: from :func:`abstract_mesh` (a mesh of devices has one as ``.abstract_mesh``).
       kind: as in :func:`estimate`.
     """
+    return estimate_traced(trace_step(step, state, batch, mesh), state, batch, mesh, kind=kind)
+
+
+def trace_step(step: Callable, state: PyTree, batch: PyTree, mesh: AbstractMesh) -> Any:
+    """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
     with jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(step)(state, batch)
+        return jax.make_jaxpr(step)(state, batch)
+
+
+def estimate_traced(
+    traced: Any, state: PyTree, batch: PyTree, mesh: AbstractMesh, *, kind: str
+) -> Estimate:
+    """Estimates a traced step; arguments as in :func:`estimate_step`."""
     split = batch_shardings(batch, mesh)
     batch = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, split
@@ -175,7 +206,7 @@ def estimate_step(
     train = isinstance(state, TrainState)
     params = state.params if train else state
     cost, working = walk_step(
-        jaxpr,
+        traced,
         specs,
         dict(mesh.shape),
         gradient_layouts(params),

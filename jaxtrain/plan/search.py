@@ -31,7 +31,14 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
 )
-from jaxtrain.plan.estimate import Estimate, Prediction, estimate, predict, state_bytes
+from jaxtrain.plan.estimate import (
+    Estimate,
+    Prediction,
+    estimate,
+    predict,
+    state_bytes,
+    trace,
+)
 from jaxtrain.plan.targets import Target
 
 AXES = ("data", "fsdp", "tensor", "pipe")
@@ -222,7 +229,7 @@ def search(
     if compile_best:
         # What is not installed is better known now than in a minute.
         target.devices()
-    losers = Losers()
+    losers, estimator = Losers(), Estimator(build, config, target)
     rows, considered = [], 0
     meshes = list(make_meshes(config, target.size))
     for i, mesh in enumerate(meshes):
@@ -232,19 +239,15 @@ def search(
         if reason := refuse_mesh(build, config, mesh, target):
             losers.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
-        rows += walk_mesh(build, config, candidates, target, losers)
+        rows += walk_mesh(estimator, candidates, target, losers)
     rows.sort(key=lambda row: row.prediction.step_s)
     rows = compile_rows(build, config, rows, target, compile_best, progress)
     shown = [row for row in rows if row.compiled_bytes is not None] or rows[: max(1, compile_best)]
     for row in rows:
         if row not in shown:
             slower = row.prediction.step_s / rows[0].prediction.step_s
-            losers.add(
-                f"fits, and is predicted # x slower than the best: {row.prediction.bound} bounds it",
-                row.candidate.mesh_name,
-                1,
-                slower,
-            )
+            reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
+            losers.add(reason, row.candidate.mesh_name, 1, slower)
     return SearchResult(
         target=str(target),
         memory_bytes=target.chip.memory_bytes,
@@ -253,6 +256,43 @@ def search(
         families=losers.families(),
         seconds=time.perf_counter() - start,
     )
+
+
+class Estimator:
+    """Estimates layouts of one experiment, and traces a step once for all meshes it serves."""
+
+    def __init__(self, build: Callable[[Any], Experiment], config: Any, target: Target):
+        self.build, self.config, self.target = build, config, target
+        self.traces: dict[str, Any] = {}
+
+    def __call__(self, candidate: Candidate) -> tuple[Experiment, Estimate]:
+        """Builds and estimates a layout.
+
+        Raises:
+          ValueError: for one that cannot be trained.
+        """
+        experiment = self.build(with_candidate(self.config, candidate))
+        twin = self.twin(candidate)
+        key = repr(twin)
+        if key not in self.traces:
+            built = self.build(with_candidate(self.config, twin))
+            self.traces[key] = trace(built, self.target.size)
+        estimated = estimate(
+            experiment,
+            self.target.size,
+            kind=self.target.chip.kind,
+            traced=self.traces[key],
+        )
+        return experiment, estimated
+
+    def twin(self, candidate: Candidate) -> Candidate:
+        """The layout whose trace stands for this one, see :func:`jaxtrain.plan.estimate.trace`."""
+        shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
+        both = "data" in candidate.mesh and "fsdp" in candidate.mesh
+        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % 2:
+            return candidate
+        mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
+        return dataclasses.replace(candidate, mesh=mesh)
 
 
 class Losers:
@@ -264,7 +304,7 @@ class Losers:
     def add(self, reason: str, example: str, count: int = 1, number: float | None = None) -> None:
         """Counts layouts."""
         before, first, numbers = self.found.get(reason, (0, example, []))
-        numbers = numbers + [number] if number is not None else numbers
+        numbers = numbers if number is None else [*numbers, number]
         self.found[reason] = before + count, first, numbers
 
     def families(self) -> tuple[Family, ...]:
@@ -363,8 +403,7 @@ def refuse_mesh(
 
 
 def walk_mesh(
-    build: Callable[[Any], Experiment],
-    config: Any,
+    estimator: "Estimator",
     candidates: Sequence[Candidate],
     target: Target,
     losers: Losers,
@@ -394,8 +433,7 @@ def walk_mesh(
                 )
                 break
             try:
-                experiment = build(with_candidate(config, candidate))
-                estimated = estimate(experiment, target.size, kind=target.chip.kind)
+                experiment, estimated = estimator(candidate)
             except ValueError as error:
                 losers.add(
                     f"does not divide: {family_of(str(error))}",

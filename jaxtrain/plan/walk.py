@@ -37,22 +37,32 @@ import numpy as np
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
-# Part of what reads them; the second set only moves data and leaves every byte as it is.
+# Part of what reads them: data is moved, or seen in another shape.
 MOVES = frozenset(
-    "reshape transpose squeeze expand_dims slice sharding_constraint name copy copy_p rev "
-    "reduce_precision optimization_barrier stop_gradient split dynamic_slice".split()
-)
-# Results with memory of their own. Everything else is element-wise.
-HEAVY = frozenset(
-    "dot_general conv_general_dilated gather scatter scatter-add scatter_add sort top_k "
-    "dynamic_update_slice concatenate cumsum cumlogsumexp cummax reduce_sum reduce_max reduce_min "
-    "reduce_prod reduce_and reduce_or argmax argmin psum ppermute all_gather all_to_all "
-    "reduce_window_sum reduce_window_max select_and_scatter_add cholesky triangular_solve".split()
+    [
+        *("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "split"),
+        *("rev", "copy", "copy_p", "sharding_constraint", "name", "reduce_precision"),
+        *("optimization_barrier", "stop_gradient"),
+    ]
 )
 REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
+    [
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        *("argmax", "argmin"),
+    ]
 )
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
+# Results with memory of their own. Everything else is element-wise.
+HEAVY = frozenset(
+    [
+        *REDUCTIONS,
+        *IN_PLACE,
+        *("dot_general", "conv_general_dilated", "gather", "concatenate", "sort", "top_k"),
+        *("cumsum", "cumlogsumexp", "cummax", "reduce_window_sum", "reduce_window_max"),
+        *("select_and_scatter_add", "cholesky", "triangular_solve"),
+        *("psum", "ppermute", "all_gather", "all_to_all"),
+    ]
+)
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
