@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -62,8 +63,36 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = fill_sizes(sizes, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
-    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    grid = _arrange(shape, devices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    """Neighbours in the mesh are neighbours in the network; slices meet on the outermost axes."""
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(_slice_of(device), []).append(device)
+    inner, outer = list(shape), [1] * len(shape)
+    left = len(slices)
+    for axis, size in enumerate(shape):
+        outer[axis] = math.gcd(size, left)
+        inner[axis] //= outer[axis]
+        left //= outer[axis]
+    if left > 1 or len({len(members) for members in slices.values()}) > 1:
+        raise ValueError(f"{len(devices)} devices do not lie on {len(slices)} slices of one size")
+    grids = [
+        mesh_utils.create_device_mesh(inner, members, allow_split_physical_axes=True)
+        for _, members in sorted(slices.items())
+    ]
+    # [slices of axis 0, slices of axis 1, ..., inner 0, inner 1, ...] to [axis 0, axis 1, ...]
+    stacked = np.stack(grids).reshape(*outer, *inner)
+    order = [d for axis in range(len(shape)) for d in (axis, axis + len(shape))]
+    return stacked.transpose(order).reshape(shape)
+
+
+def _slice_of(device: jax.Device) -> int:
+    # Hosts of GPUs have numbers of that name too; there the order of devices is enough.
+    return getattr(device, "slice_index", None) or 0 if device.platform == "tpu" else 0
 
 
 def fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:

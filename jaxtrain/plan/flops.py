@@ -102,7 +102,8 @@ def _times(eqn: Any) -> int:
     if eqn.primitive.name == "shard_map":
         # The body is what one device does along the axes that are mapped.
         mesh = eqn.params["mesh"]
-        return math.prod(mesh.shape[axis] for axis in eqn.params["manual_axes"])
+        axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", mesh.axis_names))
+        return math.prod(mesh.shape[axis] for axis in axes)
     return 1
 
 

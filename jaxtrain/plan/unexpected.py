@@ -1,7 +1,8 @@
 """Finds collectives that bring together a whole parameter which was split to keep it apart."""
 
 import collections
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
@@ -32,24 +33,28 @@ def unexpected_gathers(
     Returns:
       A sentence per parameter and axes.
     """
-    found: dict[tuple[str, tuple[str, ...]], Collective] = {}
+    found: dict[tuple[tuple[str, ...], tuple[str, ...]], Collective] = {}
     for collective in program.collectives:
         if collective.kind != "all-gather":
             continue
         for shape in collective.shapes:
-            for name in _whole(shape, collective.axes, params, mesh, layers):
-                found.setdefault((name, collective.axes), collective)
+            sizes = [int(d) for d in shape[shape.index("[") + 1 : -1].split(",") if d]
+            names = tuple(_whole(sizes, collective.axes, params, mesh, layers))
+            if names:
+                found.setdefault((names, collective.axes), collective)
     return tuple(
-        f"parameter {name!r} is gathered whole along {' + '.join(axes)}: {c.executions} times a "
-        f"step, {human_bytes(c.payload)} with what goes with it; from {c.source or 'unknown'}"
-        for (name, axes), c in found.items()
+        f"parameter {' or '.join(map(repr, names))} is gathered whole along {' + '.join(axes)}: "
+        f"{c.executions} times a step, {human_bytes(c.payload)} with what goes with it; from "
+        f"{c.source or 'unknown'}"
+        for (names, axes), c in found.items()
     )
 
 
 def _whole(
-    shape: str, axes: tuple[str, ...], params: Any, mesh: Mesh, layers: str | None
-) -> Iterator[str]:
-    gathered = _dims(int(d) for d in shape[shape.index("[") + 1 : -1].split(",") if d)
+    gathered: list[int], axes: tuple[str, ...], params: Any, mesh: Mesh, layers: str | None
+) -> list[str]:
+    """Names the parameters of that shape which should not be whole; several may look alike."""
+    exact, alike = [], []
     for name, leaf in named_leaves(params).items():
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -60,28 +65,25 @@ def _whole(
             continue
         # What one device has once the gathered axes are undone and the others are not.
         whole = [
-            size // _size((a for a in entry if a not in axes), mesh)
+            size // math.prod(mesh.shape[a] for a in entry if a not in axes)
             for size, entry in zip(leaf.shape, spec, strict=True)
         ]
         stacked = layers is not None and name.startswith(f"{layers}/")
         if set(axes) <= GATHERED:
             # Layer by layer is what these axes are for; so is a parameter without layers.
-            if stacked and leaf.shape[0] > 1 and gathered == _dims(whole):
-                yield name
-        elif gathered in (_dims(whole), _dims(whole[1:]) if stacked else None):
-            yield name
+            shapes = [whole] if stacked and leaf.shape[0] > 1 else []
+        else:
+            shapes = [whole, whole[1:]] if stacked else [whole]
+        if gathered in shapes:
+            exact.append(name)
+        elif _dims(gathered) in [_dims(shape) for shape in shapes]:
+            alike.append(name)
+    return exact or alike
 
 
-def _dims(sizes) -> collections.Counter:
+def _dims(sizes: Sequence[int]) -> collections.Counter:
     # Compilers transpose, merge leading ones and drop them.
     return collections.Counter(size for size in sizes if size != 1)
-
-
-def _size(axes, mesh: Mesh) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size
 
 
 def _names(entry: Any) -> tuple[str, ...]:

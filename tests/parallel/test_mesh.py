@@ -1,9 +1,11 @@
 """Mesh sizes: what fits, what fills, what is refused."""
 
 import jax
+import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.parallel import mesh as layout
 from jaxtrain.parallel.mesh import AXES, describe_mesh
 
 
@@ -38,3 +40,16 @@ def test_devices_may_be_given():
 def test_sizes_that_do_not_fit_are_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         jt.make_mesh(**axes)
+
+
+def test_slices_meet_on_the_outermost_axes(monkeypatch):
+    monkeypatch.setattr(layout, "_slice_of", lambda device: device.id // 4)
+    for shape, crossing in [({"data": 4, "tensor": 2}, "data"), ({"tensor": 8}, "tensor")]:
+        mesh = jt.make_mesh(**shape)
+        assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+        slices = np.vectorize(lambda device: device.id // 4)(mesh.devices)
+        axis = AXES.index(crossing)
+        halves = np.split(slices, 2, axis=axis)
+        assert [set(half.flat) for half in halves] == [{0}, {1}]
+    with pytest.raises(ValueError, match="7 devices do not lie on 2 slices of one size"):
+        jt.make_mesh(data=7, devices=jax.devices()[:7])
