@@ -31,6 +31,7 @@ from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.writers import make_writers
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.plan.comparison import compare_with_run
 from jaxtrain.state import TrainState, local_bytes
 
 PyTree = Any
@@ -177,6 +178,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             state = train_loop(train, state, batches, steps=experiment.steps, hooks=hooks)
         means = evaluation.at(experiment.steps, state)
         saving.save(experiment.steps, state)
+    terminal.print_lines(compare_with_run(train, mesh, experiment, rate.seconds_per_step))
     result = FitResult(state, means, str(run_dir))
     _conclude(experiment, result)
     return result

@@ -145,8 +145,8 @@ def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
         warnings.warn(
-            "attention: cudnn cannot be compiled without a GPU; planned with xla, which keeps as "
-            "much for its backward pass",
+            "attention: cudnn cannot be compiled without a GPU; compiled with xla, which keeps as "
+            "much for its backward pass and moves more through memory",
             AheadOfTimeWarning,
             stacklevel=3,
         )

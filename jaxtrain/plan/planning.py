@@ -5,7 +5,6 @@ Everything starts from shapes: nothing is allocated, and no data is read.
 
 import contextlib
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -118,7 +117,7 @@ class Plan:
       hbm_bytes: moved by one device per step, an estimate (:class:`jaxtrain.plan.hlo.Program`).
       roofline: times at the chip's peaks.
       peak_flops: of one device for the dtype that most is multiplied in.
-      compile_seconds: wall time of tracing and compiling.
+      compile_seconds: wall time of tracing and compiling; None where the compiler refused.
       warnings: what should not be there.
       notes: what is left out or assumed.
       mend: the nearest change that fits, where it does not.
@@ -141,7 +140,7 @@ class Plan:
     hbm_bytes: float | None
     roofline: Roofline | None
     peak_flops: float | None
-    compile_seconds: float
+    compile_seconds: float | None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     mend: str | None = None
@@ -332,8 +331,7 @@ def plan_step(
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
-        with jax.set_mesh(mesh):
-            flops = count_flops(step, *jax.eval_shape(lambda *trees: trees, state, batch))
+        flops = trace_flops(step, state, batch, mesh)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
     notes += _flops_notes(flops)
     common = {
@@ -357,7 +355,7 @@ def plan_step(
             collectives=(),
             hbm_bytes=None,
             roofline=None,
-            compile_seconds=math.nan,
+            compile_seconds=None,
             notes=(*notes, f"the compiler: {refusal}"),
         )
     text = train.compiled.as_text()
@@ -422,6 +420,12 @@ def split_memory(
         peak=peak,
         limit=chip.memory_bytes,
     )
+
+
+def trace_flops(step: Callable[..., Any], state: PyTree, batch: PyTree, mesh: Mesh) -> Flops:
+    """Counts a step's FLOPs as it is traced for a mesh."""
+    with jax.set_mesh(mesh):
+        return count_flops(step, *jax.eval_shape(lambda *trees: trees, state, batch))
 
 
 def peak_bytes(compiled: Any, kind: str) -> int:

@@ -45,7 +45,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _section(console, "time per step at the chip's published peaks", _roofline(plan))
         for sentence in _prediction(plan):
             _line(console, sentence, indent=2)
-    if plan.compile_seconds == plan.compile_seconds:  # not a NaN
+    if plan.compile_seconds is not None:
         _line(console, "")
         _line(console, f"compiled in {plan.compile_seconds:.1f} s")
     for note in plan.notes:
