@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -244,3 +245,16 @@ def test_after_a_run(monkeypatch):
     assert lines[0].endswith("(+100.0%)")
     roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+
+
+def test_the_command_searches(capsys):
+    target = ("plan", "experiments.gpt", "--target", "h100:1x4", "--search")
+    flags = "--layers 2 --width 64 --heads 4 --seq-len 32 --optimizer.name adamw --precision bf16"
+    # Without compiling, which needs the GPU compiler.
+    status, out, _ = run(capsys, *target, "--compile-best", "0", "--json", *flags.split())
+    found = json.loads(out)
+    assert (status, found["target"]) == (0, "h100:1x4")
+    assert all(math.prod(row["mesh"].values()) == 4 for row in found["rows"])
+    status, _, err = run(capsys, *target, "--save-hlo", "x.hlo", *flags.split())
+    assert status == 2
+    assert "--save-hlo saves one program" in err
