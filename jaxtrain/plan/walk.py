@@ -665,9 +665,12 @@ class Walk:
         # A carry that starts as zeros lies as the body leaves it.
         for _ in range(2):
             self.cost = Cost()
-            start = [Value(v.shape, v.dtype, spec) for v, spec in zip(carry, layouts, strict=True)]
+            start = [self.held(v, spec) for v, spec in zip(carry, layouts, strict=True)]
             results, peak = self.level(
-                body.jaxpr, [_constant(c) for c in body.consts], [*consts, *start, *slices]
+                body.jaxpr,
+                [_constant(c) for c in body.consts],
+                [*consts, *start, *slices],
+                carry=start,
             )
             found = [
                 r.spec if v.free else spec
