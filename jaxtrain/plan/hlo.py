@@ -5,14 +5,24 @@ understood is reported as such (axes ``"?"``, trip count unknown) and never drop
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 from jax.sharding import Mesh
+
+from jaxtrain.plan.groups import group_axes, parse_groups
+from jaxtrain.plan.hlo_text import (
+    Computation,
+    Instruction,
+    arrays,
+    bits,
+    parse,
+    partitions_of,
+    split_tuple,
+    type_bytes,
+)
 
 COLLECTIVES = (
     "all-gather",
@@ -23,7 +33,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-UNKNOWN = "?"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,255 +96,8 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
       text: of a scheduled module, after partitioning.
       mesh: names the axes of collectives; None leaves them unknown.
     """
-    return _Reader(_parse(text), _partitions(text), mesh).read()
+    return _Reader(parse(text), partitions_of(text), mesh).read()
 
-
-# Parsing.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    op: str
-    operands: tuple[str, ...]
-    attributes: str
-    literal: str
-    root: bool
-
-    def attribute(self, name: str) -> str | None:
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        return found and found[1]
-
-    @functools.cached_property
-    def bytes(self) -> int:
-        return type_bytes(self.type)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Computation:
-    name: str
-    instructions: dict[str, _Instruction]
-
-    @property
-    def root(self) -> _Instruction:
-        *_, last = self.instructions.values()
-        return next((i for i in self.instructions.values() if i.root), last)
-
-    @functools.cached_property
-    def users(self) -> dict[str, list[_Instruction]]:
-        users: dict[str, list[_Instruction]] = {}
-        for instruction in self.instructions.values():
-            for operand in instruction.operands:
-                users.setdefault(operand, []).append(instruction)
-        return users
-
-    @functools.cached_property
-    def parameters(self) -> list[_Instruction]:
-        found = [i for i in self.instructions.values() if i.op == "parameter"]
-        return sorted(found, key=lambda i: int(i.literal))
-
-
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+[a-z0-9]*|token|opaque)\[([\d,<=]*)\](\{[^}]*\})?")
-
-
-def _parse(text: str) -> tuple[dict[str, _Computation], str]:
-    computations: dict[str, _Computation] = {}
-    entry = ""
-    current: dict[str, _Instruction] | None = None
-    name = ""
-    for line in text.splitlines():
-        if current is None:
-            header = _HEADER.match(line)
-            if header and not line.startswith("HloModule") and " -> " in line:
-                name, current = header[2], {}
-                entry = name if header[1] else entry
-        elif line.startswith("}"):
-            computations[name] = _Computation(name, current)
-            current = None
-        elif instruction := _parse_line(line):
-            current[instruction.name] = instruction
-    if not entry:
-        raise ValueError("this is no compiled program's text: it has no ENTRY computation")
-    return computations, entry
-
-
-def _parse_line(line: str) -> _Instruction | None:
-    found = _NAME.match(line)
-    if not found:
-        return None
-    rest = line[found.end() :]
-    end = _balanced(rest) if rest.startswith("(") else rest.find(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    start = rest.find("(")
-    if start < 0:
-        return None
-    inside = _balanced(rest[start:])
-    operands = rest[start + 1 : start + inside - 1]
-    return _Instruction(
-        name=found[2],
-        type=kind,
-        op=rest[:start],
-        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
-        attributes=rest[start + inside :],
-        literal=operands,
-        root=found[1] is not None,
-    )
-
-
-def _balanced(text: str) -> int:
-    """The end of the bracket that ``text`` starts with."""
-    depth = 0
-    for position, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return position + 1
-    return len(text)
-
-
-def _bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
-
-
-def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...], str]]:
-    return [
-        (dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d), layout or "")
-        for dtype, dims, layout in _ARRAY.findall(type_text)
-    ]
-
-
-def type_bytes(type_text: str, *, fast_memory: bool = True) -> int:
-    """Bytes of an HLO type: ``f32[2,3]{1,0}``, or a tuple of such.
-
-    Args:
-      type_text: the type.
-      fast_memory: whether arrays count that the compiler placed outside of the main memory.
-
-    >>> type_bytes("(bf16[4,8]{1,0:T(8,128)}, f32[])")
-    68
-    """
-    return sum(
-        math.prod(dims) * _bits(dtype) // 8
-        for dtype, dims, layout in _arrays(type_text)
-        if fast_memory or not re.search(r"S\([1-9]", layout)
-    )
-
-
-def _partitions(text: str) -> int:
-    found = re.search(r"num_partitions=(\d+)", text[: text.find("\n")])
-    return int(found[1]) if found else 1
-
-
-# Groups of devices.
-
-
-def parse_groups(attributes: str, partitions: int) -> list[tuple[int, ...]] | None:
-    """Reads which devices take part together; None where it is written in an unknown way.
-
-    Args:
-      attributes: what follows an instruction's operands.
-      partitions: devices of the program.
-
-    >>> parse_groups("replica_groups=[2,2]<=[2,2]T(1,0), x=1", 4)
-    [(0, 2), (1, 3)]
-    >>> parse_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}", 4)
-    [(0, 1), (2, 3)]
-    """
-    if found := re.search(r"source_target_pairs=\{(.*?\})\}", attributes):
-        return _lists(found[1])
-    if found := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
-        return _lists(found[1]) or [tuple(range(partitions))]
-    if found := re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    ):
-        ids = _iota(found[2], found[3])
-        return [tuple(row) for row in ids.reshape(_numbers(found[1])).tolist()]
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", attributes):
-        return _mesh_groups(*found.groups())
-    return None
-
-
-def _lists(text: str) -> list[tuple[int, ...]]:
-    return [tuple(_numbers(part)) for part in re.findall(r"\{([\d,]*)\}", text)]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
-
-
-def _iota(reshape: str, transpose: str | None) -> np.ndarray:
-    sizes = _numbers(reshape)
-    ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(_numbers(transpose)) if transpose else ids
-
-
-def _mesh_groups(axes: str, order: str, used: str) -> list[tuple[int, ...]] | None:
-    names, sizes = [], []
-    for name, size in re.findall(r"'([^']*)'=(\d+)", axes):
-        names.append(name)
-        sizes.append(int(size))
-    ids = np.arange(math.prod(sizes))
-    if "device_ids" in order:
-        if iota := re.search(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order):
-            ids = _iota(iota[1], iota[2]).reshape(-1)
-        elif listed := re.search(r"\(([\d,]+)\)", order):
-            ids = np.array(_numbers(listed[1]))
-        if ("(" in order and not (iota or listed)) or ids.size != math.prod(sizes):
-            return None
-    # An axis may take part with a factor of its size: 'a':(m)k is the k after the first m.
-    shape, dims_used = [], []
-    parts = {
-        name: (int(pre or 0), int(size or 0))
-        for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)
-    }
-    for name, size in zip(names, sizes, strict=True):
-        pre, inner = parts.get(name, (0, 0))
-        split = (pre, inner, size // (pre * inner)) if inner else (size,)
-        if name in parts:
-            dims_used.append(len(shape) + (1 if inner else 0))
-        shape.extend(split)
-    if set(parts) - set(names):
-        return None
-    rest = [d for d in range(len(shape)) if d not in dims_used]
-    grid = ids.reshape(shape).transpose([*rest, *dims_used])
-    return [tuple(row) for row in grid.reshape(-1, math.prod(shape[d] for d in dims_used)).tolist()]
-
-
-def group_axes(
-    groups: Sequence[Sequence[int]] | None, mesh: Mesh | None, *, pairs: bool = False
-) -> tuple[str, ...]:
-    """Names the mesh axes along which groups of devices extend.
-
-    Args:
-      groups: positions in ``mesh.devices.flat`` that take part together.
-      mesh: the mesh.
-      pairs: the groups are (source, target): axes along which anything moves.
-
-    Returns:
-      Axes of size above 1, outermost first; ``("?",)`` where the groups are not whole axes.
-    """
-    if groups is None or mesh is None or any(d >= mesh.size for g in groups for d in g):
-        return (UNKNOWN,)
-    shape = tuple(mesh.shape.values())
-    varying: set[int] = set()
-    for group in groups:
-        places = np.array(np.unravel_index(group, shape))
-        here = {int(d) for d in np.flatnonzero((places != places[:, :1]).any(axis=1))}
-        if not pairs and math.prod(shape[d] for d in here) != len(set(group)):
-            return (UNKNOWN,)
-        varying |= here
-    if not pairs and any(len(g) != math.prod(shape[d] for d in varying) for g in groups):
-        return (UNKNOWN,)
-    names = tuple(mesh.shape)
-    return tuple(names[d] for d in sorted(varying))
-
-
-# Walking.
 
 # Reads and writes nothing by itself.
 _FREE = {
@@ -356,21 +118,28 @@ _PASSING = {"get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "
 
 
 class _Reader:
-    def __init__(self, parsed: tuple[dict[str, _Computation], str], partitions: int, mesh):
+    def __init__(self, parsed: tuple[dict[str, Computation], str], partitions: int, mesh):
         self.computations, self.entry = parsed
         self.partitions, self.mesh = partitions, mesh
         self.collectives: list[Collective] = []
         self.loops: list[int | None] = []
         self.hbm_bytes = 0.0
         self.kept_bytes = 0
+        self.started = {
+            (kind, instruction.attribute("channel_id"))
+            for computation in self.computations.values()
+            if _starts(computation)
+            for instruction in computation.instructions.values()
+            if (kind := _collective_kind(instruction))
+        }
 
     def read(self) -> Program:
         self._walk(self.computations[self.entry], 1, False)
         return Program(tuple(self.collectives), self.hbm_bytes, self.kept_bytes, tuple(self.loops))
 
-    def _walk(self, computation: _Computation, times: int, conditional: bool) -> None:
+    def _walk(self, computation: Computation, times: int, conditional: bool) -> None:
         # A TPU's asynchronous collective is written into the fusion that starts it, those that run
-        # meanwhile and the one that ends it, with the same channel: it is one.
+        # meanwhile (in loops too) and the one that ends it, with the same channel: it is one.
         channels: set[tuple[str, str]] = set()
         self.kept_bytes += self._kept(computation)
         for instruction in computation.instructions.values():
@@ -396,7 +165,7 @@ class _Reader:
             elif op not in _FREE and not op.endswith(("-done", "-update")):
                 self.hbm_bytes += times * self._traffic(computation, instruction)
 
-    def _fused(self, fusion, called: _Computation, times, conditional, channels) -> None:
+    def _fused(self, fusion, called: Computation, times, conditional, channels) -> None:
         for instruction in called.instructions.values():
             if instruction.op == "fusion":
                 for inner in self._calls(instruction):
@@ -405,7 +174,8 @@ class _Reader:
             if not kind:
                 continue
             channel = (kind, instruction.attribute("channel_id") or instruction.name)
-            if channel in channels:
+            elsewhere = channel in self.started and not _starts(called)
+            if channel in channels or elsewhere:
                 continue
             channels.add(channel)
             if called.name.startswith("all-reduce-scatter"):
@@ -435,18 +205,18 @@ class _Reader:
                 shapes=tuple(
                     f"{dtype}[{','.join(map(str, dims))}]"
                     for t in types
-                    for dtype, dims, _ in _arrays(t)
+                    for dtype, dims, _ in arrays(t)
                 ),
             )
         )
 
-    def _calls(self, instruction: _Instruction) -> list[_Computation]:
+    def _calls(self, instruction: Instruction) -> list[Computation]:
         names = [instruction.attribute("calls")]
         if instruction.op == "call":
             names.append(instruction.attribute("to_apply"))
         return [self.computations[n] for n in names if n in self.computations]
 
-    def _branches(self, instruction: _Instruction) -> list[_Computation]:
+    def _branches(self, instruction: Instruction) -> list[Computation]:
         names = [instruction.attribute(f"{b}_computation") for b in ("true", "false")]
         if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes):
             names = re.findall(r"%?([\w.\-]+)", found[1])
@@ -454,13 +224,13 @@ class _Reader:
 
     # Loops.
 
-    def _trips(self, computation: _Computation, loop: _Instruction) -> int | None:
+    def _trips(self, computation: Computation, loop: Instruction) -> int | None:
         if found := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(found[1])
         condition = self.computations[loop.attribute("condition")]
         return self._counted(computation, loop, condition)
 
-    def _counted(self, computation, loop, condition: _Computation) -> int | None:
+    def _counted(self, computation, loop, condition: Computation) -> int | None:
         """Trips of a loop whose condition is ``counter < constant``."""
         test = condition.root
         while test.op in ("bitcast", "copy", "convert") and test.operands:
@@ -515,7 +285,7 @@ class _Reader:
                         return value
         return None
 
-    def _kept(self, computation: _Computation) -> int:
+    def _kept(self, computation: Computation) -> int:
         """Bytes that one loop of a computation stacks and a later one reads."""
         total = 0
         stacked: dict[tuple[str, int], int] = {}
@@ -532,18 +302,18 @@ class _Reader:
             if body.root.op != "tuple" or not trips:
                 continue
             for index, (operand, array) in enumerate(
-                zip(body.root.operands, _arrays(loop.type), strict=False)
+                zip(body.root.operands, arrays(loop.type), strict=False)
             ):
                 dtype, dims, _ = array
                 if dims and dims[0] == trips and _origin(body, operand) is None:
                     new = body.instructions[operand]
                     if not _passes(body, new, index):
-                        stacked[loop.name, index] = math.prod(dims) * _bits(dtype) // 8
+                        stacked[loop.name, index] = math.prod(dims) * bits(dtype) // 8
         return total
 
     # Memory traffic.
 
-    def _traffic(self, computation: _Computation, instruction: _Instruction) -> int:
+    def _traffic(self, computation: Computation, instruction: Instruction) -> int:
         written = type_bytes(instruction.type, fast_memory=False)
         if instruction.op in ("dynamic-slice", "slice", "gather"):
             return 2 * written
@@ -556,7 +326,7 @@ class _Reader:
             return written
         return written + sum(_slow_bytes(computation, o) for o in set(instruction.operands))
 
-    def _fusion_traffic(self, computation: _Computation, fusion: _Instruction) -> int:
+    def _fusion_traffic(self, computation: Computation, fusion: Instruction) -> int:
         called = self._calls(fusion)
         if not called:
             return self._traffic(computation, fusion)
@@ -568,7 +338,7 @@ class _Reader:
         results = [inner.root]
         if inner.root.op == "tuple":
             results = [inner.instructions[o] for o in inner.root.operands]
-        types = _split_tuple(fusion.type) if inner.root.op == "tuple" else [fusion.type]
+        types = split_tuple(fusion.type) if inner.root.op == "tuple" else [fusion.type]
         written = 0
         for result, result_type in zip(results, types, strict=False):
             size = type_bytes(result_type, fast_memory=False)
@@ -580,36 +350,29 @@ class _Reader:
         return read + written
 
 
-def _collective_kind(instruction: _Instruction) -> str | None:
+def _starts(computation: Computation) -> bool:
+    """Whether a fusion starts a TPU's asynchronous collective."""
+    return any(
+        i.op == "custom-call" and "AsyncCollectiveStart" in i.attributes
+        for i in computation.instructions.values()
+    )
+
+
+def _collective_kind(instruction: Instruction) -> str | None:
     kind = instruction.op.removesuffix("-start")
     return kind if kind in COLLECTIVES else None
 
 
-def _payload_types(instruction: _Instruction, kind: str) -> list[str]:
+def _payload_types(instruction: Instruction, kind: str) -> list[str]:
     """The types of an operation's results; of its operands, for a reduce-scatter-start."""
-    parts = _split_tuple(instruction.type)
+    parts = split_tuple(instruction.type)
     if instruction.op.endswith("-start") and kind != "all-reduce":
         # A start's type is (operands, results, and what the hardware needs).
-        parts = _split_tuple(parts[0 if kind == "reduce-scatter" else 1])
+        parts = split_tuple(parts[0 if kind == "reduce-scatter" else 1])
     return parts
 
 
-def _split_tuple(type_text: str) -> list[str]:
-    """The members of a tuple type; any other type alone."""
-    if not type_text.startswith("("):
-        return [type_text]
-    members, depth, start = [], 0, 1
-    for position, letter in enumerate(type_text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if (letter == "," and depth == 1) or depth == 0:
-            members.append(re.sub(r"/\*.*?\*/", "", type_text[start:position]).strip())
-            start = position + 1
-        if depth == 0:
-            break
-    return [m for m in members if m]
-
-
-def _constant(computation: _Computation, name: str) -> int | None:
+def _constant(computation: Computation, name: str) -> int | None:
     instruction = computation.instructions.get(name)
     while instruction is not None and instruction.op in ("copy", "bitcast", "convert"):
         instruction = computation.instructions.get(instruction.operands[0])
@@ -618,7 +381,7 @@ def _constant(computation: _Computation, name: str) -> int | None:
     return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
 
 
-def _origin(computation: _Computation, name: str) -> tuple[str, int] | None:
+def _origin(computation: Computation, name: str) -> tuple[str, int] | None:
     """Which element of which loop's result this is, unchanged; None if it is not one."""
     while (instruction := computation.instructions.get(name)) is not None:
         if instruction.op == "get-tuple-element":
@@ -638,7 +401,7 @@ def _origin(computation: _Computation, name: str) -> tuple[str, int] | None:
     return None
 
 
-def _passes(body: _Computation, instruction: _Instruction, index: int) -> bool:
+def _passes(body: Computation, instruction: Instruction, index: int) -> bool:
     """Whether a loop's body returns element ``index`` of its carry as it came."""
     while instruction.op in ("bitcast", "copy", "copy-done", "copy-start") and instruction.operands:
         instruction = body.instructions[instruction.operands[0]]
@@ -648,12 +411,12 @@ def _passes(body: _Computation, instruction: _Instruction, index: int) -> bool:
     return source.op == "parameter" and int(instruction.attribute("index")) == index
 
 
-def _slow_bytes(computation: _Computation, name: str) -> int:
+def _slow_bytes(computation: Computation, name: str) -> int:
     instruction = computation.instructions.get(name)
     return type_bytes(instruction.type, fast_memory=False) if instruction else 0
 
 
-def _used_bytes(inner: _Computation, parameter: _Instruction) -> int:
+def _used_bytes(inner: Computation, parameter: Instruction) -> int:
     """How much of a fusion's parameter is read: slices count as what they take."""
     total = 0
     for user in _through_bitcasts(inner, parameter):
@@ -666,14 +429,14 @@ def _used_bytes(inner: _Computation, parameter: _Instruction) -> int:
     return total
 
 
-def _through_bitcasts(inner: _Computation, instruction: _Instruction) -> Iterator[_Instruction]:
+def _through_bitcasts(inner: Computation, instruction: Instruction) -> Iterator[Instruction]:
     users = inner.users.get(instruction.name, [])
     yield from itertools.chain.from_iterable(
         _through_bitcasts(inner, user) if user.op == "bitcast" else [user] for user in users
     )
 
 
-def _reaches(inner: _Computation, name: str, parameter: _Instruction) -> bool:
+def _reaches(inner: Computation, name: str, parameter: Instruction) -> bool:
     instruction = inner.instructions[name]
     while instruction.op == "bitcast":
         instruction = inner.instructions[instruction.operands[0]]

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.plan.chips import Chip
-from jaxtrain.plan.hlo import UNKNOWN, Collective
+from jaxtrain.plan.groups import UNKNOWN
+from jaxtrain.plan.hlo import Collective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
@@ -97,6 +98,28 @@ def with_constraint(sharding, *path):
                 leaf = leaf[name]
             pinned = jax.lax.with_sharding_constraint(leaf, sharding)
             return loss_fn(_replaced(params, path, pinned), batch, rng)
+
+        return loss
+
+    return change
+
+
+def needing_whole(*path):
+    """A loss with a penalty for which every device needs the whole of one of its parameters.
+
+    (A constraint alone does not do it: the TPU and GPU compilers see through it.)
+    """
+
+    def change(loss_fn):
+        def loss(params, batch, rng):
+            leaf = params
+            for name in path:
+                leaf = leaf[name]
+            whole = jax.lax.with_sharding_constraint(leaf, P())
+            ranked = jax.lax.with_sharding_constraint(jnp.sort(whole.reshape(-1)), P())
+            found = loss_fn(params, batch, rng)
+            penalty = 1e-6 * (ranked * jnp.arange(ranked.size)).sum()
+            return dataclasses.replace(found, total=found.total + penalty)
 
         return loss
 

@@ -5,11 +5,11 @@ import json
 
 import jax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain import cli
-from jaxtrain.plan.hlo import UNKNOWN, read_program
+from jaxtrain.plan.groups import UNKNOWN
+from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.plan.unexpected import unexpected_gathers
 from tests.plan import steps
@@ -62,7 +62,7 @@ def test_a_mixed_mesh_is_read_without_a_question_left(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_hidden_gather_is_reported(target):
     devices = need(target)
-    change = steps.with_constraint(P(), "blocks", "mlp", "down", "kernel")
+    change = steps.needing_whole("blocks", "mlp", "down", "kernel")
     train, state, mesh = steps.compile_gpt(loss=change, devices=devices, tensor=8)
     found = jt.explain(train, mesh, params=state.params).warnings
     assert any("'blocks/mlp/down/kernel'" in w and "along tensor" in w for w in found), found

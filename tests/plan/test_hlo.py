@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.plan.hlo import (
-    UNKNOWN,
-    Collective,
-    group_axes,
-    parse_groups,
-    read_program,
-    type_bytes,
-)
+from jaxtrain.plan.groups import UNKNOWN, group_axes, parse_groups
+from jaxtrain.plan.hlo import Collective, read_program
+from jaxtrain.plan.hlo_text import type_bytes
 
 FAST = {"xla_backend_optimization_level": 0}
 
@@ -210,3 +205,56 @@ def test_what_a_device_sends_in_a_ring(kind, ring):
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         read_program("nonsense")
+
+
+def test_an_asynchronous_collective_of_a_tpu_is_one_though_it_runs_on_in_a_loop():
+    """As the TPU compiler writes it: started in one fusion, carried on in others, ended in one."""
+    gather = (
+        "  %p.{0} = f32[4]{{0}} parameter(0)\n"
+        "  %g.{0} = f32[8]{{0}} all-gather(%p.{0}), channel_id=7, replica_groups=[4,2]<=[8]\n"
+    )
+    text = f"""HloModule m, num_partitions=8
+
+%start (p.0: f32[4]) -> f32[8] {{
+{gather.format(0)}  ROOT %c.0 = f32[8]{{0}} custom-call(%g.0), custom_call_target="AsyncCollectiveStart"
+}}
+
+%goes_on (p.1: f32[4]) -> f32[8] {{
+{gather.format(1)}  ROOT %c.1 = f32[8]{{0}} add(%g.1, %g.1)
+}}
+
+%ends (p.2: f32[4]) -> f32[8] {{
+{gather.format(2)}  ROOT %c.2 = f32[8]{{0}} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+}}
+
+%condition (s: (s32[], f32[4])) -> pred[] {{
+  %s = (s32[], f32[4]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(9)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %t = (s32[], f32[4]{{0}}) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %x = f32[4]{{0}} get-tuple-element(%t), index=1
+  %two = s32[] constant(2)
+  %next = s32[] add(%j, %two)
+  %f = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%goes_on
+  ROOT %r = (s32[], f32[4]{{0}}) tuple(%next, %x)
+}}
+
+ENTRY %main (a: f32[4]) -> f32[8] {{
+  %a = f32[4]{{0}} parameter(0)
+  %f.0 = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%start
+  %one = s32[] constant(1)
+  %carry = (s32[], f32[4]{{0}}) tuple(%one, %a)
+  %w = (s32[], f32[4]{{0}}) while(%carry), condition=%condition, body=%body
+  ROOT %f.2 = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%ends
+}}
+"""
+    program = read_program(text, mesh_222())
+    assert program.loops == (4,)  # 1, 3, 5, 7
+    assert [(c.kind, c.axes, c.executions) for c in program.collectives] == [
+        ("all-gather", ("tensor",), 1)
+    ]
