@@ -216,15 +216,18 @@ def test_an_asynchronous_collective_of_a_tpu_is_one_though_it_runs_on_in_a_loop(
     text = f"""HloModule m, num_partitions=8
 
 %start (p.0: f32[4]) -> f32[8] {{
-{gather.format(0)}  ROOT %c.0 = f32[8]{{0}} custom-call(%g.0), custom_call_target="AsyncCollectiveStart"
+{gather.format(0)}\
+  ROOT %c.0 = f32[8]{{0}} custom-call(%g.0), custom_call_target="AsyncCollectiveStart"
 }}
 
 %goes_on (p.1: f32[4]) -> f32[8] {{
-{gather.format(1)}  ROOT %c.1 = f32[8]{{0}} add(%g.1, %g.1)
+{gather.format(1)}\
+  ROOT %c.1 = f32[8]{{0}} add(%g.1, %g.1)
 }}
 
 %ends (p.2: f32[4]) -> f32[8] {{
-{gather.format(2)}  ROOT %c.2 = f32[8]{{0}} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+{gather.format(2)}\
+  ROOT %c.2 = f32[8]{{0}} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
 }}
 
 %condition (s: (s32[], f32[4])) -> pred[] {{
