@@ -32,8 +32,9 @@ from jaxtrain.parallel.mesh import AXES, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.sharding import batch_shardings
 from jaxtrain.plan.chips import Chip
+from jaxtrain.plan.partition import Cost, Spec
 from jaxtrain.plan.targets import Target
-from jaxtrain.plan.walk import Cost, Habits, Spec, walk_step
+from jaxtrain.plan.walk import Habits, walk_step
 from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 

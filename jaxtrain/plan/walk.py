@@ -24,7 +24,6 @@ What it cannot see: what a compiler reorders, recomputes or splits further, and 
 How far it is off is measured against the compilers (:mod:`jaxtrain.plan.search` prints it per row).
 """
 
-import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +33,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Axes = tuple[str, ...]
-Spec = tuple[Axes, ...]
+from jaxtrain.plan.life import Buffer, Life
+from jaxtrain.plan.partition import (
+    REDUCTIONS,
+    Axes,
+    Cost,
+    Operand,
+    Partitioner,
+    Spec,
+    Value,
+    axis_names,
+)
 
 # Part of what reads them: data is moved, or seen in another shape.
 MOVES = frozenset(
@@ -43,12 +51,6 @@ MOVES = frozenset(
         *("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "split"),
         *("rev", "copy", "copy_p", "sharding_constraint", "name", "reduce_precision"),
         *("optimization_barrier", "stop_gradient"),
-    ]
-)
-REDUCTIONS = frozenset(
-    [
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        *("argmax", "argmin"),
     ]
 )
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
@@ -89,61 +91,6 @@ class Habits:
     copies_branches: bool = False
 
 
-@dataclasses.dataclass
-class Cost:
-    """What one device does in one step.
-
-    Args:
-      flops: of matrix products and convolutions, by dtype of their operands.
-      hbm_bytes: read and written by everything that is not fused away.
-      wire_bytes: sent by one device, by (kind of collective, mesh axes).
-      wire_count: executions, by the same.
-    """
-
-    flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    hbm_bytes: float = 0.0
-    wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    wire_count: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, other: "Cost", times: float = 1.0) -> None:
-        """Adds another cost, ``times`` over."""
-        for name in ("flops", "wire_bytes", "wire_count"):
-            mine = getattr(self, name)
-            for key, value in getattr(other, name).items():
-                mine[key] += value * times
-        self.hbm_bytes += other.hbm_bytes * times
-
-
-@dataclasses.dataclass(eq=False)
-class Buffer:
-    """Memory of one device, and what it holds, in words."""
-
-    size: int
-    what: str = ""
-
-
-@dataclasses.dataclass(eq=False)
-class Value:
-    """A value of the jaxpr.
-
-    Args:
-      shape, dtype: the global ones (in a manual region, those of the region).
-      spec: mesh axes per dimension.
-      roots: the buffers that must live for it to be read.
-      fused: it is element-wise work on its roots, not (part of) a buffer as it lies.
-      free: it needs nothing to be made again: constants, counters, broadcast scalars.
-      stored: it comes from the state alone: a parameter, its cast, a slice of it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: Spec
-    roots: frozenset = frozenset()
-    fused: bool = False
-    free: bool = False
-    stored: bool = False
-
-
 def walk_step(
     jaxpr: Any,
     specs: Sequence[Spec],
@@ -174,84 +121,12 @@ def walk_step(
     return walk.cost, peak
 
 
-class Walk:
-    """The state of a walk: the mesh, and the cost so far."""
+class Walk(Partitioner):
+    """The state of a walk: the mesh, the cost so far, and how the compiler is."""
 
     def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec], habits: Habits):
-        self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
-        self.parameters = parameters
+        super().__init__(mesh, parameters)
         self.habits = habits
-        self.cost = Cost()
-
-    # Sizes.
-
-    def parts(self, axes: Iterable[str]) -> int:
-        """Into how many parts these axes split."""
-        return math.prod(self.mesh.get(axis, 1) for axis in axes)
-
-    def size(self, shape: Sequence[int], dtype: Any, spec: Spec) -> int:
-        """Bytes of one device."""
-        local = (-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
-        return math.prod(local) * _itemsize(dtype)
-
-    def bytes(self, value: Value) -> int:
-        """Bytes of one device."""
-        return self.size(value.shape, value.dtype, value.spec)
-
-    def traffic(self, value: Value) -> int:
-        """Bytes read for a value: of each buffer it is made of, as much as it has elements."""
-        if value.free:
-            return 0
-        if not value.fused or not value.roots:
-            return self.bytes(value)
-        most = self.size(value.shape, np.dtype(np.float32), value.spec)
-        return sum(min(root.size, most) for root in value.roots)
-
-    def argument(self, aval: Any, spec: Spec) -> Value:
-        """A value whose memory is counted elsewhere."""
-        spec = tuple(tuple(a for a in axes if a in self.mesh) for axes in spec)
-        spec += ((),) * (len(aval.shape) - len(spec))
-        return Value(tuple(aval.shape), aval.dtype, spec)
-
-    def fit(self, shape: Sequence[int], wanted: Sequence[Axes]) -> Spec:
-        """Drops what does not divide, and the second use of an axis."""
-        used: set[str] = set()
-        spec = []
-        for n, axes in zip(shape, wanted, strict=True):
-            axes = tuple(a for a in axes if a not in used)
-            if n % self.parts(axes):
-                axes = ()
-            used.update(axes)
-            spec.append(axes)
-        return tuple(spec)
-
-    # Traffic. Bytes are what one device sends in a ring.
-
-    def send(self, kind: str, axes: Axes, size: float) -> None:
-        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array."""
-        n = self.parts(axes)
-        if n == 1:
-            return
-        factor = {"all-reduce": 2 * (n - 1) / n, "ppermute": 1.0}.get(kind, (n - 1) / n)
-        self.cost.wire_bytes[kind, axes] += factor * size
-        self.cost.wire_count[kind, axes] += 1
-
-    def reshard(self, value: Value, spec: Spec) -> tuple[Value, int]:
-        """Lays a value out anew; returns it and the bytes of a gathered copy (0 for none)."""
-        before = {a for axes in value.spec for a in axes}
-        after = {a for axes in spec for a in axes}
-        gathered = tuple(a for a in self.mesh if a in before - after)
-        moved = tuple(
-            a for a in self.mesh if a in before & after and _place(value.spec, a) != _place(spec, a)
-        )
-        size = self.size(value.shape, value.dtype, spec)
-        if not value.free:
-            self.send("all-gather", gathered, size)
-            self.send("all-to-all", moved, self.bytes(value))
-        copied = size if (gathered or moved) and not value.free else 0
-        return dataclasses.replace(value, spec=spec), copied
-
-    # The walk.
 
     def level(
         self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
@@ -281,7 +156,7 @@ class Walk:
                 life.read(root)
         return results, life.peak()
 
-    def run(self, jaxpr: Any, env: dict, life: "Life", kept: frozenset) -> list[Value]:
+    def run(self, jaxpr: Any, env: dict, life: Life, kept: frozenset) -> list[Value]:
         """Walks equations in order, those of calls in place."""
         for equation in _needed(jaxpr):
             name = equation.primitive.name
@@ -304,7 +179,7 @@ class Walk:
             env.update(zip(equation.outvars, outputs, strict=True))
         return [_read(env, v) for v in jaxpr.outvars]
 
-    def once(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+    def once(self, name: str, equation: Any, inputs: list[Value], life: Life) -> list[Value]:
         """Walks an equation, unless this level has computed the same from the same before."""
         key = _key(name, equation, inputs)
         if key is None:
@@ -314,7 +189,7 @@ class Walk:
         return life.known[key][1]
 
     def settle(
-        self, value: Value, life: "Life", *, in_place: bool = False, keep_free: bool = False
+        self, value: Value, life: Life, *, in_place: bool = False, keep_free: bool = False
     ) -> None:
         """Gives fused work memory of its own."""
         if value.free and keep_free and value.shape:
@@ -331,7 +206,7 @@ class Walk:
         life.write(buffer, in_place=in_place)
         value.roots, value.fused = frozenset([buffer]), False
 
-    def equation(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+    def equation(self, name: str, equation: Any, inputs: list[Value], life: Life) -> list[Value]:
         """Walks one equation that is no call."""
         special = getattr(self, "do_" + name.replace("-", "_"), None)
         if special is not None:
@@ -378,40 +253,9 @@ class Walk:
             tuple(aval.shape), aval.dtype, spec, roots, fused=True, free=free, stored=stored
         )
 
-    def along(self, name: str, equation: Any, inputs: list[Value], shape: tuple) -> Spec:
-        """The spec of a result that lies as its operands do."""
-        params = equation.params
-        if name == "broadcast_in_dim":
-            wanted = [()] * len(shape)
-            for at, n, axes in zip(
-                params["broadcast_dimensions"], inputs[0].shape, inputs[0].spec, strict=True
-            ):
-                wanted[at] = axes if n == shape[at] else ()
-            return self.fit(shape, wanted)
-        if name in REDUCTIONS and inputs:
-            gone = set(params["axes"])
-            value = inputs[0]
-            wanted = [axes for d, axes in enumerate(value.spec) if d not in gone]
-            over = tuple(a for d in sorted(gone) for a in value.spec[d])
-            spec = self.fit(shape, wanted)
-            self.send("all-reduce", over, self.size(shape, value.dtype, spec))
-            return spec
-        return self.merged(inputs, shape)
-
-    def merged(self, inputs: list[Value], shape: tuple) -> Spec:
-        """Per dimension, the axes of the largest operand that is split there."""
-        alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
-        alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
-        wanted = []
-        for d, n in enumerate(shape):
-            wanted.append(next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ()))
-            if n == 1:
-                wanted[-1] = ()
-        return self.fit(shape, wanted)
-
     # What only moves data.
 
-    def move(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+    def move(self, name: str, equation: Any, inputs: list[Value], life: Life) -> list[Value]:
         """Views of a value."""
         value, params = inputs[0], equation.params
         outputs = []
@@ -438,27 +282,12 @@ class Walk:
             outputs.append(dataclasses.replace(value, shape=shape, dtype=aval.dtype, spec=spec))
         return outputs
 
-    def reshaped(self, value: Value, shape: tuple) -> Spec:
-        """Axes follow the dimensions that are merged or cut; those that no longer divide go."""
-        wanted: list[Axes] = [()] * len(shape)
-        for old, new in _groups(value.shape, shape):
-            axes = [a for d in old for a in value.spec[d]]
-            for d in new:
-                mine: list[str] = []
-                while axes and shape[d] % self.parts([*mine, axes[0]]) == 0:
-                    mine.append(axes.pop(0))
-                wanted[d] = tuple(mine)
-                if shape[d] > 1 and axes:
-                    # What is left belongs to a further dimension of the old shape.
-                    continue
-        return self.fit(shape, wanted)
-
-    def constrained(self, value: Value, spec: Any, life: "Life") -> Value:
+    def constrained(self, value: Value, spec: Any, life: Life) -> Value:
         """What a sharding constraint makes of a value."""
         entries = list(spec) + [None] * (len(value.shape) - len(spec))
         open_ = jax.sharding.PartitionSpec.UNCONSTRAINED
         wanted = [
-            old if entry is open_ else tuple(a for a in _names(entry) if a in self.mesh)
+            old if entry is open_ else tuple(a for a in axis_names(entry) if a in self.mesh)
             for old, entry in zip(value.spec, entries, strict=True)
         ]
         laid, copied = self.reshard(value, self.fit(value.shape, wanted))
@@ -485,75 +314,32 @@ class Walk:
     def do_dot_general(self, equation, inputs, life):
         (lhs, rhs), aval = inputs, equation.outvars[0].aval
         (lc, rc), (lb, rb) = equation.params["dimension_numbers"]
-        left = [d for d in range(len(lhs.shape)) if d not in (*lc, *lb)]
-        right = [d for d in range(len(rhs.shape)) if d not in (*rc, *rb)]
         for value in inputs:
             self.settle(value, life)
-        lspec, rspec = [list(v.spec) for v in inputs]
-        transient = 0
-        # Batch dimensions lie alike.
+        left, right = (
+            Operand(v, c, [d for d in range(len(v.shape)) if d not in (*c, *b)], list(v.spec))
+            for v, c, b in ((lhs, lc, lb), (rhs, rc, rb))
+        )
         for a, b in zip(lb, rb, strict=True):
-            lspec[a] = rspec[b] = lspec[a] or rspec[b]
-        # An axis splits one thing: what is both here and there is gathered in the operand that is a
-        # weight, else in the smaller one.
+            left.spec[a] = right.spec[b] = left.spec[a] or right.spec[b]
+        # A weight gives way, else the smaller one.
         left_gives = self.bytes(lhs) < self.bytes(rhs)
         if lhs.stored != rhs.stored:
             left_gives = lhs.stored
-        small, other = (lspec, rspec) if left_gives else (rspec, lspec)
-        smaller = lhs if small is lspec else rhs
-        free_small, free_other = (left, right) if small is lspec else (right, left)
-        cs, co = (lc, rc) if small is lspec else (rc, lc)
-        taken = {a for d in free_other for a in other[d]}
-        gathered = []
-        for d in (*free_small, *cs):
-            gathered += [a for a in small[d] if a in taken]
-            small[d] = tuple(a for a in small[d] if a not in taken)
-        own = {a for d in free_small for a in small[d]}
-        for d in co:
-            # The larger operand is contracted over what splits the smaller one's rows.
-            clash = [a for a in other[d] if a in own]
-            if clash:
-                for e in free_small:
-                    gathered += [a for a in small[e] if a in clash]
-                    small[e] = tuple(a for a in small[e] if a not in clash)
-        if gathered:
-            whole = self.size(smaller.shape, smaller.dtype, tuple(small))
-            self.send("all-gather", tuple(dict.fromkeys(gathered)), whole)
-            transient += whole
+        copied = self.give_way(left, right) if left_gives else self.give_way(right, left)
         # Either side of a contracted dimension may be cut as the other one is.
-        over: list[str] = []
-        for a, b in zip(lc, rc, strict=True):
-            axes = lspec[a] or rspec[b]
-            over += [x for x in axes if x not in over]
-            lspec[a] = rspec[b] = axes
-        wanted = [lspec[d] for d in lb] + [lspec[d] for d in left] + [rspec[d] for d in right]
-        spec = self.fit(aval.shape, wanted)
-        partial = tuple(a for a in over if a not in {x for axes in spec for x in axes})
-        local = math.prod(aval.shape) / self.parts([x for axes in spec for x in axes])
+        over = [a for i, j in zip(lc, rc, strict=True) for a in left.spec[i] or right.spec[j]]
+        wanted = [left.spec[d] for d in (*lb, *left.rows)] + [right.spec[d] for d in right.rows]
+        shape = tuple(aval.shape)
+        spec = self.fit(shape, wanted)
+        used = [a for axes in spec for a in axes]
+        partial = tuple(dict.fromkeys(a for a in over if a not in used))
         depth = math.prod(lhs.shape[d] for d in lc) / self.parts(partial)
-        self.cost.flops[str(jnp.dtype(lhs.dtype))] += 2 * local * depth
-        final, scattered = self.scatter(tuple(aval.shape), spec, partial)
-        if partial:
-            whole = self.size(aval.shape, aval.dtype, spec)
-            self.send("reduce-scatter", scattered, whole)
-            rest = tuple(a for a in partial if a not in scattered)
-            self.send("all-reduce", rest, self.size(aval.shape, aval.dtype, final))
-            transient += whole if scattered else 0
-        life.transient(transient)
+        flops = 2 * math.prod(shape) / self.parts(used) * depth
+        self.cost.flops[str(jnp.dtype(lhs.dtype))] += flops
+        final, whole = self.sum_up(shape, aval.dtype, spec, partial)
+        life.transient(copied + whole)
         return self.heavy("dot_general", equation.outvars, [final], inputs, life)
-
-    def scatter(self, shape: tuple, spec: Spec, partial: Axes) -> tuple[Spec, Axes]:
-        """How a gradient lies: over the axes of its sum that split its parameter."""
-        goal = self.parameters.get(shape)
-        if goal is None or not partial:
-            return spec, ()
-        wanted = [
-            tuple(dict.fromkeys((*have, *(a for a in want if a in partial))))
-            for have, want in zip(spec, goal, strict=True)
-        ]
-        final = self.fit(shape, wanted)
-        used = {a for axes in final for a in axes}
-        return final, tuple(a for a in partial if a in used)
 
     def do_conv_general_dilated(self, equation, inputs, life):
         (lhs, rhs), aval = inputs, equation.outvars[0].aval
@@ -602,12 +388,8 @@ class Walk:
             for d, source in zip(inside, windows, strict=True):
                 wanted[d] = updates.spec[source]
             spec = self.fit(aval.shape, wanted)
-        whole = self.size(aval.shape, aval.dtype, spec)
-        final, scattered = self.scatter(tuple(aval.shape), spec, partial)
-        self.send("reduce-scatter", scattered, whole)
-        rest = tuple(a for a in partial if a not in scattered)
-        self.send("all-reduce", rest, self.size(aval.shape, aval.dtype, final))
-        life.transient(whole if scattered else 0)
+        final, whole = self.sum_up(tuple(aval.shape), aval.dtype, spec, partial)
+        life.transient(whole)
         return self.heavy("scatter-add", equation.outvars, [final], [table, updates], life)
 
     def do_psum(self, equation, inputs, life):
@@ -644,7 +426,7 @@ class Walk:
         for value, spec in zip(results, params["out_specs"], strict=True):
             names = list(spec) + [None] * (len(value.shape) - len(spec))
             specs.append(
-                tuple((*_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
+                tuple((*axis_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
             )
         return self.heavy("shard_map", equation.outvars, specs, inputs, life)
 
@@ -758,69 +540,6 @@ class Walk:
         return Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer]))
 
 
-@dataclasses.dataclass(eq=False)
-class Work:
-    """One operation as memory sees it: what it reads, writes, writes over, and needs meanwhile."""
-
-    reads: set[Buffer] = dataclasses.field(default_factory=set)
-    writes: list[Buffer] = dataclasses.field(default_factory=list)
-    over: int = 0
-    transient: int = 0
-
-
-class Life:
-    """What is read and written when, on a clock of operations."""
-
-    def __init__(self):
-        self.work = [Work()]
-        self.written: set[Buffer] = set()
-        self.adopted: set[Buffer] = set()
-        # Inputs are kept with the outputs so that an id names one value for as long as this lives.
-        self.known: dict[Any, tuple[list, list]] = {}
-
-    def tick(self) -> None:
-        """Goes on to the next operation."""
-        self.work.append(Work())
-
-    def write(self, buffer: Buffer, *, in_place: bool = False) -> None:
-        """A buffer is written now, over operands that die now if ``in_place``."""
-        self.written.add(buffer)
-        self.work[-1].writes.append(buffer)
-        if in_place:
-            self.work[-1].over += buffer.size
-
-    def read(self, buffer: Buffer) -> None:
-        """A buffer is read now."""
-        if buffer in self.written or buffer in self.adopted:
-            self.work[-1].reads.add(buffer)
-
-    def transient(self, size: int) -> None:
-        """Bytes that only the present operation needs."""
-        self.work[-1].transient += max(0, size)
-
-    def adopt(self, buffer: Buffer) -> None:
-        """Takes in a loop's carry: counted outside, and to be written over once it is read."""
-        self.adopted.add(buffer)
-
-    def peak(self) -> int:
-        """The most bytes alive at once, besides what was adopted."""
-        last = {b: at for at, w in enumerate(self.work) for b in (*w.writes, *w.reads)}
-        ends: dict[int, list[Buffer]] = collections.defaultdict(list)
-        for buffer, at in last.items():
-            ends[at].append(buffer)
-        alive = most = 0
-        for at, w in enumerate(self.work):
-            new = set(w.writes)
-            alive += sum(b.size for b in new)
-            # The places of the carry first: they stay taken.
-            handed = sum(b.size for b in ends[at] if b in self.adopted)
-            alive -= (handed := min(w.over, handed))
-            dying = sum(b.size for b in ends[at] if b not in self.adopted and b not in new)
-            most = max(most, alive - min(w.over - handed, dying) + w.transient)
-            alive -= sum(b.size for b in ends[at] if b not in self.adopted)
-        return most
-
-
 def _key(name: str, equation: Any, inputs: list[Value]) -> Any:
     """What makes two equations the same, or None where nothing cheap tells."""
     if equation.effects or name in ("scan", "while", "cond", "shard_map", "random_bits"):
@@ -859,40 +578,3 @@ def _read(env: Mapping, atom: Any) -> Value:
 def _constant(x: Any) -> Value:
     shape = np.shape(x)
     return Value(shape, getattr(x, "dtype", np.dtype(type(x))), ((),) * len(shape), free=True)
-
-
-def _itemsize(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return 8
-    return dtype.itemsize
-
-
-def _names(entry: Any) -> Axes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _place(spec: Spec, axis: str) -> int:
-    return next(d for d, axes in enumerate(spec) if axis in axes)
-
-
-def _groups(old: tuple, new: tuple) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of two shapes with equal products: (old, new) each."""
-    groups, i, j = [], 0, 0
-    while i < len(old) and j < len(new):
-        a, b, left, right = old[i], new[j], [i], [j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                if i == len(old):
-                    return groups
-                a, i = a * old[i], i + 1
-                left.append(i - 1)
-            else:
-                if j == len(new):
-                    return groups
-                b, j = b * new[j], j + 1
-                right.append(j - 1)
-        groups.append((left, right))
-    return groups
