@@ -133,6 +133,47 @@ def test_what_a_loop_keeps_for_its_backward_pass_is_counted_by_hand():
     assert peak(9) - peak(5) == 4 * 4 * (2 * B * D + D * D)
 
 
+def test_a_buffer_is_free_after_its_last_reader():
+    B, D = 16, 32
+
+    def chain(x, w):
+        for _ in range(5):
+            x = x @ w
+        return x
+
+    # What is read and what is written, and nothing from before.
+    assert walk(chain, [((), ()), ((), ())], (B, D), (D, D), mesh={})[1] == 2 * 4 * B * D
+
+
+def test_a_running_sum_is_updated_in_place():
+    B, D = 16, 32
+
+    def total(xs):
+        start = jnp.zeros((D, D))
+        return jax.lax.scan(lambda a, x: (a + x.T @ x, None), start, xs)[0]
+
+    # The sum, and one term of it.
+    assert walk(total, [((), (), ())], (7, B, D), mesh={})[1] == 2 * 4 * D * D
+
+
+def test_branches_are_as_large_as_the_larger_and_copy_where_a_compiler_does():
+    D = 32
+
+    def updated(flag, buffer, x):
+        def write(buffer):
+            return jax.lax.dynamic_update_slice(buffer, x, (0, 0))
+
+        return jax.lax.fori_loop(
+            0, 3, lambda _, b: jax.lax.cond(flag[0] > 0, write, lambda b: b, b), buffer
+        )
+
+    specs = [((),), ((), ()), ((), ())]
+    shapes = ((1,), (D, D), (1, D))
+    once = walk(updated, specs, *shapes, mesh={})[1]
+    copied = walk(updated, specs, *shapes, mesh={}, habits=Habits(copies_branches=True))[1]
+    assert copied - once == 4 * D * D
+
+
 def test_equal_work_is_done_once():
     def twice(x, w):
         return jnp.sum(x @ w) + jnp.sum((x @ w) ** 2)
