@@ -17,6 +17,7 @@ import dataclasses
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
 )
+from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.plan.candidates import (
     Candidate,
     make_candidates,
@@ -63,6 +65,7 @@ class Row:
       compiled_bytes: peak by the compiler; None where it was not asked.
       compile_s: how long it took.
       problem: why the compiler refused, in one sentence; None where it did not.
+      note: how what was compiled differs from what would run; None where it does not.
     """
 
     candidate: Candidate
@@ -73,6 +76,7 @@ class Row:
     compiled_bytes: int | None = None
     compile_s: float | None = None
     problem: str | None = None
+    note: str | None = None
 
     @property
     def error(self) -> float | None:
@@ -138,6 +142,7 @@ class SearchResult:
                 "mfu": row.mfu,
                 "compile_s": row.compile_s,
                 "problem": row.problem,
+                "note": row.note,
             }
             for row in self.rows
         ]
@@ -406,7 +411,9 @@ def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, targe
     mesh = make_experiment_mesh(experiment, target.devices())
     state = make_abstract_state(experiment, mesh)
     try:
-        compiled = compile_train(experiment, state, mesh).compiled
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AheadOfTimeWarning)
+            compiled = compile_train(experiment, state, mesh).compiled
     except jax.errors.JaxRuntimeError as error:
         used = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
         scale = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -418,10 +425,12 @@ def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, targe
             compile_s=time.perf_counter() - start,
             problem=problem,
         )
+    notes = [str(w.message) for w in caught if issubclass(w.category, AheadOfTimeWarning)]
     return dataclasses.replace(
         row,
         compiled_bytes=compiled.memory_analysis().peak_memory_in_bytes,
         compile_s=time.perf_counter() - start,
+        note=notes[0] if notes else None,
     )
 
 
@@ -477,6 +486,8 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
         console.print(table)
         console.print(f"train the first with: {' '.join(result.rows[0].candidate.flags)}")
         console.print("times are lower bounds at published peaks; the error is estimate / compiler")
+        for note in dict.fromkeys(row.note for row in result.rows if row.note):
+            console.print(note)
     console.print("\nrejected:")
     losers = RichTable(box=None, pad_edge=False, show_header=False)
     losers.add_column("", justify="right")
