@@ -12,9 +12,9 @@ Memory at the peak is a sum of
 
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
 holds for any experiment, any optimizer and any loss, and no term is fitted: the three differences
-between compilers are in :data:`HABITS`. Against the compilers for v5e:2x4 and h100:1x8 it is within
-12 % on 21 steps of decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all choices of
-rematerialisation, and accumulation (tests/plan/test_aot_search.py holds 15 % on some of them).
+between compilers are in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 13 % on 21
+steps for h100:1x8 and 14 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
+choices of rematerialisation, and accumulation. tests/plan/test_aot_search.py holds 15 % on these.
 
 Time is a roofline: see :class:`Prediction`.
 """
