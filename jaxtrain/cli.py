@@ -6,6 +6,7 @@ them. What cannot be done is one sentence on standard error and exit status 2.
 
 import dataclasses
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.plan import search
+from jaxtrain.plan.command import run_plan as plan_and_print
+from jaxtrain.plan.targets import Target, parse_target
 from jaxtrain.refusal import refusing
 from jaxtrain.survive import replay
 
@@ -138,17 +142,85 @@ def run_replay(options: ReplayOptions, rest: list[str]) -> int:
     return 0
 
 
-def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Compiles an experiment's train step for a TPU, GPU or CPU target, none of which need be here,
+    and says whether it fits, what it communicates along which axis, and what bounds its speed.
+
+    All other flags go to the experiment: see `python -m EXPERIMENT --help`. The exit status is 1
+    where it does not fit.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    """A module with Config and build(config), such as experiments.gpt."""
+    target: str
+    """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x; any topology), h100:4x8 (hosts x GPUs;
+    also a100, h200), or cpu:8."""
+    slices: int = 1
+    """TPU slices of that topology."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    save_hlo: Path | None = None
+    """Also save the compiled program's text in this file."""
+    search: bool = False
+    """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
+    compile_best: int = 5
+    """How many of the best the search compiles."""
+
+
+def run_plan(options: PlanOptions, rest: list[str]) -> int:
+    """Prints the plan, or the search; 1 where nothing fits."""
+    target = parse_target(options.target, slices=options.slices)
+    if options.search:
+        return _search(options, rest, target)
+
+    def load(flags: Sequence[str]) -> Experiment:
+        return load_experiment(options.experiment, flags, command="plan", outline=True)
+
+    plan = plan_and_print(load, rest, target, as_json=options.json, save_hlo=options.save_hlo)
+    return 0 if plan.fits else 1
+
+
+def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
+    if options.save_hlo is not None:
+        raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    module, config = _load_config(options.experiment, rest, command="plan")
+    build = getattr(module, "outline", module.build)
+    if options.json:
+        result = search.search(build, config, target, compile_best=options.compile_best)
+        print(json.dumps(result.to_json(), default=str))
+    else:
+        result = search.run_search(build, config, target, compile_best=options.compile_best)
+    return 0 if result.rows else 1
+
+
+def load_experiment(
+    module_name: str, flags: Sequence[str], *, command: str, outline: bool = False
+) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
     Args:
       module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
       flags: those of ``Config``.
       command: who asks, for the help.
+      outline: takes ``outline(config)`` where the module has it: the same without its data.
 
     Raises:
       ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
     """
+    module, config = _load_config(module_name, flags, command=command)
+    build = getattr(module, "outline", module.build) if outline else module.build
+    experiment = build(config)
+    if not isinstance(experiment, Experiment):
+        raise ValueError(
+            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
+            "a jaxtrain.Experiment"
+        )
+    return experiment
+
+
+def _load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
+    """Imports an experiment's module and reads its config from the flags."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -165,18 +237,13 @@ def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> 
                 "build(config) -> jaxtrain.Experiment"
             )
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
-    experiment = module.build(config)
-    if not isinstance(experiment, Experiment):
-        raise ValueError(
-            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
-            "a jaxtrain.Experiment"
-        )
-    return experiment
+    return module, config
 
 
 COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
+    "plan": Command(PlanOptions, run_plan, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }

@@ -34,6 +34,7 @@ from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import make_writers
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.plan.comparison import compare_with_run
 from jaxtrain.run_dir import find_run_dir, has_checkpoint, prepare_run_dir, write_text
 from jaxtrain.state import TrainState
 from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
@@ -261,6 +262,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.finish(experiment.steps, state)
+    terminal.print_lines(compare_with_run(train, mesh, experiment, rate.seconds_per_step))
     print_conclusion(experiment, state, means, str(run_dir))
     return FitResult(state, means, str(run_dir))
 

@@ -222,7 +222,7 @@ time.sleep(60)
     ],
 )
 def test_what_cannot_be_launched_is_one_sentence(flags, message, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         cli.main(["launch", *flags])
     error = capsys.readouterr().err
     assert message in error
@@ -231,7 +231,7 @@ def test_what_cannot_be_launched_is_one_sentence(flags, message, capsys):
 
 def test_gpus_that_cannot_be_dealt_evenly_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         cli.main(["launch", "--processes", "2", "--", "true"])
     assert "3 GPUs cannot be dealt evenly to 2 processes" in capsys.readouterr().err
 

@@ -90,7 +90,7 @@ def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_
     assert "gradients: 0 of 3 leaves are finite" in printed
     assert "  up/bias: 32 of 32 not finite" in printed
     assert sorted(str(p) for p in folder.rglob("*")) == before
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         cli.main(["replay", str(folder), "--step", "21"])
     assert "--step is 21: the run has steps 1 to 20" in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_parameters_that_are_not_finite_are_named_first():
 
 def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path, capsys):
     def refused(words):
-        with pytest.raises(SystemExit, match="^2$"):
+        with pytest.raises(SystemExit, match=r"^2$"):
             cli.main(["replay", str(tmp_path), "--step", "1"])
         error = capsys.readouterr().err
         assert words in error

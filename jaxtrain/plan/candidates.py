@@ -1,0 +1,123 @@
+"""The layouts that a search looks at: meshes, microbatches, rematerialisation."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+AXES = ("data", "fsdp", "tensor", "pipe")
+
+# Least work first: the order in which they are tried until one fits.
+REMAT = ("none", "dots", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One layout.
+
+    Args:
+      mesh: sizes of the axes the experiment's config has.
+      microbatches: per step: ``accumulate``, or those of the pipeline.
+      remat: of the blocks; None where the config has no such choice.
+      stage_remat: of a pipeline's stages; None without a pipeline.
+    """
+
+    mesh: Mapping[str, int]
+    microbatches: int = 1
+    remat: str | None = None
+    stage_remat: str | None = None
+
+    @property
+    def mesh_name(self) -> str:
+        """Axes above 1."""
+        named = " ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        return named or "1 device"
+
+    @property
+    def remat_name(self) -> str:
+        """Both choices in words."""
+        if self.stage_remat == "full":
+            return "stage"
+        return self.remat or "-"
+
+    @property
+    def flags(self) -> list[str]:
+        """What to type after the experiment's name to train this layout."""
+        flags = [f"--mesh.{axis}={size}" for axis, size in self.mesh.items()]
+        if self.stage_remat is None:
+            flags.append(f"--accumulate={self.microbatches}")
+        else:
+            flags.append(f"--pipeline.microbatches={self.microbatches}")
+            flags.append(f"--pipeline.remat={self.stage_remat}")
+        if self.remat is not None:
+            flags.append(f"--remat={self.remat}")
+        return flags
+
+
+def make_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
+    """All meshes of so many devices over the axes that the config's mesh has."""
+    axes = [axis for axis in AXES if hasattr(config.mesh, axis)]
+    if not hasattr(config, "pipeline"):
+        axes = [axis for axis in axes if axis != "pipe"]
+
+    def cut(axes: Sequence[str], left: int) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: left}
+            return
+        for size in range(1, left + 1):
+            if left % size == 0:
+                for rest in cut(axes[1:], left // size):
+                    yield {axes[0]: size} | rest
+
+    yield from cut(axes, devices)
+
+
+def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]:
+    """The layouts of one mesh: rematerialisation from none to full, microbatches from few to many.
+
+    Microbatches are powers of two times the fewest: 1, or one per stage of a pipeline.
+    """
+    rows = getattr(config, "global_batch", 1)
+    most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
+    stages = mesh.get("pipe", 1)
+    choices = [name for name in REMAT if name in _choices(config, "remat")] or [None]
+    kinds = [(remat, None) for remat in choices]
+    if stages > 1:
+        # A stage that is run again has no use for blocks that are, too.
+        inner = [(remat, "none") for remat in choices if remat != "full"]
+        kinds = [*inner, (choices[0], "full")]
+    counts = [1]
+    if stages > 1 or hasattr(config, "accumulate"):
+        counts = [stages * 2**n for n in range(30) if stages * 2**n <= most] or [stages]
+    for remat, stage_remat in kinds:
+        for count in counts:
+            yield Candidate(mesh, count, remat, stage_remat)
+
+
+def with_candidate(config: Any, candidate: Candidate) -> Any:
+    """Returns the config that trains a layout."""
+    mesh = dataclasses.replace(config.mesh, **candidate.mesh)
+    changes: dict[str, Any] = {"mesh": mesh}
+    if candidate.remat is not None:
+        changes["remat"] = candidate.remat
+    if candidate.stage_remat is not None:
+        changes["pipeline"] = dataclasses.replace(
+            config.pipeline, microbatches=candidate.microbatches, remat=candidate.stage_remat
+        )
+        if hasattr(config, "accumulate"):
+            changes["accumulate"] = 1
+    elif hasattr(config, "accumulate"):
+        changes["accumulate"] = candidate.microbatches
+    return dataclasses.replace(config, **changes)
+
+
+def _choices(config: Any, name: str) -> tuple[str, ...]:
+    """The values that a config's field can take by its ``Literal`` type."""
+    hint = typing.get_type_hints(type(config)).get(name)
+    found = [
+        value
+        for part in (hint, *typing.get_args(hint))
+        if typing.get_origin(part) is typing.Literal
+        for value in typing.get_args(part)
+    ]
+    return tuple(found)

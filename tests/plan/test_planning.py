@@ -1,0 +1,260 @@
+"""Plans: what they add up to, what they refuse, and what the command prints."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from experiments import gpt as experiment_gpt
+from experiments.options import MeshOptions, OptimizerOptions
+from jaxtrain import cli
+from jaxtrain.experiment import Experiment
+from jaxtrain.plan import chips, comparison, mend, planning, targets
+from jaxtrain.plan.planning import plan_experiment
+from jaxtrain.plan.targets import parse_target
+from jaxtrain.state import local_bytes
+from tests.plan import steps
+
+FLAGS = "--layers 2 --width 16 --heads 2 --seq-len 16 --optimizer.name sgd --mesh.fsdp 2"
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    """Memory and communication are settled before machine code is written."""
+    quick = functools.partial(planning.compile_step, compiler_options=steps.FAST)
+    monkeypatch.setattr(planning, "compile_step", quick)
+
+
+def small(**changes) -> Experiment:
+    config = experiment_gpt.Config(
+        layers=2,
+        width=16,
+        heads=2,
+        seq_len=16,
+        global_batch=64,
+        optimizer=OptimizerOptions(name="sgd"),
+        mesh=MeshOptions(data=8),
+    )
+    return experiment_gpt.outline(dataclasses.replace(config, **changes))
+
+
+def run(capsys, *arguments):
+    status = cli.main(arguments)
+    written = capsys.readouterr()
+    return status, written.out, written.err
+
+
+def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
+    saved = tmp_path / "step.hlo"
+    status, out, _ = run(
+        capsys,
+        *("plan", "experiments.gpt", "--target", "cpu:8", "--json", "--save-hlo", str(saved)),
+        *FLAGS.split(),
+    )
+    assert status == 0
+    plan = json.loads(out)
+    memory = plan["memory"]
+    parts = ("parameters", "optimizer_state", "other_state", "batch", "activations", "temporaries")
+    assert sum(memory[part] for part in parts) == memory["peak"]
+    # 16 rows over data 4 x fsdp 2, five arrays of 4 bytes.
+    assert memory["batch"] == 2 * 16 * 5 * 4
+    assert plan["mesh"] == {"data": 4, "fsdp": 2}
+    assert (plan["fits"], plan["roofline"]["compute"], plan["mfu_ceiling"]) == (True, None, None)
+    assert {tuple(row["axes"]) for row in plan["traffic"]} == {
+        ("data",),
+        ("fsdp",),
+        ("data", "fsdp"),
+    }
+    assert saved.read_text().startswith("HloModule jit_step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--target v9:2x2", "names no chip that is known: use v4:4x4x4, v5e:4x4"),
+        ("--target cpu:8 --mesh.tensor 3", "does not divide 3 heads and 3 key-value heads"),
+        ("--target cpu:8 --mesh.fsdp 3", "mesh data -1 x fsdp 3 needs 3 devices and there are 8"),
+        ("--target cpu:8 --global-batch 12", "is not divisible by mesh axes data of size 8"),
+        ("--target cpu:8 --global-batch 0", "a batch of 0 rows of 256 tokens is empty"),
+        ("--target h100:1x8 --slices 2", "only TPU targets have slices"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
+    if "tensor 3" in flags:
+        sentence = "there are 8: use sizes that divide 8"
+    status, out, err = run(capsys, "plan", "experiments.gpt", *flags.split())
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "module"), [("v5e:2x2", "libtpu"), ("h100:8", "jax_cuda12_plugin")]
+)
+def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text, module):
+    found = targets.importlib.util.find_spec
+    monkeypatch.setattr(
+        targets.importlib.util, "find_spec", lambda name: None if name == module else found(name)
+    )
+    targets._devices.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install 'jaxtrain\[aot\]'"):
+        parse_target(text).devices()
+
+
+def test_simulated_devices_need_no_preparation():
+    """In a process of its own, where nothing has set the number of CPU devices."""
+    code = "from jaxtrain.plan.targets import parse_target as p; print(len(p('cpu:5').devices()))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "5\n", done.stderr
+
+
+def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
+    """The same program, with the text and without it."""
+    (tmp_path / "a.txt").write_text("A text. " * 400)
+    config = experiment_gpt.Config(
+        layers=1, width=16, heads=2, seq_len=16, data=str(tmp_path), mesh=MeshOptions(data=8)
+    )
+    whole, outline = experiment_gpt.build(config), experiment_gpt.outline(config)
+    assert whole.batch == outline.batch
+    assert (whole.flops_per_step, whole.mesh) == (outline.flops_per_step, outline.mesh)
+    programs = []
+    for experiment in (whole, outline):
+        step = jt.build_train_step(experiment.loss_fn, experiment.optimizer)
+        state = jt.abstract_state(experiment.init_fn, experiment.optimizer)
+        programs.append(jax.jit(step).lower(state, experiment.batch).as_text())
+    assert programs[0] == programs[1]
+    with pytest.raises(ValueError, match="built without its data"):
+        outline.train_batches(0, None)
+
+
+def test_a_trained_tokenizer_is_planned_by_its_size():
+    config = experiment_gpt.Config(tokenizer="32000")
+    assert experiment_gpt.outline(config).config["model"]["vocab_size"] == 32000
+
+
+def test_a_step_of_ones_own():
+    mesh = jt.make_mesh(data=2, fsdp=4)
+    optimizer = jt.make_optimizer("adamw", 1e-3)
+
+    def loss_fn(params, batch, rng):
+        error = jnp.tanh(batch["x"] @ params["w"]) - batch["y"]
+        return jt.WeightedLoss(total=jnp.square(error).sum(), weight=jnp.float32(len(error)))
+
+    state = jt.init_state(
+        lambda rng: {"w": jnp.ones((32, 8))}, optimizer, jax.random.key(0), mesh=mesh
+    )
+    batch = {"x": np.ones((16, 32), np.float32), "y": np.ones((16, 8), np.float32)}
+    step = jt.build_train_step(loss_fn, optimizer)
+    plan = jt.plan(step, state, batch, target="cpu:8")
+    assert plan.memory.parameters == local_bytes(state.params) == 32 * 8 * 4 // 4
+    assert plan.memory.batch == 16 * 40 * 4 // 8
+    # x @ w, and w's gradient x^T @ d: x needs none.
+    assert plan.flops.total == 2 * (2 * 16 * 32 * 8)
+    assert plan.mesh == {"data": 2, "fsdp": 4}
+    assert max(len(line) for line in plan.report().splitlines()) <= 100
+    assert json.dumps(plan.to_json())
+    other = jt.plan(step, state, batch, target="cpu:8", mesh={"data": 8})
+    assert other.mesh == {"data": 8}
+    with pytest.raises(ValueError, match="lies on no mesh"):
+        jt.plan(step, jax.device_get(state), batch, target="cpu:8")
+
+
+class Box:
+    """The simulated devices, with as much memory as a test gives them."""
+
+    def __init__(self, monkeypatch, memory):
+        chip = dataclasses.replace(chips.CHIPS["cpu"], memory_bytes=memory)
+        self.target = targets.Target("cpu:8", chip, (8,))
+
+
+def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
+    experiment = small()
+    whole = plan_experiment(experiment, parse_target("cpu:8"))
+    finer = plan_experiment(dataclasses.replace(experiment, accumulate=2), parse_target("cpu:8"))
+    assert finer.memory.needed < whole.memory.needed
+    box = Box(monkeypatch, (finer.memory.needed + whole.memory.needed) // 2).target
+    plan = plan_experiment(experiment, box)
+    assert not plan.fits
+    assert plan.shortage == whole.memory.needed - box.chip.memory_bytes
+    assert f"{plan.shortage:,} bytes" in plan.report()
+    change, found = mend.nearest_fit(experiment, box)
+    assert change.flags == "--accumulate 2"
+    assert found.fits
+    assert mend.describe((change, found)).startswith("--accumulate 2 (compiled: ")
+    nothing = Box(monkeypatch, 1000).target
+    monkeypatch.setattr(mend, "_larger", lambda target: iter(()))
+    monkeypatch.setattr(mend, "plan_experiment", None)  # the state alone says no: none is compiled
+    assert mend.nearest_fit(experiment, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (16.75G) exceeds available HBM (15.75G).",
+            2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm. "
+            "Exceeded hbm capacity by 1.25G.",
+            5 * 2**28,
+        ),
+        ("RESOURCE_EXHAUSTED: something else", 0),
+    ],
+)
+def test_a_compilers_refusal_becomes_a_shortage(monkeypatch, message, missing):
+    def refuse(*args, **options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(planning, "compile_step", refuse)
+    plan = plan_experiment(small(), parse_target("cpu:8"))
+    assert (plan.fits, plan.shortage, plan.memory) == (False, missing, None)
+    assert f"{missing:,} bytes" in plan.report() or missing == 0
+    assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_after_a_run(monkeypatch):
+    mesh = jt.make_mesh(data=8)
+    experiment = small()
+    state = jt.experiment.make_abstract_state(experiment, mesh)
+    train = jt.experiment.compile_train(experiment, state, mesh)
+    lines = comparison.compare_with_run(train, mesh, experiment, 0.5)
+    assert lines[0].endswith("measured: the cpu backend keeps no count")
+    assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
+    # As on a chip that is in the table, with a count of its memory.
+    monkeypatch.setattr(comparison, "chip_of", lambda kind: chips.CHIPS["v5e"])
+    predicted = train.memory_bytes
+    monkeypatch.setattr(
+        comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
+    )
+    lines = comparison.compare_with_run(train, mesh, experiment, 0.5)
+    assert lines[0].endswith("(+100.0%)")
+    roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+
+
+def test_the_command_searches(capsys):
+    target = ("plan", "experiments.gpt", "--target", "h100:1x4", "--search")
+    flags = "--layers 2 --width 64 --heads 4 --seq-len 32 --optimizer.name adamw --precision bf16"
+    # Without compiling, which needs the GPU compiler.
+    status, out, _ = run(capsys, *target, "--compile-best", "0", "--json", *flags.split())
+    found = json.loads(out)
+    assert (status, found["target"]) == (0, "h100:1x4")
+    assert all(math.prod(row["mesh"].values()) == 4 for row in found["rows"])
+    status, _, err = run(capsys, *target, "--save-hlo", "x.hlo", *flags.split())
+    assert status == 2
+    assert "--save-hlo saves one program" in err
