@@ -70,17 +70,22 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = fill_sizes(sizes, len(devices))
     parts = split_by_network(devices, dcn_data)
-    if sizes["data"] % dcn_data:
-        raise ValueError(
-            f"mesh axis 'data' has size {sizes['data']}, which dcn_data={dcn_data} does not "
-            "divide: it is the part of the data axis that crosses the slow network"
-        )
+    check_dcn_data(sizes["data"], dcn_data)
     shape = tuple(size // dcn_data if axis == "data" else size for axis, size in sizes.items())
     grids = [
         mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True) for part in parts
     ]
     grid = np.concatenate(grids, axis=AXES.index("data"))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_dcn_data(data: int, dcn_data: int) -> None:
+    """Raises ValueError unless ``dcn_data`` divides the size of the data axis."""
+    if data % dcn_data:
+        raise ValueError(
+            f"mesh axis 'data' has size {data}, which dcn_data={dcn_data} does not divide: it is "
+            "the part of the data axis that crosses the slow network"
+        )
 
 
 def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax.Device]]:

@@ -1,4 +1,4 @@
-"""What a step needs, without a compiler: memory of one device, and a lower bound of its time.
+"""What a step needs, without a compiler: memory of one device, and a prediction of its time.
 
 Memory at the peak is a sum of
 
@@ -28,7 +28,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
-from jaxtrain.parallel.mesh import AXES, fill_sizes
+from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.sharding import batch_shardings
 from jaxtrain.plan.chips import Chip
@@ -84,7 +84,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A lower bound of a step's time, from published peaks.
+    """A prediction of a step's time, from published peaks.
 
     Products run at the chip's peak, memory traffic at its bandwidth, collectives at that of their
     links. Traffic of :data:`OVERLAPPED` axes hides behind compute and memory; that of the others
@@ -229,12 +229,16 @@ def abstract_mesh(sizes: Mapping[str, int], devices: int) -> AbstractMesh:
     """Makes the mesh that :func:`jaxtrain.make_mesh` would, without devices.
 
     Raises:
-      ValueError: where the sizes do not multiply to the number of devices.
+      ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` does not
+        divide the data axis.
 
     >>> abstract_mesh({"data": -1, "tensor": 2}, 8).shape["data"]
     4
     """
-    filled = fill_sizes({axis: 1 for axis in AXES} | dict(sizes), devices)
+    sizes = dict(sizes)
+    dcn_data = sizes.pop("dcn_data", 1)
+    filled = fill_sizes(dict.fromkeys(AXES, 1) | sizes, devices)
+    check_dcn_data(filled["data"], dcn_data)
     shape = tuple(filled[axis] for axis in AXES)
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.plan.groups import group_axes, parse_groups
+from jaxtrain.plan.groups import UNKNOWN, group_axes, parse_groups
 from jaxtrain.plan.hlo_text import (
     Computation,
     Instruction,
@@ -162,6 +163,8 @@ class _Reader:
             elif kind := _collective_kind(instruction):
                 self._add(instruction, kind, times, conditional)
                 self.hbm_bytes += times * 2 * instruction.bytes
+            elif op == "send" and (kind := _between_slices(instruction)):
+                self._add_between_slices(instruction, kind, times, conditional)
             elif op not in _FREE and not op.endswith(("-done", "-update")):
                 self.hbm_bytes += times * self._traffic(computation, instruction)
 
@@ -206,6 +209,33 @@ class _Reader:
                     f"{dtype}[{','.join(map(str, dims))}]"
                     for t in types
                     for dtype, dims, _ in arrays(t)
+                ),
+            )
+        )
+
+    def _add_between_slices(self, instruction, kind, times, conditional) -> None:
+        """A collective between TPU slices: handed to the host, which has the network."""
+        axes, slices = (UNKNOWN,), 0
+        if self.mesh is not None:
+            numbers = np.vectorize(_slice_of)(self.mesh.devices)
+            slices = len(set(numbers.flat))
+            axes = tuple(
+                axis
+                for d, axis in enumerate(self.mesh.axis_names)
+                if (np.diff(numbers, axis=d) != 0).any()
+            )
+        sent = split_tuple(instruction.type)[0]
+        self.collectives.append(
+            Collective(
+                kind=kind,
+                axes=axes or (UNKNOWN,),
+                group=slices,
+                executions=times,
+                payload=type_bytes(sent),
+                conditional=conditional,
+                source="between slices",
+                shapes=tuple(
+                    f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims, _ in arrays(sent)
                 ),
             )
         )
@@ -361,6 +391,15 @@ def _starts(computation: Computation) -> bool:
 def _collective_kind(instruction: Instruction) -> str | None:
     kind = instruction.op.removesuffix("-start")
     return kind if kind in COLLECTIVES else None
+
+
+def _between_slices(instruction: Instruction) -> str | None:
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    return found[1].lower().replace("_", "-") if found else None
+
+
+def _slice_of(device) -> int:
+    return getattr(device, "slice_index", None) or 0
 
 
 def _payload_types(instruction: Instruction, kind: str) -> list[str]:

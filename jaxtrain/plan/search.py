@@ -188,6 +188,10 @@ def search(
         raise ValueError(
             f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
         )
+    if target.slices > 1 and hasattr(config.mesh, "dcn_data"):
+        # Nothing but the data axis is to cross the network between slices.
+        across = dataclasses.replace(config.mesh, dcn_data=target.slices)
+        config = dataclasses.replace(config, mesh=across)
     start = time.perf_counter()
     if compile_best:
         # What is not installed is better known now than in a minute.
@@ -485,7 +489,7 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     else:
         console.print(table)
         console.print(f"train the first with: {' '.join(result.rows[0].candidate.flags)}")
-        console.print("times are lower bounds at published peaks; the error is estimate / compiler")
+        console.print("times are predictions at published peaks; the error is estimate / compiler")
         for note in dict.fromkeys(row.note for row in result.rows if row.note):
             console.print(note)
     console.print("\nrejected:")

@@ -13,6 +13,8 @@ import math
 import os
 import pathlib
 import re
+import sys
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
@@ -154,7 +156,10 @@ def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
 
 def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
     try:
-        return tuple(topologies.get_topology_desc(**options).devices)
+        with _quiet():
+            # The plugins of all accelerators are loaded with the first device.
+            jax.devices("cpu")
+            return tuple(topologies.get_topology_desc(**options).devices)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -167,7 +172,8 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     # Too late where JAX has its devices already: then what is there has to do.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", target.size)
-    devices = jax.devices("cpu")
+    with _quiet():
+        devices = jax.devices("cpu")
     if len(devices) < target.size:
         raise ValueError(
             f"target {target} needs {target.size} simulated devices and JAX has started with "
@@ -182,6 +188,20 @@ def _stay_on_cpu() -> None:
     Without effect where JAX has its devices already.
     """
     jax.config.update("jax_platforms", "cpu")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lets compilers look for their chips without saying on standard error that there are none."""
+    sys.stderr.flush()
+    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
 
 
 def _need(module: str, compiler: str) -> None:

@@ -44,8 +44,8 @@ def unexpected_gathers(
                 found.setdefault((names, collective.axes), collective)
     return tuple(
         f"parameter {' or '.join(map(repr, names))} is gathered whole along {' + '.join(axes)}: "
-        f"{c.executions} times a step, {human_bytes(c.payload)} with what goes with it; from "
-        f"{c.source or 'unknown'}"
+        f"{c.executions} times a step, {human_bytes(c.payload)} with what goes with it"
+        + (f"; from {c.source}" if c.source else "")
         for (names, axes), c in found.items()
     )
 
