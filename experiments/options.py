@@ -143,6 +143,15 @@ def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
     return config
 
 
+def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
+    """The batches of an experiment that was built without its data.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError("this experiment was built without its data: build(config) has it")
+
+
 def program_name() -> str:
     """What was typed to start this program: ``python -m experiments.gpt``."""
     spec = sys.modules["__main__"].__spec__

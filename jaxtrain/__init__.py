@@ -12,6 +12,7 @@ from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.sharding import Rules, constrain
+from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
     TrainState,
@@ -27,6 +28,7 @@ __all__ = [
     "Experiment",
     "FitResult",
     "Hook",
+    "Plan",
     "Policy",
     "Rules",
     "RunOptions",
@@ -39,6 +41,7 @@ __all__ = [
     "compile_step",
     "constrain",
     "describe_sharding",
+    "explain",
     "fit",
     "float32_products",
     "gradient_shardings",
@@ -47,6 +50,7 @@ __all__ = [
     "make_optimizer",
     "optim",
     "pipeline",
+    "plan",
     "schedules",
     "train_loop",
 ]

@@ -18,6 +18,8 @@ from jaxtrain import parity
 from jaxtrain.experiment import Experiment
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.plan.command import run_plan as plan_and_print
+from jaxtrain.plan.targets import parse_target
 
 DESCRIPTION = "What there is to know about a training run before it starts."
 
@@ -116,13 +118,49 @@ def run_parity(options: ParityOptions, rest: list[str]) -> int:
     return 0 if parity.report(comparisons, tolerance=options.tolerance) else 1
 
 
-def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Compiles an experiment's train step for a TPU, GPU or CPU target, none of which need be here,
+    and says whether it fits, what it communicates along which axis, and what bounds its speed.
+
+    All other flags go to the experiment: see `python -m EXPERIMENT --help`. The exit status is 1
+    where it does not fit.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    """A module with Config and build(config), such as experiments.gpt."""
+    target: str
+    """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x; any topology), h100:4x8 (hosts x GPUs;
+    also a100, h200), or cpu:8."""
+    slices: int = 1
+    """TPU slices of that topology."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    save_hlo: Path | None = None
+    """Also save the compiled program's text in this file."""
+
+
+def run_plan(options: PlanOptions, rest: list[str]) -> int:
+    """Prints the plan; 1 where it does not fit."""
+    target = parse_target(options.target, slices=options.slices)
+
+    def load(flags: Sequence[str]) -> Experiment:
+        return load_experiment(options.experiment, flags, command="plan", outline=True)
+
+    plan = plan_and_print(load, rest, target, as_json=options.json, save_hlo=options.save_hlo)
+    return 0 if plan.fits else 1
+
+
+def load_experiment(
+    module_name: str, flags: Sequence[str], *, command: str, outline: bool = False
+) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
     Args:
       module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
       flags: those of ``Config``.
       command: who asks, for the help.
+      outline: takes ``outline(config)`` where the module has it: the same without its data.
 
     Raises:
       ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
@@ -143,7 +181,8 @@ def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> 
                 "build(config) -> jaxtrain.Experiment"
             )
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
-    experiment = module.build(config)
+    build = getattr(module, "outline", module.build) if outline else module.build
+    experiment = build(config)
     if not isinstance(experiment, Experiment):
         raise ValueError(
             f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
@@ -155,6 +194,7 @@ def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> 
 COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
+    "plan": Command(PlanOptions, run_plan, passes_on=True),
 }
 
 

@@ -3,21 +3,19 @@
 import dataclasses
 import functools
 import importlib.util
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.plan.targets import parse_target
 from jaxtrain.step import build_update
 
-H100 = pathlib.Path(__file__).parent / "gpu_targets" / "h100.txtpb"
 GPT2 = gpt.GPTConfig(vocab_size=257, seq_len=128, layers=2, width=256, heads=4)
 LLAMA = dataclasses.replace(
     GPT2, kv_heads=2, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
@@ -27,15 +25,13 @@ LLAMA = dataclasses.replace(
 def tpu():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    return parse_target("v5e:2x4").devices()
 
 
 def gpu():
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("needs the GPU compiler: pip install 'jaxtrain[aot]'")
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=H100.read_text(), topology="1x1x8"
-    ).devices
+    return parse_target("h100:1x8").devices()
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

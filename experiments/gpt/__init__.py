@@ -97,12 +97,41 @@ def build(config: Config) -> Experiment:
     """
     split = open_text(config)
     tokenizer = open_tokenizer(config, split)
+    step = outline(config, vocab_size=tokenizer.vocab_size)
     model = model_config(config, tokenizer.vocab_size)
     held_out = take_bytes(split.held_out, config.held_out_bytes)
     train_rows = data.PackedTokens(data.tokenize(split.train, tokenizer), model.seq_len)
     eval_corpus = data.tokenize(held_out, tokenizer)
     eval_rows = data.PackedTokens(eval_corpus, model.seq_len)
     batches = data.Batches(train_rows, global_batch=config.global_batch, seed=config.seed)
+    bpe = isinstance(tokenizer, data.BPETokenizer)
+    return dataclasses.replace(
+        step,
+        batch=batches.shapes,
+        train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
+        eval_batches=lambda: data.eval_batches(eval_rows, config.global_batch),
+        config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
+        files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
+        facts=facts(config, model, train_rows.corpus, eval_corpus),
+        conclude=functools.partial(conclude, config, model, tokenizer, split.train, held_out),
+    )
+
+
+def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
+    """Builds the experiment without its text: enough to compile its step, for `jaxtrain plan`.
+
+    Args:
+      config: the flags.
+      vocab_size: the tokenizer's; left out, what the flags say (a tokenizer that would be trained
+        is taken to reach its size).
+
+    Raises:
+      ValueError: for options that do not fit each other.
+    """
+    if vocab_size is None:
+        digits = config.tokenizer.isdigit()
+        vocab_size = int(config.tokenizer) if digits else open_tokenizer(config, None).vocab_size
+    model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
     virtual = config.pipeline.virtual if config.mesh.pipe != 1 else 1
@@ -112,7 +141,6 @@ def build(config: Config) -> Experiment:
         natural = params if virtual == 1 else from_virtual(params)
         return whole_loss(natural, batch, rng)
 
-    bpe = isinstance(tokenizer, data.BPETokenizer)
     return Experiment(
         name="gpt",
         init_fn=lambda rng: to_virtual(gpt.init(model, rng), virtual),
@@ -123,9 +151,8 @@ def build(config: Config) -> Experiment:
             default_rates=options.LEARNING_RATES,
             stacked=dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2),
         ),
-        batch=batches.shapes,
-        train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
-        eval_batches=lambda: data.eval_batches(eval_rows, config.global_batch),
+        batch=data.packed_shapes(config.global_batch, model.seq_len),
+        train_batches=options.no_batches,
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
         rules=Rules(virtual_rules(gpt.RULES, virtual)),
@@ -142,11 +169,7 @@ def build(config: Config) -> Experiment:
             "experiment": "gpt",
             "flags": dataclasses.asdict(config),
             "model": dataclasses.asdict(model),
-            "tokenizer": TOKENIZER_FILE if bpe else "bytes",
         },
-        files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
-        facts=facts(config, model, train_rows.corpus, eval_corpus),
-        conclude=functools.partial(conclude, config, model, tokenizer, split.train, held_out),
     )
 
 
@@ -157,8 +180,8 @@ def open_text(config: Config) -> data.Split:
     return data.text_folder(config.data, field=config.field)
 
 
-def open_tokenizer(config: Config, split: data.Split) -> data.Tokenizer:
-    """Makes, trains or loads the tokenizer."""
+def open_tokenizer(config: Config, split: data.Split | None) -> data.Tokenizer:
+    """Makes, trains (on the split) or loads the tokenizer."""
     if config.tokenizer == "bytes":
         return data.ByteTokenizer()
     if config.tokenizer.isdigit():

@@ -14,7 +14,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`t
 
 from jaxtrain.data.loader import Batches, BatchStream, RowSource, eval_batches
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, PackedTokens, tokenize
+from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes, tokenize
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -41,6 +41,7 @@ __all__ = [
     "eval_batches",
     "hash_fraction",
     "ngram_bits_per_byte",
+    "packed_shapes",
     "python_stdlib",
     "text_folder",
     "tokenize",

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import jax
 import numpy as np
 
 from jaxtrain.data.sources import Document
@@ -69,6 +70,29 @@ def tokenize(
     if not folder.exists():
         _write_cache(folder, documents, tokenizer, dtype)
     return _read_cache(folder, dtype)
+
+
+def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch of :class:`PackedTokens`, without any text.
+
+    Raises:
+      ValueError: for a size below 1.
+
+    >>> packed_shapes(2, 8)["mask"]
+    ShapeDtypeStruct(shape=(2, 8), dtype=float32)
+    """
+    if global_batch < 1 or seq_len < 1:
+        raise ValueError(f"a batch of {global_batch} rows of {seq_len} tokens is empty: give more")
+    dtypes = {
+        "tokens": np.int32,
+        "targets": np.int32,
+        "mask": np.float32,
+        "segments": np.int32,
+        "positions": np.int32,
+    }
+    return {
+        name: jax.ShapeDtypeStruct((global_batch, seq_len), dtype) for name, dtype in dtypes.items()
+    }
 
 
 class PackedTokens:

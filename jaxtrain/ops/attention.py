@@ -4,6 +4,7 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 """
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def attention(
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     if (causal or segments_BT is not None) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
-    if choose(implementation, dtype=q_BTHK.dtype, head_dim=K) == "cudnn":
+    if _choose_here(implementation, dtype=q_BTHK.dtype, head_dim=K) == "cudnn":
         mask = None
         if segments_BT is not None:
             mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
@@ -74,7 +75,7 @@ def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = N
         name is returned if it can run.
       dtype: of the queries.
       head_dim: K.
-      backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means JAX's default.
+      backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
 
     Raises:
       ValueError: for an unknown name, or cudnn where it cannot run.
@@ -86,7 +87,7 @@ def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = N
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    backend = backend or jax.default_backend()
+    backend = backend or platform()
     obstacle = None
     if backend != "gpu":
         obstacle = f"an NVIDIA GPU, and the backend is {backend!r}"
@@ -97,6 +98,24 @@ def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = N
     if implementation == "cudnn" and obstacle:
         raise ValueError(f"attention='cudnn' needs {obstacle}; use 'xla' or 'auto'")
     return "xla" if implementation == "xla" or obstacle else "cudnn"
+
+
+def platform() -> str:
+    """The platform of the devices that are being traced for.
+
+    That of the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters), so that a step
+    compiled for a chip that is not here takes the form that it would take there; without a mesh,
+    JAX's default backend.
+
+    >>> platform() == jax.default_backend()
+    True
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
+
+
+class AheadOfTimeWarning(UserWarning):
+    """A program compiled for a chip that is not here differs from the one that would run there."""
 
 
 def cached_attention(
@@ -118,6 +137,21 @@ def cached_attention(
     seen = jnp.arange(S) <= positions_B[:, None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
+
+
+def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
+    chosen = choose(implementation, dtype=dtype, head_dim=head_dim)
+    if chosen == "cudnn" and jax.default_backend() != "gpu":
+        # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
+        # execution while it compiles: both need a GPU's own libraries.
+        warnings.warn(
+            "attention: cudnn cannot be compiled without a GPU; planned with xla, which keeps as "
+            "much for its backward pass",
+            AheadOfTimeWarning,
+            stacklevel=3,
+        )
+        return "xla"
+    return chosen
 
 
 def _block(T: int) -> int:

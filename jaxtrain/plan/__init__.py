@@ -1,0 +1,1 @@
+"""Ahead-of-time planning: the real compilers say what a step needs, before there is a chip."""

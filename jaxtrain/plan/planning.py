@@ -1,0 +1,543 @@
+"""Compiles the very step that would train, for devices that need not be here, and says what it is.
+
+Everything starts from shapes: nothing is allocated, and no data is read.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.ops.attention import AheadOfTimeWarning
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.sharding import batch_shardings
+from jaxtrain.plan.chips import Chip
+from jaxtrain.plan.flops import Flops, count_flops
+from jaxtrain.plan.hlo import Collective, Program, read_program
+from jaxtrain.plan.roofline import Roofline, axis_seconds, make_roofline
+from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.plan.unexpected import unexpected_gathers
+from jaxtrain.state import TrainState, local_bytes
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Args:
+      parameters, optimizer_state, other_state, batch: what the step is given; the state is donated,
+        so its new value takes no more.
+      activations: what loops over layers stack in the forward pass for the backward pass to read
+        (:class:`jaxtrain.plan.hlo.Program`). Of layers that are not in a loop, what is kept counts
+        as temporaries.
+      temporaries: the rest of the peak: gradients, and what comes and goes.
+      program: the compiled code.
+      peak: all of the above except the program, at the fullest moment.
+      limit: what the device has; None where it is not known.
+    """
+
+    parameters: int
+    optimizer_state: int
+    other_state: int
+    batch: int
+    activations: int
+    temporaries: int
+    program: int
+    peak: int
+    limit: int | None
+
+    @property
+    def state(self) -> int:
+        """Parameters, optimizer state and the rest of the state."""
+        return self.parameters + self.optimizer_state + self.other_state
+
+    @property
+    def needed(self) -> int:
+        """The peak and the program."""
+        return self.peak + self.program
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the limit."""
+        return self.limit is None or self.needed <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same mesh axes.
+
+    Args:
+      kind, axes: see :class:`jaxtrain.plan.hlo.Collective`.
+      executions: per step and device, over all of them.
+      smallest, largest: bytes of one execution's whole array.
+      payload: bytes of all executions' arrays.
+      sent: bytes that one device sends per step.
+      seconds: at the links' peak; None where it is not known.
+      conditional: whether any is in a branch, counted as if always taken.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    executions: int
+    smallest: int
+    largest: int
+    payload: int
+    sent: float
+    seconds: float | None
+    conditional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step needs on a target.
+
+    Args:
+      name: of what was planned.
+      target: what for, as it is written.
+      device_kind: what JAX calls a device of it.
+      devices, hosts: how many.
+      mesh: sizes of mesh axes above 1.
+      fits: whether it fits in a device's memory.
+      shortage: bytes that are missing where it does not.
+      memory: what it takes; None where the compiler refused and said no more.
+      traffic: collectives by kind and axes.
+      collectives: every one.
+      flops: of one step over all devices, counted from the jaxpr.
+      flops_formula: by the model's formula, and the formula's name; None where there is none.
+      hbm_bytes: moved by one device per step, an estimate (:class:`jaxtrain.plan.hlo.Program`).
+      roofline: times at the chip's peaks.
+      peak_flops: of one device for the dtype that most is multiplied in.
+      compile_seconds: wall time of tracing and compiling.
+      warnings: what should not be there.
+      notes: what is left out or assumed.
+      mend: the nearest change that fits, where it does not.
+      hlo: the compiled program's text.
+    """
+
+    name: str
+    target: str
+    device_kind: str
+    devices: int
+    hosts: int
+    mesh: Mapping[str, int]
+    fits: bool
+    shortage: int
+    memory: Memory | None
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    flops: Flops
+    flops_formula: tuple[float, str] | None
+    hbm_bytes: float | None
+    roofline: Roofline | None
+    peak_flops: float | None
+    compile_seconds: float
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    mend: str | None = None
+    hlo: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def mfu_ceiling(self) -> float | None:
+        """Model FLOPs (by the formula, else counted) over peak, at the predicted step time."""
+        if self.roofline is None or self.roofline.step_seconds is None or not self.peak_flops:
+            return None
+        flops = self.flops_formula[0] if self.flops_formula else self.flops.total
+        return flops / (self.devices * self.peak_flops * self.roofline.step_seconds)
+
+    def report(self, width: int = 100) -> str:
+        """Draws it as text of at most ``width`` columns."""
+        from jaxtrain.plan.report import render
+
+        return render(self, width=width)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as data that ``json.dumps`` takes, without the program's text."""
+        plain = dataclasses.asdict(dataclasses.replace(self, hlo=""))
+        del plain["hlo"]
+        plain["mfu_ceiling"] = self.mfu_ceiling
+        if self.roofline is not None:
+            plain["roofline"]["step_seconds"] = self.roofline.step_seconds
+            plain["roofline"]["step_seconds_apart"] = self.roofline.step_seconds_apart
+            plain["roofline"]["bound"] = self.roofline.bound
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a compiled function communicates and takes.
+
+    Args:
+      traffic, collectives: as in :class:`Plan`.
+      memory: by name, in bytes per device: arguments, outputs, temporaries, program, peak, and what
+        loops keep for later loops.
+      hbm_bytes: as in :class:`Plan`.
+      loops: trip counts; None where it is not known, and counted as 1.
+      warnings: what should not be there, where parameters were given.
+    """
+
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    memory: Mapping[str, int]
+    hbm_bytes: float
+    loops: tuple[int | None, ...]
+    warnings: tuple[str, ...] = ()
+
+    def report(self, width: int = 100) -> str:
+        """Draws it as text of at most ``width`` columns."""
+        from jaxtrain.plan.report import render_explanation
+
+        return render_explanation(self, width=width)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as data that ``json.dumps`` takes."""
+        return dataclasses.asdict(self)
+
+
+def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -> Explanation:
+    """Says what a compiled function communicates and how much memory it takes.
+
+    Args:
+      compiled: ``jax.jit(f).lower(...).compile()``, or what :func:`jaxtrain.compile_step` returns.
+      mesh: names the axes of collectives; without it they are ``"?"``.
+      params: the parameters, or their shapes with shardings, to find collectives that bring a whole
+        one together without need.
+
+    >>> import jax.numpy as jnp
+    >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(4)).compile()
+    >>> explain(compiled).collectives, explain(compiled).memory["arguments"]
+    ((), 16)
+    """
+    compiled = compiled.compiled if isinstance(compiled, CompiledStep) else compiled
+    program = read_program(compiled.as_text(), mesh)
+    sizes = compiled.memory_analysis()
+    memory = {
+        "arguments": sizes.argument_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes,
+        "outputs in place": sizes.alias_size_in_bytes,
+        "temporaries": sizes.temp_size_in_bytes,
+        "kept by loops": program.kept_bytes,
+        "program": sizes.generated_code_size_in_bytes,
+        "peak": peak_bytes(compiled, _platform(compiled)),
+    }
+    found = () if params is None or mesh is None else unexpected_gathers(program, params, mesh)
+    return Explanation(
+        traffic=summarize(program.collectives, None, mesh, 0),
+        collectives=program.collectives,
+        memory=memory,
+        hbm_bytes=program.hbm_bytes,
+        loops=program.loops,
+        warnings=found,
+    )
+
+
+def plan(
+    step: Callable[[PyTree, PyTree], Any],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    target: str | Target,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    slices: int = 1,
+    name: str = "step",
+) -> Plan:
+    """Compiles a train step for a target and says what it needs.
+
+    Args:
+      step: pure, ``(state, batch) -> (state, metrics)``.
+      state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`). Shardings on
+        another mesh are taken over by their specs.
+      batch: an example, or its shapes.
+      target: such as ``"v5e:4x4"``; see :func:`jaxtrain.plan.targets.parse_target`.
+      mesh: sizes of mesh axes as :func:`jaxtrain.make_mesh` takes them, or a mesh to take them
+        from; left out, the mesh that the state lies on.
+      slices: TPU slices.
+      name: for the report.
+
+    Raises:
+      ValueError: for a target, mesh or state that cannot be.
+    """
+    target = parse_target(target, slices=slices) if isinstance(target, str) else target
+    devices = target.devices()
+    if mesh is None:
+        mesh = _mesh_of(state)
+    if mesh is None:
+        raise ValueError("the state lies on no mesh: give mesh=, such as mesh={'data': -1}")
+    if not isinstance(mesh, Mesh) or list(mesh.devices.flat) != devices:
+        on_target = isinstance(mesh, Mesh) and set(mesh.devices.flat) == set(devices)
+        mesh = (
+            mesh if on_target else make_mesh(**dict(getattr(mesh, "shape", mesh)), devices=devices)
+        )
+    return plan_step(step, on_mesh(state, mesh), batch, mesh=mesh, target=target, name=name)
+
+
+def plan_experiment(experiment: Experiment, target: Target) -> Plan:
+    """Compiles an experiment's train step for a target, exactly as training would.
+
+    Raises:
+      ValueError: where the experiment does not fit the target's devices.
+    """
+    mesh = make_experiment_mesh(experiment, target.devices())
+    state = make_abstract_state(experiment, mesh)
+    formula = None
+    if experiment.flops_per_step is not None:
+        formula = (experiment.flops_per_step, experiment.flops_formula)
+    return plan_step(
+        build_step(experiment, state, mesh),
+        state,
+        experiment.batch,
+        mesh=mesh,
+        target=target,
+        name=experiment.name,
+        flops_formula=formula,
+        layers=experiment.stages.stacked if experiment.stages else None,
+    )
+
+
+def plan_step(
+    step: Callable[[PyTree, PyTree], Any],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    mesh: Mesh,
+    target: Target,
+    name: str,
+    flops_formula: tuple[float, str] | None = None,
+    layers: str | None = None,
+) -> Plan:
+    """Like :func:`plan`, for a state that lies on the target's mesh.
+
+    Args:
+      step, state, batch, mesh, target, name: what to compile.
+      flops_formula: model FLOPs of one step over all devices, and the formula's name.
+      layers: the parameters' subtree that is stacked layer by layer.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AheadOfTimeWarning)
+        shortage, train = 0, None
+        try:
+            train = compile_step(step, state, batch, mesh=mesh)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            shortage = _shortage(str(error), target.chip)
+            refusal = str(error).splitlines()[0].strip()
+        with jax.set_mesh(mesh):
+            flops = count_flops(step, *jax.eval_shape(lambda *trees: trees, state, batch))
+    notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
+    notes += _flops_notes(flops)
+    common = {
+        "name": name,
+        "target": str(target),
+        "device_kind": target.chip.device_kind,
+        "devices": mesh.size,
+        "hosts": target.hosts,
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "flops": flops,
+        "flops_formula": flops_formula,
+        "peak_flops": _peak(flops, target.chip),
+    }
+    if train is None:
+        return Plan(
+            **common,
+            fits=False,
+            shortage=shortage,
+            memory=None,
+            traffic=(),
+            collectives=(),
+            hbm_bytes=None,
+            roofline=None,
+            compile_seconds=math.nan,
+            notes=(*notes, f"the compiler: {refusal}"),
+        )
+    text = train.compiled.as_text()
+    program = read_program(text, mesh)
+    memory = split_memory(train, state, batch, mesh, target.chip, program)
+    island = target.devices_per_island
+    params = getattr(state, "params", None)
+    gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)
+    return Plan(
+        **common,
+        fits=memory.fits,
+        shortage=0 if memory.fits else memory.needed - memory.limit,
+        memory=memory,
+        traffic=summarize(program.collectives, target.chip, mesh, island),
+        collectives=program.collectives,
+        hbm_bytes=program.hbm_bytes,
+        roofline=make_roofline(
+            target.chip,
+            mesh,
+            flops=flops.by_dtype,
+            hbm_bytes=program.hbm_bytes,
+            collectives=program.collectives,
+            devices_per_island=island,
+        ),
+        compile_seconds=train.compile_seconds,
+        warnings=gathers,
+        notes=(*notes, *_notes(program, memory, target)),
+        hlo=text,
+    )
+
+
+def split_memory(
+    train: CompiledStep,
+    state: PyTree,
+    batch: PyTree,
+    mesh: Mesh,
+    chip: Chip,
+    program: Program,
+) -> Memory:
+    """Divides a compiled step's peak into what it is made of; see :class:`Memory`."""
+    shapes = jax.eval_shape(lambda tree: tree, batch)
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        batch_shardings(shapes, mesh),
+    )
+    parts = {"parameters": 0, "optimizer_state": 0, "other_state": local_bytes(state)}
+    if isinstance(state, TrainState):
+        parts["parameters"] = local_bytes(state.params)
+        parts["optimizer_state"] = local_bytes(state.opt_state)
+        parts["other_state"] -= parts["parameters"] + parts["optimizer_state"]
+    parts["batch"] = local_bytes(placed)
+    peak = peak_bytes(train.compiled, chip.kind)
+    rest = max(0, peak - sum(parts.values()))
+    # Bounded by the rest: what lies in a TPU's fast memory is in the program's text and not here.
+    kept = min(rest, program.kept_bytes)
+    return Memory(
+        **parts,
+        activations=kept,
+        temporaries=rest - kept,
+        program=train.compiled.memory_analysis().generated_code_size_in_bytes,
+        peak=peak,
+        limit=chip.memory_bytes,
+    )
+
+
+def peak_bytes(compiled: Any, kind: str) -> int:
+    """Bytes on one device at the fullest moment of a compiled function."""
+    sizes = compiled.memory_analysis()
+    if kind != "cpu":
+        return sizes.peak_memory_in_bytes
+    # The CPU compiler's own figure leaves temporaries out.
+    return (
+        sizes.argument_size_in_bytes
+        + sizes.temp_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+    )
+
+
+def summarize(
+    collectives: tuple[Collective, ...], chip: Chip | None, mesh: Mesh | None, island: int
+) -> tuple[Traffic, ...]:
+    """Adds up collectives by kind and axes, those that send most first."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault((collective.kind, collective.axes), []).append(collective)
+    rows = []
+    for (kind, axes), group in groups.items():
+        seconds = None
+        if chip is not None and chip.link_bytes_per_s is not None:
+            seconds = sum(axis_seconds(c, chip, mesh, devices_per_island=island) for c in group)
+        rows.append(
+            Traffic(
+                kind=kind,
+                axes=axes,
+                executions=sum(c.executions for c in group),
+                smallest=min(c.payload for c in group),
+                largest=max(c.payload for c in group),
+                payload=sum(c.executions * c.payload for c in group),
+                sent=sum(c.executions * c.sent for c in group),
+                seconds=seconds,
+                conditional=any(c.conditional for c in group),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.sent))
+
+
+def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:
+    """Returns a state's shapes with the specs they have, on another mesh."""
+
+    def move(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+        shape = jax.eval_shape(lambda x: x, leaf)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(move, state)
+
+
+def _mesh_of(state: PyTree) -> Mesh | None:
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+
+
+def _platform(compiled: Any) -> str:
+    with contextlib.suppress(StopIteration, AttributeError, TypeError):
+        sharding = next(iter(jax.tree.leaves(compiled.output_shardings)))
+        return next(iter(sharding.device_set)).platform
+    return "cpu"
+
+
+def _is_ours(warning: warnings.WarningMessage) -> bool:
+    return issubclass(warning.category, AheadOfTimeWarning)
+
+
+def _peak(flops: Flops, chip: Chip) -> float | None:
+    if not flops.by_dtype:
+        return None
+    return chip.peak_flops(max(flops.by_dtype, key=flops.by_dtype.get))
+
+
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _shortage(message: str, chip: Chip) -> int:
+    """Bytes that are missing, as a compiler's message says."""
+    size = r"\(?([\d.]+)([BKMGT])\)?"
+    if found := re.search(rf"[Ee]xceeded hbm capacity by {size}", message):
+        return int(float(found[1]) * _UNITS[found[2]])
+    for pattern in (
+        rf"{size} exceeds available HBM {size}",
+        rf"[Uu]sed {size} of {size} hbm",
+    ):
+        if found := re.search(pattern, message):
+            return int(float(found[1]) * _UNITS[found[2]] - float(found[3]) * _UNITS[found[4]])
+    return 0
+
+
+def _flops_notes(flops: Flops) -> list[str]:
+    notes = []
+    if flops.unknown_loops:
+        notes.append(f"FLOPs of {flops.unknown_loops} while loops are counted once")
+    if flops.fused:
+        notes.append(f"FLOPs inside {', '.join(flops.fused)} are not counted")
+    return notes
+
+
+def _notes(program: Program, memory: Memory, target: Target) -> list[str]:
+    notes = []
+    if None in program.loops:
+        count = program.loops.count(None)
+        notes.append(f"{count} loops of unknown length are counted as one trip")
+    if any(c.conditional for c in program.collectives):
+        notes.append(
+            "collectives in branches (marked ≤) are counted as if every branch were taken on every "
+            "trip"
+        )
+    if target.chip.kind == "gpu" and memory.fits and memory.needed > 0.75 * memory.limit:
+        notes.append(
+            "JAX takes 75 % of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        )
+    return notes

@@ -1,0 +1,895 @@
+"""A partitioner and a buffer assignment in miniature: what a traced step costs one device.
+
+The compilers answer in seconds to minutes; a search has hundreds of questions. So this module walks
+the jaxpr of **the very step that would be compiled**, traced over an abstract mesh, and keeps for
+every value the mesh axes that split each of its dimensions. Three rules stand for the compilers:
+
+*Partitioning.* Axes go from operands to results dimension by dimension. Where a product contracts
+a split dimension, its result is summed over those devices (all-reduce; reduce-scatter where the
+result is the gradient of a parameter that is split over them). Where an operand is split over an
+axis that the other one splits its own rows by (a weight under FSDP), the smaller one is gathered.
+Where :func:`jaxtrain.parallel.sharding.constrain` names a layout, that is what follows.
+
+*Fusion.* Element-wise work, changes of dtype, broadcasts, slices, transposes and reshapes are part
+of what reads them, and have no memory of their own until a matrix product, a loop or the end of a
+loop's body needs them in memory. Results of products, reductions, look-ups and loops do have.
+
+*Liveness.* A buffer lives from the operation that writes it to the last that reads it, directly or
+through fused work; operations run in the order of the jaxpr; element-wise work and updates write
+over an operand of theirs that dies. Of a loop's body, the temporaries of one iteration count, and
+the stacked results of all. Of branches, the larger counts. The state is donated and not counted:
+it is there throughout, and its new value is written over the old.
+
+What it cannot see: what a compiler reorders, recomputes or splits further, and paddings to tiles.
+How far it is off is measured against the compilers (:mod:`jaxtrain.plan.search` prints it per row).
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Axes = tuple[str, ...]
+Spec = tuple[Axes, ...]
+
+# Part of what reads them: data is moved, or seen in another shape.
+MOVES = frozenset(
+    [
+        *("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "split"),
+        *("rev", "copy", "copy_p", "sharding_constraint", "name", "reduce_precision"),
+        *("optimization_barrier", "stop_gradient"),
+    ]
+)
+REDUCTIONS = frozenset(
+    [
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        *("argmax", "argmin"),
+    ]
+)
+IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
+# Results with memory of their own. Everything else is element-wise.
+HEAVY = frozenset(
+    [
+        *REDUCTIONS,
+        *IN_PLACE,
+        *("dot_general", "conv_general_dilated", "gather", "concatenate", "sort", "top_k"),
+        *("cumsum", "cumlogsumexp", "cummax", "reduce_window_sum", "reduce_window_max"),
+        *("select_and_scatter_add", "cholesky", "triangular_solve"),
+        *("psum", "ppermute", "all_gather", "all_to_all"),
+    ]
+)
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Habits:
+    """Where compilers differ.
+
+    Args:
+      keeps_constants: arrays made from nothing outside of a loop (masks) are kept for it.
+      copies_branches: an array that a branch updates is copied first.
+    """
+
+    keeps_constants: bool = False
+    copies_branches: bool = False
+
+
+@dataclasses.dataclass
+class Cost:
+    """What one device does in one step.
+
+    Args:
+      flops: of matrix products and convolutions, by dtype of their operands.
+      hbm_bytes: read and written by everything that is not fused away.
+      wire_bytes: sent by one device, by (kind of collective, mesh axes).
+      wire_count: executions, by the same.
+    """
+
+    flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    hbm_bytes: float = 0.0
+    wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    wire_count: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, other: "Cost", times: float = 1.0) -> None:
+        """Adds another cost, ``times`` over."""
+        for name in ("flops", "wire_bytes", "wire_count"):
+            mine = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                mine[key] += value * times
+        self.hbm_bytes += other.hbm_bytes * times
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """Memory of one device, and what it holds, in words."""
+
+    size: int
+    what: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of the jaxpr.
+
+    Args:
+      shape, dtype: the global ones (in a manual region, those of the region).
+      spec: mesh axes per dimension.
+      roots: the buffers that must live for it to be read.
+      fused: it is element-wise work on its roots, not (part of) a buffer as it lies.
+      free: it needs nothing to be made again: constants, counters, broadcast scalars.
+      stored: it comes from the state alone: a parameter, its cast, a slice of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+    roots: frozenset = frozenset()
+    fused: bool = False
+    free: bool = False
+    stored: bool = False
+
+
+def walk_step(
+    jaxpr: Any,
+    specs: Sequence[Spec],
+    mesh: Mapping[str, int],
+    parameters: Mapping[tuple, Spec],
+    *,
+    stored: int = 0,
+    habits: Habits = Habits(),
+) -> tuple[Cost, int]:
+    """Walks a traced step.
+
+    Args:
+      jaxpr: a closed jaxpr, ``jax.make_jaxpr(step)(state, batch)``.
+      specs: mesh axes per dimension of each argument.
+      mesh: sizes of mesh axes.
+      parameters: spec by shape, of parameters and of their layers: how gradients will lie.
+      stored: how many of the arguments, from the first on, are the state.
+
+    Returns:
+      The cost of one device, and the bytes it needs at its peak besides the arguments.
+    """
+    walk = Walk(mesh, parameters, habits)
+    arguments = [
+        dataclasses.replace(walk.argument(v.aval, spec), stored=i < stored)
+        for i, (v, spec) in enumerate(zip(jaxpr.jaxpr.invars, specs, strict=True))
+    ]
+    _, peak = walk.level(jaxpr.jaxpr, [_constant(c) for c in jaxpr.consts], arguments, top=True)
+    return walk.cost, peak
+
+
+class Walk:
+    """The state of a walk: the mesh, and the cost so far."""
+
+    def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec], habits: Habits):
+        self.mesh = {axis: size for axis, size in mesh.items() if size > 1}
+        self.parameters = parameters
+        self.habits = habits
+        self.cost = Cost()
+
+    # Sizes.
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """Into how many parts these axes split."""
+        return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+    def size(self, shape: Sequence[int], dtype: Any, spec: Spec) -> int:
+        """Bytes of one device."""
+        local = (-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
+        return math.prod(local) * _itemsize(dtype)
+
+    def bytes(self, value: Value) -> int:
+        """Bytes of one device."""
+        return self.size(value.shape, value.dtype, value.spec)
+
+    def traffic(self, value: Value) -> int:
+        """Bytes read for a value: of each buffer it is made of, as much as it has elements."""
+        if value.free:
+            return 0
+        if not value.fused or not value.roots:
+            return self.bytes(value)
+        most = self.size(value.shape, np.dtype(np.float32), value.spec)
+        return sum(min(root.size, most) for root in value.roots)
+
+    def argument(self, aval: Any, spec: Spec) -> Value:
+        """A value whose memory is counted elsewhere."""
+        spec = tuple(tuple(a for a in axes if a in self.mesh) for axes in spec)
+        spec += ((),) * (len(aval.shape) - len(spec))
+        return Value(tuple(aval.shape), aval.dtype, spec)
+
+    def fit(self, shape: Sequence[int], wanted: Sequence[Axes]) -> Spec:
+        """Drops what does not divide, and the second use of an axis."""
+        used: set[str] = set()
+        spec = []
+        for n, axes in zip(shape, wanted, strict=True):
+            axes = tuple(a for a in axes if a not in used)
+            if n % self.parts(axes):
+                axes = ()
+            used.update(axes)
+            spec.append(axes)
+        return tuple(spec)
+
+    # Traffic. Bytes are what one device sends in a ring.
+
+    def send(self, kind: str, axes: Axes, size: float) -> None:
+        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array."""
+        n = self.parts(axes)
+        if n == 1:
+            return
+        factor = {"all-reduce": 2 * (n - 1) / n, "ppermute": 1.0}.get(kind, (n - 1) / n)
+        self.cost.wire_bytes[kind, axes] += factor * size
+        self.cost.wire_count[kind, axes] += 1
+
+    def reshard(self, value: Value, spec: Spec) -> tuple[Value, int]:
+        """Lays a value out anew; returns it and the bytes of a gathered copy (0 for none)."""
+        before = {a for axes in value.spec for a in axes}
+        after = {a for axes in spec for a in axes}
+        gathered = tuple(a for a in self.mesh if a in before - after)
+        moved = tuple(
+            a for a in self.mesh if a in before & after and _place(value.spec, a) != _place(spec, a)
+        )
+        size = self.size(value.shape, value.dtype, spec)
+        if not value.free:
+            self.send("all-gather", gathered, size)
+            self.send("all-to-all", moved, self.bytes(value))
+        copied = size if (gathered or moved) and not value.free else 0
+        return dataclasses.replace(value, spec=spec), copied
+
+    # The walk.
+
+    def level(
+        self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
+    ) -> tuple[list[Value], int]:
+        """Walks one jaxpr (a step, a loop's body, a branch).
+
+        Args:
+          jaxpr: its equations.
+          consts, arguments: values of its variables.
+          carry: those of the arguments that its results are written over.
+          top: whether it is the step itself.
+
+        Returns:
+          Its results, and the most bytes that are alive at once besides its arguments.
+        """
+        life = Life()
+        for value in carry:
+            for root in value.roots:
+                life.adopt(root)
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= dict(zip(jaxpr.invars, arguments, strict=True))
+        # The new state is written over the old; other results end up in memory.
+        results = self.run(jaxpr, env, life, frozenset() if top else _variables(jaxpr.outvars))
+        life.tick()
+        for value in results:
+            for root in value.roots:
+                life.read(root)
+        return results, life.peak()
+
+    def run(self, jaxpr: Any, env: dict, life: "Life", kept: frozenset) -> list[Value]:
+        """Walks equations in order, those of calls in place."""
+        for equation in _needed(jaxpr):
+            name = equation.primitive.name
+            inputs = [_read(env, v) for v in equation.invars]
+            if name in CALLS and CALLS[name] in equation.params:
+                inner = equation.params[CALLS[name]]
+                inner, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", [])
+                inner_env = dict(zip(inner.constvars, map(_constant, consts), strict=True))
+                inner_env |= dict(zip(inner.invars, inputs, strict=True))
+                asked = {
+                    i for i, o in zip(inner.outvars, equation.outvars, strict=True) if o in kept
+                }
+                outputs = self.run(inner, inner_env, life, _variables(asked))
+            else:
+                life.tick()
+                outputs = self.once(name, equation, inputs, life)
+                for value, variable in zip(outputs, equation.outvars, strict=True):
+                    if variable in kept:
+                        self.settle(value, life, in_place=True)
+            env.update(zip(equation.outvars, outputs, strict=True))
+        return [_read(env, v) for v in jaxpr.outvars]
+
+    def once(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+        """Walks an equation, unless this level has computed the same from the same before."""
+        key = _key(name, equation, inputs)
+        if key is None:
+            return self.equation(name, equation, inputs, life)
+        if key not in life.known:
+            life.known[key] = inputs, self.equation(name, equation, inputs, life)
+        return life.known[key][1]
+
+    def settle(
+        self, value: Value, life: "Life", *, in_place: bool = False, keep_free: bool = False
+    ) -> None:
+        """Gives fused work memory of its own."""
+        if value.free and keep_free and value.shape:
+            value.free, value.fused = False, True
+        if not value.fused or value.free:
+            for root in value.roots:
+                life.read(root)
+            return
+        for root in value.roots:
+            life.read(root)
+        self.cost.hbm_bytes += self.traffic(value)
+        buffer = Buffer(self.bytes(value), f"fused {value.dtype}{list(value.shape)}{value.spec}")
+        self.cost.hbm_bytes += buffer.size
+        life.write(buffer, in_place=in_place)
+        value.roots, value.fused = frozenset([buffer]), False
+
+    def equation(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+        """Walks one equation that is no call."""
+        special = getattr(self, "do_" + name.replace("-", "_"), None)
+        if special is not None:
+            return special(equation, inputs, life)
+        if name in MOVES:
+            return self.move(name, equation, inputs, life)
+        specs = [self.along(name, equation, inputs, v.aval.shape) for v in equation.outvars]
+        if name not in HEAVY:
+            for value in inputs:
+                # What is made from nothing is made as it is needed.
+                if value.free and value.shape == equation.outvars[0].aval.shape:
+                    value.spec = specs[0]
+            return [
+                self.fuse(inputs, v.aval, spec)
+                for v, spec in zip(equation.outvars, specs, strict=True)
+            ]
+        return self.heavy(name, equation.outvars, specs, inputs, life)
+
+    def heavy(self, name, variables, specs, inputs, life) -> list[Value]:
+        """Results that are written to memory; operands are read where they lie, fused or not."""
+        for root in frozenset().union(*(value.roots for value in inputs)):
+            life.read(root)
+        in_place = name in IN_PLACE
+        read = inputs[1:] if in_place else inputs
+        update = inputs[1 if name == "dynamic_update_slice" else -1] if in_place else None
+        self.cost.hbm_bytes += sum(map(self.traffic, read))
+        outputs = []
+        for variable, spec in zip(variables, specs, strict=True):
+            aval = variable.aval
+            what = f"{name} {aval.dtype}{list(aval.shape)}{spec}"
+            buffer = Buffer(self.size(aval.shape, aval.dtype, spec), what)
+            # What is updated in place is touched where the update is.
+            self.cost.hbm_bytes += self.bytes(update) if in_place else buffer.size
+            life.write(buffer, in_place=in_place)
+            outputs.append(Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer])))
+        return outputs
+
+    def fuse(self, inputs: list[Value], aval: Any, spec: Spec) -> Value:
+        """Element-wise work on values."""
+        roots = frozenset().union(*(value.roots for value in inputs))
+        free = all(value.free for value in inputs)
+        stored = all(value.stored or value.free for value in inputs)
+        return Value(
+            tuple(aval.shape), aval.dtype, spec, roots, fused=True, free=free, stored=stored
+        )
+
+    def along(self, name: str, equation: Any, inputs: list[Value], shape: tuple) -> Spec:
+        """The spec of a result that lies as its operands do."""
+        params = equation.params
+        if name == "broadcast_in_dim":
+            wanted = [()] * len(shape)
+            for at, n, axes in zip(
+                params["broadcast_dimensions"], inputs[0].shape, inputs[0].spec, strict=True
+            ):
+                wanted[at] = axes if n == shape[at] else ()
+            return self.fit(shape, wanted)
+        if name in REDUCTIONS and inputs:
+            gone = set(params["axes"])
+            value = inputs[0]
+            wanted = [axes for d, axes in enumerate(value.spec) if d not in gone]
+            over = tuple(a for d in sorted(gone) for a in value.spec[d])
+            spec = self.fit(shape, wanted)
+            self.send("all-reduce", over, self.size(shape, value.dtype, spec))
+            return spec
+        return self.merged(inputs, shape)
+
+    def merged(self, inputs: list[Value], shape: tuple) -> Spec:
+        """Per dimension, the axes of the largest operand that is split there."""
+        alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
+        alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
+        wanted = []
+        for d, n in enumerate(shape):
+            wanted.append(next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ()))
+            if n == 1:
+                wanted[-1] = ()
+        return self.fit(shape, wanted)
+
+    # What only moves data.
+
+    def move(self, name: str, equation: Any, inputs: list[Value], life: "Life") -> list[Value]:
+        """Views of a value."""
+        value, params = inputs[0], equation.params
+        outputs = []
+        for variable in equation.outvars:
+            shape = tuple(variable.aval.shape)
+            if name == "reshape":
+                spec = self.reshaped(value, shape)
+            elif name == "transpose":
+                spec = tuple(value.spec[d] for d in params["permutation"])
+            elif name == "squeeze":
+                gone = {d % len(value.shape) for d in params["dimensions"]}
+                spec = tuple(axes for d, axes in enumerate(value.spec) if d not in gone)
+            elif name == "expand_dims":
+                spec = self.reshaped(value, shape)
+            elif name == "sharding_constraint":
+                return [self.constrained(value, params["sharding"].spec, life)]
+            elif len(equation.outvars) == len(inputs):
+                i = equation.outvars.index(variable)
+                outputs.append(dataclasses.replace(inputs[i]))
+                continue
+            else:
+                spec = self.fit(shape, value.spec)
+            aval = variable.aval
+            outputs.append(dataclasses.replace(value, shape=shape, dtype=aval.dtype, spec=spec))
+        return outputs
+
+    def reshaped(self, value: Value, shape: tuple) -> Spec:
+        """Axes follow the dimensions that are merged or cut; those that no longer divide go."""
+        wanted: list[Axes] = [()] * len(shape)
+        for old, new in _groups(value.shape, shape):
+            axes = [a for d in old for a in value.spec[d]]
+            for d in new:
+                mine: list[str] = []
+                while axes and shape[d] % self.parts([*mine, axes[0]]) == 0:
+                    mine.append(axes.pop(0))
+                wanted[d] = tuple(mine)
+                if shape[d] > 1 and axes:
+                    # What is left belongs to a further dimension of the old shape.
+                    continue
+        return self.fit(shape, wanted)
+
+    def constrained(self, value: Value, spec: Any, life: "Life") -> Value:
+        """What a sharding constraint makes of a value."""
+        entries = list(spec) + [None] * (len(value.shape) - len(spec))
+        open_ = jax.sharding.PartitionSpec.UNCONSTRAINED
+        wanted = [
+            old if entry is open_ else tuple(a for a in _names(entry) if a in self.mesh)
+            for old, entry in zip(value.spec, entries, strict=True)
+        ]
+        laid, copied = self.reshard(value, self.fit(value.shape, wanted))
+        if copied:
+            for root in value.roots:
+                life.read(root)
+            buffer = Buffer(copied)
+            life.write(buffer)
+            laid.roots, laid.fused = frozenset([buffer]), False
+        return laid
+
+    # Equations with rules of their own.
+
+    def do_iota(self, equation, inputs, life):
+        aval = equation.outvars[0].aval
+        return [Value(tuple(aval.shape), aval.dtype, ((),) * len(aval.shape), free=True)]
+
+    def do_convert_element_type(self, equation, inputs, life):
+        aval = equation.outvars[0].aval
+        if aval.dtype == inputs[0].dtype:
+            return [dataclasses.replace(inputs[0])]
+        return [self.fuse(inputs, aval, inputs[0].spec)]
+
+    def do_dot_general(self, equation, inputs, life):
+        (lhs, rhs), aval = inputs, equation.outvars[0].aval
+        (lc, rc), (lb, rb) = equation.params["dimension_numbers"]
+        left = [d for d in range(len(lhs.shape)) if d not in (*lc, *lb)]
+        right = [d for d in range(len(rhs.shape)) if d not in (*rc, *rb)]
+        for value in inputs:
+            self.settle(value, life)
+        lspec, rspec = [list(v.spec) for v in inputs]
+        transient = 0
+        # Batch dimensions lie alike.
+        for a, b in zip(lb, rb, strict=True):
+            lspec[a] = rspec[b] = lspec[a] or rspec[b]
+        # An axis splits one thing: what is both here and there is gathered in the operand that is a
+        # weight, else in the smaller one.
+        left_gives = self.bytes(lhs) < self.bytes(rhs)
+        if lhs.stored != rhs.stored:
+            left_gives = lhs.stored
+        small, other = (lspec, rspec) if left_gives else (rspec, lspec)
+        smaller = lhs if small is lspec else rhs
+        free_small, free_other = (left, right) if small is lspec else (right, left)
+        cs, co = (lc, rc) if small is lspec else (rc, lc)
+        taken = {a for d in free_other for a in other[d]}
+        gathered = []
+        for d in (*free_small, *cs):
+            gathered += [a for a in small[d] if a in taken]
+            small[d] = tuple(a for a in small[d] if a not in taken)
+        own = {a for d in free_small for a in small[d]}
+        for d in co:
+            # The larger operand is contracted over what splits the smaller one's rows.
+            clash = [a for a in other[d] if a in own]
+            if clash:
+                for e in free_small:
+                    gathered += [a for a in small[e] if a in clash]
+                    small[e] = tuple(a for a in small[e] if a not in clash)
+        if gathered:
+            whole = self.size(smaller.shape, smaller.dtype, tuple(small))
+            self.send("all-gather", tuple(dict.fromkeys(gathered)), whole)
+            transient += whole
+        # Either side of a contracted dimension may be cut as the other one is.
+        over: list[str] = []
+        for a, b in zip(lc, rc, strict=True):
+            axes = lspec[a] or rspec[b]
+            over += [x for x in axes if x not in over]
+            lspec[a] = rspec[b] = axes
+        wanted = [lspec[d] for d in lb] + [lspec[d] for d in left] + [rspec[d] for d in right]
+        spec = self.fit(aval.shape, wanted)
+        partial = tuple(a for a in over if a not in {x for axes in spec for x in axes})
+        local = math.prod(aval.shape) / self.parts([x for axes in spec for x in axes])
+        depth = math.prod(lhs.shape[d] for d in lc) / self.parts(partial)
+        self.cost.flops[str(jnp.dtype(lhs.dtype))] += 2 * local * depth
+        final, scattered = self.scatter(tuple(aval.shape), spec, partial)
+        if partial:
+            whole = self.size(aval.shape, aval.dtype, spec)
+            self.send("reduce-scatter", scattered, whole)
+            rest = tuple(a for a in partial if a not in scattered)
+            self.send("all-reduce", rest, self.size(aval.shape, aval.dtype, final))
+            transient += whole if scattered else 0
+        life.transient(transient)
+        return self.heavy("dot_general", equation.outvars, [final], inputs, life)
+
+    def scatter(self, shape: tuple, spec: Spec, partial: Axes) -> tuple[Spec, Axes]:
+        """How a gradient lies: over the axes of its sum that split its parameter."""
+        goal = self.parameters.get(shape)
+        if goal is None or not partial:
+            return spec, ()
+        wanted = [
+            tuple(dict.fromkeys((*have, *(a for a in want if a in partial))))
+            for have, want in zip(spec, goal, strict=True)
+        ]
+        final = self.fit(shape, wanted)
+        used = {a for axes in final for a in axes}
+        return final, tuple(a for a in partial if a in used)
+
+    def do_conv_general_dilated(self, equation, inputs, life):
+        (lhs, rhs), aval = inputs, equation.outvars[0].aval
+        for value in inputs:
+            self.settle(value, life)
+        numbers = equation.params["dimension_numbers"]
+        batch = numbers.lhs_spec[0], numbers.out_spec[0]
+        wanted = [()] * len(aval.shape)
+        wanted[batch[1]] = lhs.spec[batch[0]]
+        spec = self.fit(aval.shape, wanted)
+        out = math.prod(aval.shape) / self.parts(wanted[batch[1]])
+        taps = math.prod(rhs.shape) / rhs.shape[numbers.rhs_spec[0]]
+        self.cost.flops[str(jnp.dtype(lhs.dtype))] += 2 * out * taps
+        return self.heavy("conv_general_dilated", equation.outvars, [spec], inputs, life)
+
+    def do_gather(self, equation, inputs, life):
+        (table, indices), aval = inputs[:2], equation.outvars[0].aval
+        numbers = equation.params["dimension_numbers"]
+        wanted: list[Axes] = [()] * len(aval.shape)
+        rows = [d for d in range(len(aval.shape)) if d not in numbers.offset_dims]
+        for d, axes in zip(rows, indices.spec, strict=False):
+            wanted[d] = axes
+        kept = [d for d in range(len(table.shape)) if d not in numbers.collapsed_slice_dims]
+        for d, source in zip(numbers.offset_dims, kept, strict=False):
+            if aval.shape[d] == table.shape[source]:
+                wanted[d] = table.spec[source]
+        spec = self.fit(aval.shape, wanted)
+        over = tuple(a for d in numbers.collapsed_slice_dims for a in table.spec[d])
+        self.send("all-reduce", over, self.size(aval.shape, aval.dtype, spec))
+        if not math.prod(aval.shape[d] for d in rows) > 1:
+            return [dataclasses.replace(table, shape=tuple(aval.shape), spec=spec)]
+        return self.heavy("gather", equation.outvars, [spec], [table, indices], life)
+
+    def do_scatter_add(self, equation, inputs, life):
+        (table, _, updates), aval = inputs[:3], equation.outvars[0].aval
+        self.settle(updates, life)
+        numbers = equation.params["dimension_numbers"]
+        windows = numbers.update_window_dims
+        rows = [d for d in range(len(updates.shape)) if d not in windows]
+        partial = tuple(a for d in rows for a in updates.spec[d])
+        spec = table.spec
+        if table.free:
+            outside = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+            inside = [d for d in range(len(aval.shape)) if d not in outside]
+            wanted: list[Axes] = [()] * len(aval.shape)
+            for d, source in zip(inside, windows, strict=True):
+                wanted[d] = updates.spec[source]
+            spec = self.fit(aval.shape, wanted)
+        whole = self.size(aval.shape, aval.dtype, spec)
+        final, scattered = self.scatter(tuple(aval.shape), spec, partial)
+        self.send("reduce-scatter", scattered, whole)
+        rest = tuple(a for a in partial if a not in scattered)
+        self.send("all-reduce", rest, self.size(aval.shape, aval.dtype, final))
+        life.transient(whole if scattered else 0)
+        return self.heavy("scatter-add", equation.outvars, [final], [table, updates], life)
+
+    def do_psum(self, equation, inputs, life):
+        axes = tuple(equation.params["axes"])
+        for value in inputs:
+            self.send("all-reduce", axes, self.bytes(value))
+        return self.heavy("psum", equation.outvars, [v.spec for v in inputs], inputs, life)
+
+    def do_ppermute(self, equation, inputs, life):
+        name = equation.params["axis_name"]
+        axes = (name,) if isinstance(name, str) else tuple(name)
+        for value in inputs:
+            self.send("ppermute", axes, self.bytes(value))
+        return self.heavy("ppermute", equation.outvars, [v.spec for v in inputs], inputs, life)
+
+    def do_shard_map(self, equation, inputs, life):
+        params = equation.params
+        manual = (
+            params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        )
+        inner = params["jaxpr"]
+        inner = getattr(inner, "jaxpr", inner)
+        for value in inputs:
+            self.settle(value, life)
+        arguments = []
+        for value, variable in zip(inputs, inner.invars, strict=True):
+            spec = tuple(tuple(a for a in axes if a not in manual) for axes in value.spec)
+            arguments.append(
+                Value(tuple(variable.aval.shape), variable.aval.dtype, spec, stored=value.stored)
+            )
+        results, peak = self.level(inner, [], arguments)
+        life.transient(peak - sum(self.bytes(r) for r in results if r.roots))
+        specs = []
+        for value, spec in zip(results, params["out_specs"], strict=True):
+            names = list(spec) + [None] * (len(value.shape) - len(spec))
+            specs.append(
+                tuple((*_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
+            )
+        return self.heavy("shard_map", equation.outvars, specs, inputs, life)
+
+    def do_scan(self, equation, inputs, life):
+        params = equation.params
+        body = params["jaxpr"]
+        n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
+        for value in inputs:
+            self.settle(value, life)
+        carry = inputs[n_consts : n_consts + n_carry]
+        slices = [
+            Value(v.shape[1:], v.dtype, v.spec[1:], free=v.free, stored=v.stored)
+            for v in inputs[n_consts + n_carry :]
+        ]
+        consts = [dataclasses.replace(v, roots=frozenset(), fused=False) for v in inputs[:n_consts]]
+        layouts = [v.spec for v in carry]
+        outer = self.cost
+        # A carry that starts as zeros lies as the body leaves it.
+        for _ in range(2):
+            self.cost = Cost()
+            start = [Value(v.shape, v.dtype, spec) for v, spec in zip(carry, layouts, strict=True)]
+            results, peak = self.level(
+                body.jaxpr, [_constant(c) for c in body.consts], [*consts, *start, *slices]
+            )
+            found = [
+                r.spec if v.free else spec
+                for v, spec, r in zip(carry, layouts, results, strict=False)
+            ]
+            if found == layouts:
+                break
+            layouts = found
+        body_cost, self.cost = self.cost, outer
+        if self.habits.keeps_constants:
+            for value, inside in zip(inputs, consts, strict=False):
+                if value.free:
+                    value.spec = inside.spec
+                    self.settle(value, life, keep_free=True)
+        self.cost.add(body_cost, length)
+        specs = [*layouts, *(((), *r.spec) for r in results[n_carry:])]
+        life.transient(peak)
+        outputs = []
+        for i, (variable, spec) in enumerate(zip(equation.outvars, specs, strict=True)):
+            aval = variable.aval
+            size = self.size(aval.shape, aval.dtype, spec)
+            # A carry is updated where it lies, if nobody else reads it later.
+            buffer = Buffer(size, f"scan {aval.dtype}{list(aval.shape)}{spec}")
+            life.write(buffer, in_place=i < n_carry)
+            outputs.append(Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer])))
+        return outputs
+
+    def held(self, value: Value, spec: Spec) -> Value:
+        """A loop's carry as its body sees it."""
+        size = self.size(value.shape, value.dtype, spec)
+        return Value(value.shape, value.dtype, spec, frozenset([Buffer(size, "carry")]))
+
+    def do_while(self, equation, inputs, life):
+        params = equation.params
+        body, skip = params["body_jaxpr"], params["cond_nconsts"]
+        for value in inputs:
+            self.settle(value, life)
+        arguments = [Value(v.shape, v.dtype, v.spec) for v in inputs[skip:]]
+        first = params["body_nconsts"]
+        arguments[first:] = [self.held(v, v.spec) for v in arguments[first:]]
+        _, peak = self.level(
+            body.jaxpr, [_constant(c) for c in body.consts], arguments, carry=arguments[first:]
+        )
+        life.transient(peak)
+        specs = [v.spec for v in inputs[skip + params["body_nconsts"] :]]
+        return self.heavy("while", equation.outvars, specs, inputs, life)
+
+    def do_cond(self, equation, inputs, life):
+        outer = self.cost
+        walked = []
+        for value in inputs:
+            self.settle(value, life)
+        for branch in equation.params["branches"]:
+            self.cost = Cost()
+            arguments = [
+                Value(v.shape, v.dtype, v.spec, free=v.free, stored=v.stored) for v in inputs[1:]
+            ]
+            results, peak = self.level(
+                branch.jaxpr, [_constant(c) for c in branch.consts], arguments
+            )
+            own = sum(self.bytes(r) for r in results if r.roots)
+            walked.append((sum(self.cost.flops.values()), peak - own, self.cost, results))
+        self.cost = outer
+        dearest = max(walked, key=lambda w: w[0])
+        self.cost.add(dearest[2])
+        life.transient(max(w[1] for w in walked))
+        specs = [r.spec for r in dearest[3]]
+        # A result that is an argument, or an update of one, is written over it.
+        return [
+            self.passed(variable, spec, results, inputs, life)
+            for variable, spec, results in zip(
+                equation.outvars, specs, zip(*(w[3] for w in walked), strict=True), strict=True
+            )
+        ]
+
+    def passed(self, variable, spec, results, inputs, life) -> Value:
+        aval = variable.aval
+        buffer = Buffer(self.size(aval.shape, aval.dtype, spec))
+        for value in inputs:
+            for root in value.roots:
+                life.read(root)
+        life.write(
+            buffer, in_place=not self.habits.copies_branches and any(not r.roots for r in results)
+        )
+        return Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer]))
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """One operation as memory sees it: what it reads, writes, writes over, and needs meanwhile."""
+
+    reads: set[Buffer] = dataclasses.field(default_factory=set)
+    writes: list[Buffer] = dataclasses.field(default_factory=list)
+    over: int = 0
+    transient: int = 0
+
+
+class Life:
+    """What is read and written when, on a clock of operations."""
+
+    def __init__(self):
+        self.work = [Work()]
+        self.written: set[Buffer] = set()
+        self.adopted: set[Buffer] = set()
+        # Inputs are kept with the outputs so that an id names one value for as long as this lives.
+        self.known: dict[Any, tuple[list, list]] = {}
+
+    def tick(self) -> None:
+        """Goes on to the next operation."""
+        self.work.append(Work())
+
+    def write(self, buffer: Buffer, *, in_place: bool = False) -> None:
+        """A buffer is written now, over operands that die now if ``in_place``."""
+        self.written.add(buffer)
+        self.work[-1].writes.append(buffer)
+        if in_place:
+            self.work[-1].over += buffer.size
+
+    def read(self, buffer: Buffer) -> None:
+        """A buffer is read now."""
+        if buffer in self.written or buffer in self.adopted:
+            self.work[-1].reads.add(buffer)
+
+    def transient(self, size: int) -> None:
+        """Bytes that only the present operation needs."""
+        self.work[-1].transient += max(0, size)
+
+    def adopt(self, buffer: Buffer) -> None:
+        """Takes in a loop's carry: counted outside, and to be written over once it is read."""
+        self.adopted.add(buffer)
+
+    def peak(self) -> int:
+        """The most bytes alive at once, besides what was adopted."""
+        last = {b: at for at, w in enumerate(self.work) for b in (*w.writes, *w.reads)}
+        ends: dict[int, list[Buffer]] = collections.defaultdict(list)
+        for buffer, at in last.items():
+            ends[at].append(buffer)
+        alive = most = 0
+        for at, w in enumerate(self.work):
+            new = set(w.writes)
+            alive += sum(b.size for b in new)
+            # The places of the carry first: they stay taken.
+            handed = sum(b.size for b in ends[at] if b in self.adopted)
+            alive -= (handed := min(w.over, handed))
+            dying = sum(b.size for b in ends[at] if b not in self.adopted and b not in new)
+            most = max(most, alive - min(w.over - handed, dying) + w.transient)
+            alive -= sum(b.size for b in ends[at] if b not in self.adopted)
+        return most
+
+
+def _key(name: str, equation: Any, inputs: list[Value]) -> Any:
+    """What makes two equations the same, or None where nothing cheap tells."""
+    if equation.effects or name in ("scan", "while", "cond", "shard_map", "random_bits"):
+        return None
+    atoms = []
+    for atom, value in zip(equation.invars, inputs, strict=True):
+        if hasattr(atom, "val"):
+            if np.size(atom.val) > 1:
+                return None
+            atoms.append(("literal", str(atom.val), str(atom.aval)))
+        else:
+            atoms.append(id(value))
+    # The sharding of a constraint is not told apart by its text alone on all versions.
+    return name, tuple(atoms), str(equation.params)
+
+
+def _needed(jaxpr: Any) -> list:
+    """The equations whose results are read."""
+    wanted = set(_variables(jaxpr.outvars))
+    needed = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(v in wanted for v in equation.outvars):
+            needed.append(equation)
+            wanted |= _variables(equation.invars)
+    return needed[::-1]
+
+
+def _variables(atoms: Iterable[Any]) -> frozenset:
+    return frozenset(a for a in atoms if not hasattr(a, "val"))
+
+
+def _read(env: Mapping, atom: Any) -> Value:
+    return _constant(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _constant(x: Any) -> Value:
+    shape = np.shape(x)
+    return Value(shape, getattr(x, "dtype", np.dtype(type(x))), ((),) * len(shape), free=True)
+
+
+def _itemsize(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return dtype.itemsize
+
+
+def _names(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _place(spec: Spec, axis: str) -> int:
+    return next(d for d, axes in enumerate(spec) if axis in axes)
+
+
+def _groups(old: tuple, new: tuple) -> list[tuple[list[int], list[int]]]:
+    """Runs of dimensions of two shapes with equal products: (old, new) each."""
+    groups, i, j = [], 0, 0
+    while i < len(old) and j < len(new):
+        a, b, left, right = old[i], new[j], [i], [j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                if i == len(old):
+                    return groups
+                a, i = a * old[i], i + 1
+                left.append(i - 1)
+            else:
+                if j == len(new):
+                    return groups
+                b, j = b * new[j], j + 1
+                right.append(j - 1)
+        groups.append((left, right))
+    return groups
