@@ -4,20 +4,34 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 """
 
 import functools
+import logging
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+from jaxtrain.ops import splash
+from jaxtrain.parallel.sharding import constrain
 
-# Names of what the xla form's backward pass needs, for rematerialisation policies.
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+
+# What "auto" takes where it can; elsewhere there is no fused kernel.
+FUSED = {"gpu": "cudnn", "tpu": "splash"}
+
+# Names of what the backward pass needs, for rematerialisation policies.
 SAVED = ("attention_out", "attention_lse")
 
 # Finite, so that no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)
+
+# The xla form writes out up to this many tiles of queries, each against all the keys it sees; of
+# longer rows it loops over tiles of queries and keys.
+UNROLLED = 4
+
+_log = logging.getLogger(__name__)
 
 
 def attention(
@@ -27,6 +41,8 @@ def attention(
     *,
     causal: bool = True,
     segments_BT: jax.Array | None = None,
+    dropout: float = 0.0,
+    rng: jax.Array | None = None,
     implementation: str = "auto",
     block: int | None = None,
 ) -> jax.Array:
@@ -38,9 +54,13 @@ def attention(
       causal: position t sees positions up to t; needs S = T.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
         sees padding, so that no row is empty. Needs S = T.
-      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel) or ``"auto"``; see
-        :func:`choose`.
-      block: queries per tile of the xla form; None chooses.
+      dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
+        forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
+      rng: key for dropout; None means none.
+      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs)
+        or ``"auto"``; see :func:`choose`.
+      block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
+        over keys too, so that temporaries grow linearly with T.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
@@ -53,7 +73,13 @@ def attention(
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     if (causal or segments_BT is not None) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
-    if _choose_here(implementation, dtype=q_BTHK.dtype, head_dim=K) == "cudnn":
+    dropout = 0.0 if rng is None else dropout
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout)
+    if chosen == "splash":
+        return splash.splash_attention(
+            q_BTHK, k_BSGK, v_BSGK, causal=causal, segments_BT=segments_BT, saved_name=SAVED[0]
+        )
+    if chosen == "cudnn":
         mask = None
         if segments_BT is not None:
             mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
@@ -63,41 +89,101 @@ def attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    out_BGRTK = _tiled(causal, block or _block(T), q, k, v, segments_BT)
+    block = block or _block(T)
+    form = _Form(causal, block, dropout)
+    rng = rng if dropout else None
+    if -(-T // block) <= UNROLLED:
+        out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
+    else:
+        out_BGRTK = _long(form, q, k, v, segments_BT, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
-def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = None) -> str:
-    """Returns the implementation that :func:`attention` will use: ``"xla"`` or ``"cudnn"``.
+def choose(
+    implementation: str,
+    *,
+    dtype,
+    head_dim: int,
+    backend: str | None = None,
+    length: int | None = None,
+    dropout: float = 0.0,
+) -> str:
+    """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
     Args:
-      implementation: ``"auto"`` takes cudnn on a GPU in bfloat16 or float16, else xla; any other
-        name is returned if it can run.
+      implementation: ``"auto"`` takes cudnn on a GPU (bfloat16 or float16, heads up to 128 wide)
+        and splash on a TPU (rows of a multiple of 128 positions), neither with dropout, else xla;
+        any other name is returned if it can run.
       dtype: of the queries.
       head_dim: K.
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
+      length: T; None leaves it unchecked.
+      dropout: rate on the weights.
 
     Raises:
-      ValueError: for an unknown name, or cudnn where it cannot run.
+      ValueError: for an unknown name, or a fused kernel where it cannot run.
 
     >>> choose("auto", dtype=jnp.float32, head_dim=64, backend="gpu")
     'xla'
     >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="gpu")
     'cudnn'
+    >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=1024)
+    'splash'
     """
+    shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
+    return _choose(implementation, backend=backend or platform(), **shape)[0]
+
+
+def explain_choice(implementation: str, **shape) -> str:
+    """Returns what :func:`choose` returns, and why where it is not the platform's fused kernel.
+
+    Args:
+      implementation: as for :func:`choose`.
+      **shape: the other arguments of :func:`choose`.
+
+    >>> explain_choice("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=100)
+    'xla (splash needs rows whose length is a multiple of 128, and it is 100)'
+    """
+    backend = shape.pop("backend", None) or platform()
+    chosen, reason = _choose(implementation, backend=backend, **shape)
+    return f"{chosen} ({reason})" if reason else chosen
+
+
+def _choose(implementation: str, *, backend: str, **shape) -> tuple[str, str | None]:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    backend = backend or platform()
-    obstacle = None
-    if backend != "gpu":
-        obstacle = f"an NVIDIA GPU, and the backend is {backend!r}"
-    elif jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        obstacle = f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
-    elif head_dim % 8 or head_dim > 128:
-        obstacle = f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
-    if implementation == "cudnn" and obstacle:
-        raise ValueError(f"attention='cudnn' needs {obstacle}; use 'xla' or 'auto'")
-    return "xla" if implementation == "xla" or obstacle else "cudnn"
+    wanted = FUSED.get(backend, "xla") if implementation == "auto" else implementation
+    need = None if wanted == "xla" else _obstacle(wanted, backend=backend, **shape)
+    if need is None:
+        return wanted, None
+    if implementation != "auto":
+        raise ValueError(f"attention={wanted!r} needs {need}; use 'xla' or 'auto'")
+    return "xla", f"{wanted} needs {need}"
+
+
+def _obstacle(
+    kernel: str,
+    *,
+    backend: str,
+    dtype,
+    head_dim: int,
+    length: int | None = None,
+    dropout: float = 0.0,
+    sizes: tuple[int, int, int, int] | None = None,
+) -> str | None:
+    """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ..."."""
+    if FUSED.get(backend) != kernel:
+        chip = {"cudnn": "an NVIDIA GPU", "splash": "a TPU"}[kernel]
+        return f"{chip}, and the backend is {backend!r}"
+    if dropout:
+        return f"no dropout on attention weights, and its rate is {dropout}"
+    if kernel == "splash":
+        return splash.obstacle(length=length, sizes=sizes)
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
+    return None
 
 
 def platform() -> str:
@@ -139,8 +225,20 @@ def cached_attention(
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
 
 
-def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
-    chosen = choose(implementation, dtype=dtype, head_dim=head_dim)
+def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float) -> str:
+    B, T, H, K = q_BTHK.shape
+    S, G = k_BSGK.shape[1:3]
+    chosen, reason = _choose(
+        implementation,
+        backend=platform(),
+        dtype=q_BTHK.dtype,
+        head_dim=K,
+        length=T,
+        dropout=dropout,
+        sizes=(B, H, G, S),
+    )
+    if reason:
+        _say_once(f"attention: xla, because {reason}")
     if chosen == "cudnn" and jax.default_backend() != "gpu":
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
@@ -154,42 +252,57 @@ def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
     return chosen
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)
+
+
 def _block(T: int) -> int:
     # A causal tile looks only at the keys up to its end: four tiles save 3/8 of the work, more
     # save little and cost launches; beyond 2,048 positions the size of a tile's scores decides.
     return min(max(64, -(-T // 4)), 512)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _tiled(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+class _Form(NamedTuple):
+    """What of a tiled computation is known while it is traced."""
+
+    causal: bool
+    block: int
+    dropout: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     """Attention tiled over queries.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
     https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, and both passes
     multiply in the dtype they were given with float32 accumulation.
     """
-    return _forward(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT)[0]
+    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
 
 
-def _forward(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     outs, lses = [], []
-    for rows, keys in _tiles(q_BGRTK.shape[3], k_BGSK.shape[2], causal, block):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, causal)
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], k_BGSK.shape[2], form)):
+        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, form.causal)
         peak = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
-        out = _einsum("bgrts,bgsk->bgrtk", weights.astype(q_BGRTK.dtype), v_BGSK[:, :, keys])
+        weights = _drop(weights, form, rng, tile).astype(q_BGRTK.dtype)
+        out = _einsum("bgrts,bgsk->bgrtk", weights, v_BGSK[:, :, keys])
         outs.append((out / total).astype(q_BGRTK.dtype))
         lses.append(peak + jnp.log(total))
     out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
     lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, out_BGRTK, lse_BGRT1)
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
 
 
-def _backward(causal, block, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, out_BGRTK, lse_BGRT1 = saved
+def _backward(form, saved, d_out_BGRTK):
+    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
     dtype, scale = q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
-    # sum_s weight * d_weight = out . d_out: the softmax's own derivative without a T x S pass.
+    # sum_s weight * d_weight = out . d_out, dropped or not: the softmax's own derivative without a
+    # T x S pass.
     wide = _wide(dtype)
     delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
     d_q = []
@@ -199,26 +312,165 @@ def _backward(causal, block, saved, d_out_BGRTK):
         # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
         return jnp.pad(tile, ((0, 0), (0, 0), (0, k_BGSK.shape[2] - keys.stop), (0, 0)))
 
-    for rows, keys in _tiles(q_BGRTK.shape[3], k_BGSK.shape[2], causal, block):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, causal)
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], k_BGSK.shape[2], form)):
+        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, form.causal)
         weights = jnp.exp(scores - lse_BGRT1[:, :, :, rows])
         d_out = d_out_BGRTK[:, :, :, rows]
         d_weights = _einsum("bgrtk,bgsk->bgrts", d_out, v_BGSK[:, :, keys])
+        d_weights = _drop(d_weights, form, rng, tile)
         d_scores = (scale * weights * (d_weights - delta[:, :, :, rows])).astype(dtype)
+        weights = _drop(weights, form, rng, tile).astype(dtype)
         d_q.append(_einsum("bgrts,bgsk->bgrtk", d_scores, k_BGSK[:, :, keys]).astype(dtype))
         d_k_tile = _einsum("bgrts,bgrtk->bgsk", d_scores, q_BGRTK[:, :, :, rows])
-        d_v_tile = _einsum("bgrts,bgrtk->bgsk", weights.astype(dtype), d_out)
+        d_v_tile = _einsum("bgrts,bgrtk->bgsk", weights, d_out)
         d_k, d_v = d_k + to_all_keys(d_k_tile, keys), d_v + to_all_keys(d_v_tile, keys)
-    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None
+    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
-def _tiles(T: int, S: int, causal: bool, block: int) -> list[tuple[slice, slice]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    """Attention tiled over queries and keys, by a loop over the tiles in which any key is seen.
+
+    The softmax is put together from tiles (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682):
+    scores exist for one tile of ``block`` x ``block`` at a time.
+    """
+    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
+
+
+def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    T, S, dtype = q_BGRTK.shape[3], k_BGSK.shape[2], q_BGRTK.dtype
+    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+
+    def step(sums, place):
+        out, total, peak = sums
+        rows, keys, tile = place
+        at = functools.partial(_cut, form, rows)
+        scores = _long_scores(form, S, q, k, segments, rows, keys)
+        higher = jnp.maximum(at(peak), scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - higher)
+        shrink = jnp.exp(at(peak) - higher)
+        part = shrink * at(total) + weights.sum(axis=-1, keepdims=True)
+        weights = _drop(weights, form, rng, tile).astype(dtype)
+        more = _einsum("bgrts,bgsk->bgrtk", weights, _cut(form, keys, v))
+        put = functools.partial(_put, form, rows)
+        return (put(out, shrink * at(out) + more), put(total, part), put(peak, higher)), None
+
+    start = (
+        jnp.zeros(q.shape, _wide(dtype)),
+        jnp.zeros((*q.shape[:4], 1), _wide(dtype)),
+        jnp.full((*q.shape[:4], 1), MASKED, _wide(dtype)),
+    )
+    (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T, S))
+    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
+    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+
+
+def _long_backward(form, saved, d_out_BGRTK):
+    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
+    T, S, dtype = q_BGRTK.shape[3], k_BGSK.shape[2], q_BGRTK.dtype
+    wide, scale = _wide(dtype), q_BGRTK.shape[-1] ** -0.5
+    delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+    # Rows of padding have no gradient, so they add none, whatever their weights.
+    d_out, delta, lse = (_pad(form, x, axis=3) for x in (d_out_BGRTK, delta, lse_BGRT1))
+
+    def step(sums, place):
+        d_q, d_k, d_v = sums
+        rows, keys, tile = place
+        scores = _long_scores(form, S, q, k, segments, rows, keys)
+        weights = jnp.exp(scores - _cut(form, rows, lse))
+        d_out_tile, k_tile = _cut(form, rows, d_out), _cut(form, keys, k)
+        d_weights = _einsum("bgrtk,bgsk->bgrts", d_out_tile, _cut(form, keys, v))
+        d_weights = _drop(d_weights, form, rng, tile)
+        d_scores = (scale * weights * (d_weights - _cut(form, rows, delta))).astype(dtype)
+        weights = _drop(weights, form, rng, tile).astype(dtype)
+        more_q = _einsum("bgrts,bgsk->bgrtk", d_scores, k_tile)
+        more_k = _einsum("bgrts,bgrtk->bgsk", d_scores, _cut(form, rows, q))
+        more_v = _einsum("bgrts,bgrtk->bgsk", weights, d_out_tile)
+        d_q = _put(form, rows, d_q, _cut(form, rows, d_q) + more_q)
+        d_k = _put(form, keys, d_k, _cut(form, keys, d_k) + more_k)
+        d_v = _put(form, keys, d_v, _cut(form, keys, d_v) + more_v)
+        return (d_q, d_k, d_v), None
+
+    start = _pin(tuple(jnp.zeros(x.shape, wide) for x in (q, k, v)))
+    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T, S))
+    d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, :S], d_v[:, :, :S]
+    return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
+
+
+_long.defvjp(_long_forward, _long_backward)
+
+
+def _places(form: _Form, T: int, S: int) -> jax.Array:
+    """First row, first key and number of every tile that has something to see, [tiles, 3]."""
+    rows, keys = (range(0, size, form.block) for size in (T, S))
+    seen = [(row, key) for row in rows for key in keys if key <= row or not form.causal]
+    return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
+
+
+def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+    q = _pad(form, q_BGRTK, axis=3)
+    k, v = (_pad(form, x, axis=2) for x in (k_BGSK, v_BGSK))
+    return q, k, v, None if segments_BT is None else _pad(form, segments_BT, axis=1)
+
+
+def _pad(form: _Form, x: jax.Array, *, axis: int) -> jax.Array:
+    """Fills an axis up to whole tiles."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % form.block)
+    return jnp.pad(x, widths)
+
+
+def _cut(form: _Form, start: jax.Array, x: jax.Array) -> jax.Array:
+    """A tile of rows or keys; they are the last axis but one."""
+    return jax.lax.dynamic_slice_in_dim(x, start, form.block, axis=x.ndim - 2)
+
+
+def _put(form: _Form, start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, tile, start, axis=x.ndim - 2)
+
+
+def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # What a loop carries is as sharded as what it starts from, and zeros are not.
+    return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
+
+
+def _long_scores(form: _Form, S: int, q, k, segments_BT, rows, keys) -> jax.Array:
+    scores = _einsum("bgrtk,bgsk->bgrts", _cut(form, rows, q), _cut(form, keys, k))
+    scores *= q.shape[-1] ** -0.5
+    t, s = rows + jnp.arange(form.block)[:, None], keys + jnp.arange(form.block)
+    if form.causal:
+        scores = jnp.where(t >= s, scores, MASKED)
+    elif S % form.block:
+        scores = jnp.where(s < S, scores, MASKED)
+    if segments_BT is not None:
+        row, key = (
+            jax.lax.dynamic_slice_in_dim(segments_BT, start, form.block, axis=1)
+            for start in (rows, keys)
+        )
+        scores = jnp.where((row[:, :, None] == key[:, None, :])[:, None, None], scores, MASKED)
+    return scores
+
+
+def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
+    """Inverted dropout of a tile; the same key and tile drop the same."""
+    if rng is None:
+        return weights
+    keep = jax.random.bernoulli(jax.random.fold_in(rng, tile), 1 - form.dropout, weights.shape)
+    return jnp.where(keep, weights / (1 - form.dropout), 0)
+
+
+def _tiles(T: int, S: int, form: _Form) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
+    block = form.block
     ends = [min(start + block, T) for start in range(0, T, block)]
-    return [(slice(i * block, end), slice(0, end if causal else S)) for i, end in enumerate(ends)]
+    return [
+        (slice(i * block, end), slice(0, end if form.causal else S)) for i, end in enumerate(ends)
+    ]
 
 
 def _scores(q_BGRTK, k_BGSK, segments_BT, rows: slice, keys: slice, causal: bool) -> jax.Array:
