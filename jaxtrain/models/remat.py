@@ -9,6 +9,9 @@ offload         the same, in the host's memory: copied there as they are made, a
 save_attention  the block's input and the result of attention (so that its kernel runs once)
 full            the block's input
 ==============  ==================================================================================
+
+On a CPU, whose memory is the host's, offload is dots. What cuDNN's kernel keeps has no name in JAX:
+it is known by its primitive, and runs again under offload.
 """
 
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.ops.attention import SAVED, platform
+from jaxtrain.ops.attention import SAVED
 
 REMAT = ("none", "dots", "offload", "save_attention", "full")
 
@@ -29,19 +32,10 @@ def rematerialise(name: str, block: Callable[..., Any], *, prevent_cse: bool) ->
       block: any function, whose attention is :func:`jaxtrain.ops.attention.attention`.
       prevent_cse: False where forward and backward pass are in different loops, and no common
         subexpression can undo the rematerialisation.
-
-    Raises:
-      ValueError: when ``offload`` is traced for a CPU, or inside a pipeline that keeps residuals.
     """
     if name == "none":
         return block
-
-    def checked(*args: Any, **options: Any) -> Any:
-        if name == "offload":
-            _check_offload()
-        return block(*args, **options)
-
-    return jax.checkpoint(checked, policy=_policy(name), prevent_cse=prevent_cse)
+    return jax.checkpoint(block, policy=_policy(name), prevent_cse=prevent_cse)
 
 
 def _policy(name: str) -> Callable[..., Any]:
@@ -71,18 +65,10 @@ def _policy(name: str) -> Callable[..., Any]:
 
 
 def _attention(names: Callable[..., Any]) -> Callable[..., Any]:
-    """Also keeps the results of cuDNN's kernel, which JAX gives no names."""
+    """Also keeps the results of cuDNN's kernel."""
 
     def keep(primitive, *args, **params):
         fused = primitive.name.startswith("dot_product_attention")
         return fused or names(primitive, *args, **params)
 
     return keep
-
-
-def _check_offload() -> None:
-    if platform() == "cpu":
-        raise ValueError(
-            "remat='offload' moves what a block keeps to the host's memory, and on a CPU it is "
-            "there already; use 'dots'"
-        )
