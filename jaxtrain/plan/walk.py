@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.plan.flops import count_equation
+
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
@@ -647,6 +649,14 @@ class Walk:
                 tuple((*_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
             )
         return self.heavy("shard_map", equation.outvars, specs, inputs, life)
+
+    def do_pallas_call(self, equation, inputs, life):
+        # Local code: whoever calls a kernel has split its operands.
+        for value in inputs:
+            self.settle(value, life)
+        self.cost.flops.update(count_equation(equation))
+        specs = [((),) * len(v.aval.shape) for v in equation.outvars]
+        return self.heavy("pallas_call", equation.outvars, specs, inputs, life)
 
     def do_scan(self, equation, inputs, life):
         params = equation.params
