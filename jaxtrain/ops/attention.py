@@ -90,7 +90,7 @@ def attention(
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
     block = block or _block(T)
-    form = _Form(causal, block, dropout)
+    form = _Form(causal, block, dropout, S)
     rng = rng if dropout else None
     if -(-T // block) <= UNROLLED:
         out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
@@ -269,6 +269,7 @@ class _Form(NamedTuple):
     causal: bool
     block: int
     dropout: float
+    keys: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -283,16 +284,18 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 
 def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
     outs, lses = [], []
-    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], k_BGSK.shape[2], form)):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, form.causal)
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+        q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
+        scores = _scores(form, q, k, rows.start, keys.start, segments_BT)
         peak = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
-        weights = _drop(weights, form, rng, tile).astype(q_BGRTK.dtype)
-        out = _einsum("bgrts,bgsk->bgrtk", weights, v_BGSK[:, :, keys])
-        outs.append((out / total).astype(q_BGRTK.dtype))
-        lses.append(peak + jnp.log(total))
+        weights = _drop(weights, form, rng, tile).astype(dtype)
+        out = _einsum("bgns,bgsk->bgnk", weights, v_BGSK[:, :, keys])
+        outs.append(_split((out / total).astype(dtype), R))
+        lses.append(_split(peak + jnp.log(total), R))
     out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
     lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
     return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
@@ -300,30 +303,22 @@ def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 def _backward(form, saved, d_out_BGRTK):
     q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    dtype, scale = q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
-    # sum_s weight * d_weight = out . d_out, dropped or not: the softmax's own derivative without a
-    # T x S pass.
-    wide = _wide(dtype)
-    delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+    dtype, wide = q_BGRTK.dtype, _wide(q_BGRTK.dtype)
+    whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
     d_q = []
     d_k, d_v = (jnp.zeros(x.shape, wide) for x in (k_BGSK, v_BGSK))
 
     def to_all_keys(tile, keys):
         # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
-        return jnp.pad(tile, ((0, 0), (0, 0), (0, k_BGSK.shape[2] - keys.stop), (0, 0)))
+        return jnp.pad(tile, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
 
-    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], k_BGSK.shape[2], form)):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, form.causal)
-        weights = jnp.exp(scores - lse_BGRT1[:, :, :, rows])
-        d_out = d_out_BGRTK[:, :, :, rows]
-        d_weights = _einsum("bgrtk,bgsk->bgrts", d_out, v_BGSK[:, :, keys])
-        d_weights = _drop(d_weights, form, rng, tile)
-        d_scores = (scale * weights * (d_weights - delta[:, :, :, rows])).astype(dtype)
-        weights = _drop(weights, form, rng, tile).astype(dtype)
-        d_q.append(_einsum("bgrts,bgsk->bgrtk", d_scores, k_BGSK[:, :, keys]).astype(dtype))
-        d_k_tile = _einsum("bgrts,bgrtk->bgsk", d_scores, q_BGRTK[:, :, :, rows])
-        d_v_tile = _einsum("bgrts,bgrtk->bgsk", weights, d_out)
-        d_k, d_v = d_k + to_all_keys(d_k_tile, keys), d_v + to_all_keys(d_v_tile, keys)
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+        of_rows = [x[:, :, :, rows] for x in whole_rows]
+        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+        starts = rows.start, keys.start
+        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, starts, segments_BT, rng, tile)
+        d_q.append(more_q.astype(dtype))
+        d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
     return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
 
 
@@ -341,29 +336,29 @@ def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 
 def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    T, S, dtype = q_BGRTK.shape[3], k_BGSK.shape[2], q_BGRTK.dtype
+    (R, T), dtype = q_BGRTK.shape[2:4], q_BGRTK.dtype
     q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
 
     def step(sums, place):
-        out, total, peak = sums
         rows, keys, tile = place
-        at = functools.partial(_cut, form, rows)
-        scores = _long_scores(form, S, q, k, segments, rows, keys)
-        higher = jnp.maximum(at(peak), scores.max(axis=-1, keepdims=True))
+        out, total, peak = (_merge(_cut(form, rows, x)) for x in sums)
+        k_tile, v_tile = _cut(form, keys, k), _cut(form, keys, v)
+        scores = _scores(form, _cut(form, rows, q), k_tile, rows, keys, segments)
+        higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
-        shrink = jnp.exp(at(peak) - higher)
-        part = shrink * at(total) + weights.sum(axis=-1, keepdims=True)
+        shrink = jnp.exp(peak - higher)
+        total = shrink * total + weights.sum(axis=-1, keepdims=True)
         weights = _drop(weights, form, rng, tile).astype(dtype)
-        more = _einsum("bgrts,bgsk->bgrtk", weights, _cut(form, keys, v))
-        put = functools.partial(_put, form, rows)
-        return (put(out, shrink * at(out) + more), put(total, part), put(peak, higher)), None
+        out = shrink * out + _einsum("bgns,bgsk->bgnk", weights, v_tile)
+        news = (_split(x, R) for x in (out, total, higher))
+        return tuple(_put(rows, x, new) for x, new in zip(sums, news, strict=True)), None
 
     start = (
         jnp.zeros(q.shape, _wide(dtype)),
         jnp.zeros((*q.shape[:4], 1), _wide(dtype)),
         jnp.full((*q.shape[:4], 1), MASKED, _wide(dtype)),
     )
-    (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T, S))
+    (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
     out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
     lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
     return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
@@ -371,43 +366,90 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 def _long_backward(form, saved, d_out_BGRTK):
     q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    T, S, dtype = q_BGRTK.shape[3], k_BGSK.shape[2], q_BGRTK.dtype
-    wide, scale = _wide(dtype), q_BGRTK.shape[-1] ** -0.5
-    delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+    T, dtype = q_BGRTK.shape[3], q_BGRTK.dtype
     q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
     # Rows of padding have no gradient, so they add none, whatever their weights.
-    d_out, delta, lse = (_pad(form, x, axis=3) for x in (d_out_BGRTK, delta, lse_BGRT1))
+    others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
+    whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
 
     def step(sums, place):
         d_q, d_k, d_v = sums
         rows, keys, tile = place
-        scores = _long_scores(form, S, q, k, segments, rows, keys)
-        weights = jnp.exp(scores - _cut(form, rows, lse))
-        d_out_tile, k_tile = _cut(form, rows, d_out), _cut(form, keys, k)
-        d_weights = _einsum("bgrtk,bgsk->bgrts", d_out_tile, _cut(form, keys, v))
-        d_weights = _drop(d_weights, form, rng, tile)
-        d_scores = (scale * weights * (d_weights - _cut(form, rows, delta))).astype(dtype)
-        weights = _drop(weights, form, rng, tile).astype(dtype)
-        more_q = _einsum("bgrts,bgsk->bgrtk", d_scores, k_tile)
-        more_k = _einsum("bgrts,bgrtk->bgsk", d_scores, _cut(form, rows, q))
-        more_v = _einsum("bgrts,bgrtk->bgsk", weights, d_out_tile)
-        d_q = _put(form, rows, d_q, _cut(form, rows, d_q) + more_q)
-        d_k = _put(form, keys, d_k, _cut(form, keys, d_k) + more_k)
-        d_v = _put(form, keys, d_v, _cut(form, keys, d_v) + more_v)
+        of_rows = [_cut(form, rows, x) for x in whole_rows]
+        of_keys = _cut(form, keys, k), _cut(form, keys, v)
+        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, (rows, keys), segments, rng, tile)
+        d_q = _put(rows, d_q, _cut(form, rows, d_q) + more_q)
+        d_k = _put(keys, d_k, _cut(form, keys, d_k) + more_k)
+        d_v = _put(keys, d_v, _cut(form, keys, d_v) + more_v)
         return (d_q, d_k, d_v), None
 
-    start = _pin(tuple(jnp.zeros(x.shape, wide) for x in (q, k, v)))
-    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T, S))
-    d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, :S], d_v[:, :, :S]
+    start = _pin(tuple(jnp.zeros(x.shape, _wide(dtype)) for x in (q, k, v)))
+    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T))
+    d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, : form.keys], d_v[:, :, : form.keys]
     return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
 
 
 _long.defvjp(_long_forward, _long_backward)
 
 
-def _places(form: _Form, T: int, S: int) -> jax.Array:
+def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
+    """sum_s weight * d_weight, which is out . d_out, dropped or not: no T x S pass is needed."""
+    return (out_BGRTK.astype(_wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+
+
+def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
+    """One tile's part of the gradients of its rows of q, and of its keys and values."""
+    q, k, v = of_rows[0], *of_keys
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+    q_BGNK, d_out_BGNK, delta_BGN1, lse_BGN1 = (_merge(x) for x in of_rows)
+    weights = jnp.exp(_scores(form, q, k, *starts, segments_BT) - lse_BGN1)
+    d_weights = _drop(_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
+    d_scores = (scale * weights * (d_weights - delta_BGN1)).astype(dtype)
+    weights = _drop(weights, form, rng, tile).astype(dtype)
+    d_q = _split(_einsum("bgns,bgsk->bgnk", d_scores, k), q.shape[2])
+    d_k = _einsum("bgns,bgnk->bgsk", d_scores, q_BGNK)
+    return d_q, d_k, _einsum("bgns,bgnk->bgsk", weights, d_out_BGNK)
+
+
+def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
+    """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
+    (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
+    scores = _einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
+    t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+    if form.causal:
+        scores = jnp.where(t_N1 >= s_S, scores, MASKED)
+    elif form.keys % form.block and not isinstance(first_key, int):
+        scores = jnp.where(s_S < form.keys, scores, MASKED)
+    if segments_BT is not None:
+        row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
+        key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
+        scores = jnp.where((row_BN[:, :, None] == key_BS[:, None, :])[:, None], scores, MASKED)
+    return scores
+
+
+def _merge(x_BGRTK: jax.Array) -> jax.Array:
+    """[B, G, R, T, K] to [B, G, R * T, K]: XLA:CPU is slow at products of rows with two axes."""
+    B, G, R, T, K = x_BGRTK.shape
+    return x_BGRTK.reshape(B, G, R * T, K)
+
+
+def _split(x_BGNK: jax.Array, R: int) -> jax.Array:
+    B, G, N, K = x_BGNK.shape
+    return x_BGNK.reshape(B, G, R, N // R, K)
+
+
+def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
+    """Rows of each tile, and the keys that any of them may see."""
+    ends = [min(start + form.block, T) for start in range(0, T, form.block)]
+    return [
+        (slice(i * form.block, end), slice(0, end if form.causal else form.keys))
+        for i, end in enumerate(ends)
+    ]
+
+
+def _places(form: _Form, T: int) -> jax.Array:
     """First row, first key and number of every tile that has something to see, [tiles, 3]."""
-    rows, keys = (range(0, size, form.block) for size in (T, S))
+    rows, keys = (range(0, size, form.block) for size in (T, form.keys))
     seen = [(row, key) for row in rows for key in keys if key <= row or not form.causal]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 
@@ -430,7 +472,7 @@ def _cut(form: _Form, start: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, form.block, axis=x.ndim - 2)
 
 
-def _put(form: _Form, start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
+def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, tile, start, axis=x.ndim - 2)
 
 
@@ -439,50 +481,12 @@ def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
 
 
-def _long_scores(form: _Form, S: int, q, k, segments_BT, rows, keys) -> jax.Array:
-    scores = _einsum("bgrtk,bgsk->bgrts", _cut(form, rows, q), _cut(form, keys, k))
-    scores *= q.shape[-1] ** -0.5
-    t, s = rows + jnp.arange(form.block)[:, None], keys + jnp.arange(form.block)
-    if form.causal:
-        scores = jnp.where(t >= s, scores, MASKED)
-    elif S % form.block:
-        scores = jnp.where(s < S, scores, MASKED)
-    if segments_BT is not None:
-        row, key = (
-            jax.lax.dynamic_slice_in_dim(segments_BT, start, form.block, axis=1)
-            for start in (rows, keys)
-        )
-        scores = jnp.where((row[:, :, None] == key[:, None, :])[:, None, None], scores, MASKED)
-    return scores
-
-
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
     """Inverted dropout of a tile; the same key and tile drop the same."""
     if rng is None:
         return weights
     keep = jax.random.bernoulli(jax.random.fold_in(rng, tile), 1 - form.dropout, weights.shape)
     return jnp.where(keep, weights / (1 - form.dropout), 0)
-
-
-def _tiles(T: int, S: int, form: _Form) -> list[tuple[slice, slice]]:
-    """Rows of each tile, and the keys that any of them may see."""
-    block = form.block
-    ends = [min(start + block, T) for start in range(0, T, block)]
-    return [
-        (slice(i * block, end), slice(0, end if form.causal else S)) for i, end in enumerate(ends)
-    ]
-
-
-def _scores(q_BGRTK, k_BGSK, segments_BT, rows: slice, keys: slice, causal: bool) -> jax.Array:
-    scores = _einsum("bgrtk,bgsk->bgrts", q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys])
-    scores *= q_BGRTK.shape[-1] ** -0.5
-    if causal:
-        t = jnp.arange(rows.start, rows.stop)[:, None]
-        scores = jnp.where(t >= jnp.arange(keys.stop), scores, MASKED)
-    if segments_BT is not None:
-        same = segments_BT[:, rows, None] == segments_BT[:, None, keys]
-        scores = jnp.where(same[:, None, None], scores, MASKED)
-    return scores
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
