@@ -182,6 +182,10 @@ def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=0.02)
     gradient = jax.grad(lambda qkv: attention(*qkv).astype(jnp.float32).sum())
     assert float32_products(gradient, (q, k, v)) == []
+    looped = functools.partial(attention, block=8)
+    np.testing.assert_allclose(np.asarray(looped(q, k, v), np.float64), exact, atol=0.02)
+    in_loop = jax.grad(lambda qkv: looped(*qkv).astype(jnp.float32).sum())
+    assert float32_products(in_loop, (q, k, v)) == []
     text = str(jax.make_jaxpr(gradient)((q, k, v)))
     # Forward 2; backward the scores again, and four gradients; all accumulate in float32.
     assert text.count("dot_general[") == text.count("preferred_element_type=float32") == 7
