@@ -13,6 +13,7 @@ import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.step import build_update
 
@@ -58,6 +59,8 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     # The TPU takes its fused kernel, on every device's own rows and heads: nothing is gathered.
     kernels = re.findall(r"= .*custom_call_target=\"tpu_custom_call\"", train.compiled.as_text())
     assert len(kernels) == (3 if target is tpu else 0)
+    # What plan reads of the program is whole, kernels or not.
+    assert None not in read_program(train.compiled.as_text(), mesh).loops
     # Moments and master parameters are float32; nothing that is multiplied is.
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
