@@ -105,6 +105,8 @@ class OptimizerOptions:
     """Added to denominators."""
     momentum: float | None = None
     """Of sgd-like rules."""
+    moment_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of stored first moments (float32 widens the second too); left out, the parameters'."""
     accumulate: int = 1
     """Calls per update (optax.MultiSteps), weighted by tokens."""
     skip_spikes: float | None = None
@@ -134,7 +136,9 @@ def make_optimizer(
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
     )
-    given = {name: getattr(options, name) for name in ("b1", "b2", "eps", "momentum")}
+    given = {
+        name: getattr(options, name) for name in ("b1", "b2", "eps", "momentum", "moment_dtype")
+    }
     return optim.make_optimizer(
         options.name,
         rate,

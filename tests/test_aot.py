@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,11 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     )
     train = jt.compile_step(step, state, batch, mesh=mesh)
     assert all(check.holds for check in train.checks), train.report()
+    # The TPU takes its fused kernel, on every device's own rows and heads: nothing is gathered.
+    kernels = re.findall(r"= .*custom_call_target=\"tpu_custom_call\"", train.compiled.as_text())
+    assert len(kernels) == (3 if target is tpu else 0)
+    # What plan reads of the program is whole, kernels or not.
+    assert None not in read_program(train.compiled.as_text(), mesh).loops
     # Moments and master parameters are float32; nothing that is multiplied is.
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
@@ -91,6 +97,32 @@ def test_a_step_on_two_slices_gathers_weights_inside_each():
     assert {c.axes for c in collectives if c.kind == "all-gather"} == {("fsdp",)}
     # Sums travel shard by shard: scattered on the fast links, reduced across the slow ones.
     assert {c.kind for c in collectives if "data" in c.axes} == {"all-reduce"}
+
+
+@pytest.mark.slow
+def test_offload_moves_what_is_kept_to_the_host():
+    devices = tpu()
+
+    def memory(remat, **axes):
+        config = dataclasses.replace(GPT2, layers=4, seq_len=512, remat=remat)
+        mesh = jt.make_mesh(**axes, devices=devices)
+        optimizer, policy = jt.make_optimizer("adamw", 1e-3), jt.Policy.bf16()
+        state = jt.abstract_state(
+            lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES, policy=policy
+        )
+        tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
+        batch = dict.fromkeys(("tokens", "targets"), tokens)
+        batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+        step = jt.build_train_step(gpt.loss_fn(config), optimizer, policy=policy)
+        return jt.compile_step(step, state, batch, mesh=mesh).compiled.memory_analysis()
+
+    dots, offload = (memory(remat, data=2, fsdp=2, tensor=2) for remat in ("dots", "offload"))
+    # Attention's result and four dense layers' (q, k, v, out, up): widths 6 x 256 and 1,024, split
+    # in two, of every layer and of four rows per device.
+    kept = 4 * (4 * 512) * (5 * 256 + 1024) // 2 * 2
+    assert dots.host_temp_size_in_bytes == 0
+    assert offload.host_temp_size_in_bytes >= 0.9 * kept
+    assert offload.peak_memory_in_bytes < dots.peak_memory_in_bytes - 0.5 * kept
 
 
 @functools.cache

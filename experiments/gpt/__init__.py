@@ -23,7 +23,8 @@ from jaxtrain import data
 from jaxtrain.experiment import Experiment
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
-from jaxtrain.ops.attention import choose
+from jaxtrain.models.remat import REMAT
+from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import from_virtual, to_virtual, virtual_rules
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.precision import POLICIES, Policy
@@ -53,12 +54,17 @@ class Config:
     """Attention heads."""
     dropout: float | None = None
     """Rate on embeddings and residual branches."""
-    remat: Literal["none", "dots", "full"] | None = None
-    """What a block keeps for its backward pass: all, the results of products, or its input."""
+    attention_dropout: float | None = None
+    """Rate on attention weights; no fused kernel offers it."""
+    remat: Literal[REMAT] | None = None  # type: ignore[valid-type]
+    """What a block keeps for its backward pass: all, the results of products (on the device, or
+    offload: on the host), those of attention alone, or its input."""
     scan_unroll: int | None = None
     """Layers per iteration of the scan over layers."""
     attention: str | None = None
-    """Attention kernel: auto, xla or cudnn."""
+    """Attention kernel: auto, xla, cudnn or splash."""
+    z_loss: float | None = None
+    """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
     data: str = "python"
     """Text to learn: "python" (the standard library's source), or a folder or file (text, JSONL,
@@ -200,7 +206,8 @@ def open_tokenizer(config: Config, split: data.Split | None) -> data.Tokenizer:
 
 def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
     """The preset, changed by the flags that were given."""
-    names = ("layers", "width", "heads", "dropout", "remat", "scan_unroll", "attention", "seq_len")
+    names = ("layers", "width", "heads", "dropout", "attention_dropout", "remat", "scan_unroll")
+    names += ("attention", "z_loss", "seq_len")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     preset = gpt.PRESETS[config.model]()
     if {"width", "heads"} & given.keys():
@@ -248,7 +255,7 @@ def conclude(
     """Says what the loss is in bits per byte, next to a byte model's, and shows a sample."""
     tokens = data.tokenize(held_out, tokenizer)
     counted = len(tokens.tokens) - len(tokens.starts)
-    bits = means["loss"] * counted / math.log(2) / tokens.num_bytes
+    bits = (means["loss"] - means.get("z_loss", 0.0)) * counted / math.log(2) / tokens.num_bytes
     baseline = data.ngram_bits_per_byte((d.text for d in train), (d.text for d in held_out))
     verdict = "beats" if bits < baseline else "does not beat"
     lines = [
@@ -289,6 +296,12 @@ def facts(
         f"positions, {model.norm}, {model.mlp}",
         "text": f"{text}: {train.num_bytes / 1e6:.1f} MB to train on, "
         f"{held_out.num_bytes / 1e6:.2f} MB held out",
-        "attention": choose(model.attention, dtype=dtype, head_dim=model.head_dim),
+        "attention": explain_choice(
+            model.attention,
+            dtype=dtype,
+            head_dim=model.head_dim,
+            length=model.seq_len,
+            dropout=model.attention_dropout,
+        ),
         "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
     }

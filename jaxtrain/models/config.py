@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 
 
@@ -24,14 +25,16 @@ class GPTConfig:
       mlp: GELU (the tanh approximation of GPT-2), or SwiGLU.
       bias: biases in dense layers and LayerNorm.
       tied: the output projection is the transposed token table.
-      dropout: rate on the embeddings and on both residual branches; there is none on attention
-        weights, which fused kernels never materialise.
+      dropout: rate on the embeddings and on both residual branches.
+      attention_dropout: rate on attention weights, which no fused kernel offers: attention then
+        takes the xla form.
       rope_theta, norm_eps: base of the rotary frequencies; added to variances.
-      remat: what a block keeps for its backward pass: everything, the results of its dense layers
-        and attention (``dots``), or only its input (``full``).
+      remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole.
       attention: see :func:`jaxtrain.ops.attention.attention`.
       loss_chunk: positions of a row per tile of logits; None chooses.
+      z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
+        PaLM, https://arxiv.org/abs/2204.02311, section 5).
       vocab_multiple: the tables' rows are a multiple of this, so that a tensor axis divides them.
 
     >>> config = GPTConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
@@ -55,12 +58,14 @@ class GPTConfig:
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
     scan_unroll: int = 1
     attention: str = "auto"
     loss_chunk: int | None = None
+    z_loss: float = 0.0
     vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
@@ -79,7 +84,7 @@ class GPTConfig:
             "positions": ("learned", "rope"),
             "norm": ("layernorm", "rmsnorm"),
             "mlp": ("gelu", "swiglu"),
-            "remat": ("none", "dots", "full"),
+            "remat": REMAT,
             "attention": IMPLEMENTATIONS,
         }
         for name, known in choices.items():
@@ -103,14 +108,23 @@ class GPTConfig:
                 f"rotary positions turn pairs of features, and width / heads = {self.head_dim} is "
                 "odd; use an even head width"
             )
-        for name in ("dropout", "rope_theta", "norm_eps"):
+        for name in ("dropout", "attention_dropout", "z_loss", "rope_theta", "norm_eps"):
             if type(getattr(self, name)) not in (int, float):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
         for name in ("bias", "tied"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
+        fused = self.attention not in ("auto", "xla")
+        if self.attention_dropout and fused:
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} is not offered by "
+                f"attention={self.attention!r}; use 'xla' or 'auto'"
+            )
         chunk = self.loss_chunk
         if chunk is not None and (type(chunk) is not int or chunk < 1 or self.seq_len % chunk):
             raise ValueError(

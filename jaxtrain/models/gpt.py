@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
-from jaxtrain.ops.attention import SAVED, attention
+from jaxtrain.models.remat import rematerialise
+from jaxtrain.ops.attention import attention
 from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
 from jaxtrain.parallel.pipeline.stages import Stages
@@ -134,7 +135,7 @@ def stages(config: GPTConfig) -> Stages:
     """
     return Stages(
         embed=functools.partial(embed, config),
-        block=_remat(config, functools.partial(block, config), prevent_cse=False),
+        block=rematerialise(config.remat, functools.partial(block, config), prevent_cse=False),
         head_loss=functools.partial(head_loss, config),
         scan_unroll=config.scan_unroll,
     )
@@ -215,6 +216,9 @@ def block(
             k_BTGK,
             v_BTGK,
             segments_BT=batch.get("segments"),
+            dropout=config.attention_dropout,
+            # The two residual branches fold in 0 and 1.
+            rng=None if rng is None else jax.random.fold_in(rng, 2),
             implementation=config.attention,
         )
         return out_BTHK, None
@@ -247,7 +251,7 @@ def blocks(
 
     # In a loop the forward and the backward pass are apart, and no common subexpression can undo
     # the rematerialisation; a loop of one iteration is no loop.
-    layer = _remat(config, layer, prevent_cse=count <= config.scan_unroll)
+    layer = rematerialise(config.remat, layer, prevent_cse=count <= config.scan_unroll)
     return jax.lax.scan(
         layer, x_BTD, (stacked, first + jnp.arange(count)), unroll=config.scan_unroll
     )[0]
@@ -256,19 +260,23 @@ def blocks(
 def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy.
 
+    With ``config.z_loss`` its part of the loss is a metric of its own.
+
     Args:
       params: the whole model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
     """
-    total, correct = cross_entropy(
+    total, correct, z_total = cross_entropy(
         _final_norm(config, params, x_BTD),
         _head_kernel(config, params),
         batch["targets"],
         batch["mask"],
         vocab_size=config.vocab_size,
         chunk=config.loss_chunk,
+        z_loss=config.z_loss,
     )
     weight = batch["mask"].astype(total.dtype).sum()
-    return WeightedLoss(total=total, weight=weight, metrics={"accuracy": correct})
+    metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
+    return WeightedLoss(total=total, weight=weight, metrics=metrics)
 
 
 def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
@@ -323,18 +331,3 @@ def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Arra
 
 def _head_kernel(config: GPTConfig, params: Params) -> jax.Array:
     return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
-
-
-def _remat(config: GPTConfig, layer: Callable[..., Any], *, prevent_cse: bool):
-    if config.remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    policy = {
-        "full": policies.nothing_saveable,
-        # Products with weights have no batch dimensions; those inside attention do.
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable,
-            policies.save_only_these_names(*SAVED),
-        ),
-    }[config.remat]
-    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)

@@ -4,20 +4,34 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 """
 
 import functools
+import logging
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+from jaxtrain.ops import splash
+from jaxtrain.parallel.sharding import constrain
 
-# Names of what the xla form's backward pass needs, for rematerialisation policies.
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+
+# What "auto" takes where it can; elsewhere there is no fused kernel.
+FUSED = {"gpu": "cudnn", "tpu": "splash"}
+
+# Names of what the backward pass needs, for rematerialisation policies.
 SAVED = ("attention_out", "attention_lse")
 
 # Finite, so that no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)
+
+# The xla form writes out up to this many tiles of queries, each against all the keys it sees; of
+# longer rows it loops over tiles of queries and keys.
+UNROLLED = 4
+
+_log = logging.getLogger(__name__)
 
 
 def attention(
@@ -27,6 +41,8 @@ def attention(
     *,
     causal: bool = True,
     segments_BT: jax.Array | None = None,
+    dropout: float = 0.0,
+    rng: jax.Array | None = None,
     implementation: str = "auto",
     block: int | None = None,
 ) -> jax.Array:
@@ -38,9 +54,13 @@ def attention(
       causal: position t sees positions up to t; needs S = T.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
         sees padding, so that no row is empty. Needs S = T.
-      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel) or ``"auto"``; see
-        :func:`choose`.
-      block: queries per tile of the xla form; None chooses.
+      dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
+        forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
+      rng: key for dropout; None means none.
+      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs)
+        or ``"auto"``; see :func:`choose`.
+      block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
+        over keys too, so that temporaries grow linearly with T.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
@@ -53,7 +73,13 @@ def attention(
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     if (causal or segments_BT is not None) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
-    if _choose_here(implementation, dtype=q_BTHK.dtype, head_dim=K) == "cudnn":
+    dropout = 0.0 if rng is None else dropout
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout)
+    if chosen == "splash":
+        return splash.splash_attention(
+            q_BTHK, k_BSGK, v_BSGK, causal=causal, segments_BT=segments_BT, saved_name=SAVED[0]
+        )
+    if chosen == "cudnn":
         mask = None
         if segments_BT is not None:
             mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
@@ -63,41 +89,101 @@ def attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    out_BGRTK = _tiled(causal, block or _block(T), q, k, v, segments_BT)
+    block = block or _block(T)
+    form = _Form(causal, block, dropout, S)
+    rng = rng if dropout else None
+    if -(-T // block) <= UNROLLED:
+        out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
+    else:
+        out_BGRTK = _long(form, q, k, v, segments_BT, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
-def choose(implementation: str, *, dtype, head_dim: int, backend: str | None = None) -> str:
-    """Returns the implementation that :func:`attention` will use: ``"xla"`` or ``"cudnn"``.
+def choose(
+    implementation: str,
+    *,
+    dtype,
+    head_dim: int,
+    backend: str | None = None,
+    length: int | None = None,
+    dropout: float = 0.0,
+) -> str:
+    """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
     Args:
-      implementation: ``"auto"`` takes cudnn on a GPU in bfloat16 or float16, else xla; any other
-        name is returned if it can run.
+      implementation: ``"auto"`` takes cudnn on a GPU (bfloat16 or float16, heads up to 128 wide)
+        and splash on a TPU (rows of a multiple of 128 positions), neither with dropout, else xla;
+        any other name is returned if it can run.
       dtype: of the queries.
       head_dim: K.
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
+      length: T; None leaves it unchecked.
+      dropout: rate on the weights.
 
     Raises:
-      ValueError: for an unknown name, or cudnn where it cannot run.
+      ValueError: for an unknown name, or a fused kernel where it cannot run.
 
     >>> choose("auto", dtype=jnp.float32, head_dim=64, backend="gpu")
     'xla'
     >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="gpu")
     'cudnn'
+    >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=1024)
+    'splash'
     """
+    shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
+    return _choose(implementation, backend=backend or platform(), **shape)[0]
+
+
+def explain_choice(implementation: str, **shape) -> str:
+    """Returns what :func:`choose` returns, and why where it is not the platform's fused kernel.
+
+    Args:
+      implementation: as for :func:`choose`.
+      **shape: the other arguments of :func:`choose`.
+
+    >>> explain_choice("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=100)
+    'xla (splash needs rows whose length is a multiple of 128, and it is 100)'
+    """
+    backend = shape.pop("backend", None) or platform()
+    chosen, reason = _choose(implementation, backend=backend, **shape)
+    return f"{chosen} ({reason})" if reason else chosen
+
+
+def _choose(implementation: str, *, backend: str, **shape) -> tuple[str, str | None]:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    backend = backend or platform()
-    obstacle = None
-    if backend != "gpu":
-        obstacle = f"an NVIDIA GPU, and the backend is {backend!r}"
-    elif jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        obstacle = f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
-    elif head_dim % 8 or head_dim > 128:
-        obstacle = f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
-    if implementation == "cudnn" and obstacle:
-        raise ValueError(f"attention='cudnn' needs {obstacle}; use 'xla' or 'auto'")
-    return "xla" if implementation == "xla" or obstacle else "cudnn"
+    wanted = FUSED.get(backend, "xla") if implementation == "auto" else implementation
+    need = None if wanted == "xla" else _obstacle(wanted, backend=backend, **shape)
+    if need is None:
+        return wanted, None
+    if implementation != "auto":
+        raise ValueError(f"attention={wanted!r} needs {need}; use 'xla' or 'auto'")
+    return "xla", f"{wanted} needs {need}"
+
+
+def _obstacle(
+    kernel: str,
+    *,
+    backend: str,
+    dtype,
+    head_dim: int,
+    length: int | None = None,
+    dropout: float = 0.0,
+    sizes: tuple[int, int, int, int] | None = None,
+) -> str | None:
+    """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ..."."""
+    if FUSED.get(backend) != kernel:
+        chip = {"cudnn": "an NVIDIA GPU", "splash": "a TPU"}[kernel]
+        return f"{chip}, and the backend is {backend!r}"
+    if dropout:
+        return f"no dropout on attention weights, and its rate is {dropout}"
+    if kernel == "splash":
+        return splash.obstacle(length=length, sizes=sizes)
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
+    return None
 
 
 def platform() -> str:
@@ -139,8 +225,20 @@ def cached_attention(
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
 
 
-def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
-    chosen = choose(implementation, dtype=dtype, head_dim=head_dim)
+def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float) -> str:
+    B, T, H, K = q_BTHK.shape
+    S, G = k_BSGK.shape[1:3]
+    chosen, reason = _choose(
+        implementation,
+        backend=platform(),
+        dtype=q_BTHK.dtype,
+        head_dim=K,
+        length=T,
+        dropout=dropout,
+        sizes=(B, H, G, S),
+    )
+    if reason:
+        _say_once(f"attention: xla, because {reason}")
     if chosen == "cudnn" and jax.default_backend() != "gpu":
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
@@ -154,83 +252,241 @@ def _choose_here(implementation: str, *, dtype, head_dim: int) -> str:
     return chosen
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)
+
+
 def _block(T: int) -> int:
     # A causal tile looks only at the keys up to its end: four tiles save 3/8 of the work, more
     # save little and cost launches; beyond 2,048 positions the size of a tile's scores decides.
     return min(max(64, -(-T // 4)), 512)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _tiled(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+class _Form(NamedTuple):
+    """What of a tiled computation is known while it is traced."""
+
+    causal: bool
+    block: int
+    dropout: float
+    keys: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     """Attention tiled over queries.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
     https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, and both passes
     multiply in the dtype they were given with float32 accumulation.
     """
-    return _forward(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT)[0]
+    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
 
 
-def _forward(causal, block, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
     outs, lses = [], []
-    for rows, keys in _tiles(q_BGRTK.shape[3], k_BGSK.shape[2], causal, block):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, causal)
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+        q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
+        scores = _scores(form, q, k, rows.start, keys.start, segments_BT)
         peak = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
-        out = _einsum("bgrts,bgsk->bgrtk", weights.astype(q_BGRTK.dtype), v_BGSK[:, :, keys])
-        outs.append((out / total).astype(q_BGRTK.dtype))
-        lses.append(peak + jnp.log(total))
+        weights = _drop(weights, form, rng, tile).astype(dtype)
+        out = _einsum("bgns,bgsk->bgnk", weights, v_BGSK[:, :, keys])
+        outs.append(_split((out / total).astype(dtype), R))
+        lses.append(_split(peak + jnp.log(total), R))
     out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
     lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, out_BGRTK, lse_BGRT1)
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
 
 
-def _backward(causal, block, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, out_BGRTK, lse_BGRT1 = saved
-    dtype, scale = q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
-    # sum_s weight * d_weight = out . d_out: the softmax's own derivative without a T x S pass.
-    wide = _wide(dtype)
-    delta = (out_BGRTK.astype(wide) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+def _backward(form, saved, d_out_BGRTK):
+    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
+    dtype, wide = q_BGRTK.dtype, _wide(q_BGRTK.dtype)
+    whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
     d_q = []
     d_k, d_v = (jnp.zeros(x.shape, wide) for x in (k_BGSK, v_BGSK))
 
     def to_all_keys(tile, keys):
         # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
-        return jnp.pad(tile, ((0, 0), (0, 0), (0, k_BGSK.shape[2] - keys.stop), (0, 0)))
+        return jnp.pad(tile, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
 
-    for rows, keys in _tiles(q_BGRTK.shape[3], k_BGSK.shape[2], causal, block):
-        scores = _scores(q_BGRTK, k_BGSK, segments_BT, rows, keys, causal)
-        weights = jnp.exp(scores - lse_BGRT1[:, :, :, rows])
-        d_out = d_out_BGRTK[:, :, :, rows]
-        d_weights = _einsum("bgrtk,bgsk->bgrts", d_out, v_BGSK[:, :, keys])
-        d_scores = (scale * weights * (d_weights - delta[:, :, :, rows])).astype(dtype)
-        d_q.append(_einsum("bgrts,bgsk->bgrtk", d_scores, k_BGSK[:, :, keys]).astype(dtype))
-        d_k_tile = _einsum("bgrts,bgrtk->bgsk", d_scores, q_BGRTK[:, :, :, rows])
-        d_v_tile = _einsum("bgrts,bgrtk->bgsk", weights.astype(dtype), d_out)
-        d_k, d_v = d_k + to_all_keys(d_k_tile, keys), d_v + to_all_keys(d_v_tile, keys)
-    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+        of_rows = [x[:, :, :, rows] for x in whole_rows]
+        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+        starts = rows.start, keys.start
+        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, starts, segments_BT, rng, tile)
+        d_q.append(more_q.astype(dtype))
+        d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
+    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
-def _tiles(T: int, S: int, causal: bool, block: int) -> list[tuple[slice, slice]]:
-    """Rows of each tile, and the keys that any of them may see."""
-    ends = [min(start + block, T) for start in range(0, T, block)]
-    return [(slice(i * block, end), slice(0, end if causal else S)) for i, end in enumerate(ends)]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    """Attention tiled over queries and keys, by a loop over the tiles in which any key is seen.
+
+    The softmax is put together from tiles (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682):
+    scores exist for one tile of ``block`` x ``block`` at a time.
+    """
+    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
 
 
-def _scores(q_BGRTK, k_BGSK, segments_BT, rows: slice, keys: slice, causal: bool) -> jax.Array:
-    scores = _einsum("bgrtk,bgsk->bgrts", q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys])
-    scores *= q_BGRTK.shape[-1] ** -0.5
-    if causal:
-        t = jnp.arange(rows.start, rows.stop)[:, None]
-        scores = jnp.where(t >= jnp.arange(keys.stop), scores, MASKED)
+def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    (R, T), dtype = q_BGRTK.shape[2:4], q_BGRTK.dtype
+    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+
+    def step(sums, place):
+        rows, keys, tile = place
+        out, total, peak = (_merge(_cut(form, rows, x)) for x in sums)
+        k_tile, v_tile = _cut(form, keys, k), _cut(form, keys, v)
+        scores = _scores(form, _cut(form, rows, q), k_tile, rows, keys, segments)
+        higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - higher)
+        shrink = jnp.exp(peak - higher)
+        total = shrink * total + weights.sum(axis=-1, keepdims=True)
+        weights = _drop(weights, form, rng, tile).astype(dtype)
+        out = shrink * out + _einsum("bgns,bgsk->bgnk", weights, v_tile)
+        news = (_split(x, R) for x in (out, total, higher))
+        return tuple(_put(rows, x, new) for x, new in zip(sums, news, strict=True)), None
+
+    start = (
+        jnp.zeros(q.shape, _wide(dtype)),
+        jnp.zeros((*q.shape[:4], 1), _wide(dtype)),
+        jnp.full((*q.shape[:4], 1), MASKED, _wide(dtype)),
+    )
+    (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
+    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
+    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+
+
+def _long_backward(form, saved, d_out_BGRTK):
+    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
+    T, dtype = q_BGRTK.shape[3], q_BGRTK.dtype
+    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+    # Rows of padding have no gradient, so they add none, whatever their weights.
+    others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
+    whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
+
+    def step(sums, place):
+        d_q, d_k, d_v = sums
+        rows, keys, tile = place
+        of_rows = [_cut(form, rows, x) for x in whole_rows]
+        of_keys = _cut(form, keys, k), _cut(form, keys, v)
+        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, (rows, keys), segments, rng, tile)
+        d_q = _put(rows, d_q, _cut(form, rows, d_q) + more_q)
+        d_k = _put(keys, d_k, _cut(form, keys, d_k) + more_k)
+        d_v = _put(keys, d_v, _cut(form, keys, d_v) + more_v)
+        return (d_q, d_k, d_v), None
+
+    start = _pin(tuple(jnp.zeros(x.shape, _wide(dtype)) for x in (q, k, v)))
+    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T))
+    d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, : form.keys], d_v[:, :, : form.keys]
+    return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
+
+
+_long.defvjp(_long_forward, _long_backward)
+
+
+def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
+    """sum_s weight * d_weight, which is out . d_out, dropped or not: no T x S pass is needed."""
+    return (out_BGRTK.astype(_wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+
+
+def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
+    """One tile's part of the gradients of its rows of q, and of its keys and values."""
+    q, k, v = of_rows[0], *of_keys
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+    q_BGNK, d_out_BGNK, delta_BGN1, lse_BGN1 = (_merge(x) for x in of_rows)
+    weights = jnp.exp(_scores(form, q, k, *starts, segments_BT) - lse_BGN1)
+    d_weights = _drop(_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
+    d_scores = (scale * weights * (d_weights - delta_BGN1)).astype(dtype)
+    weights = _drop(weights, form, rng, tile).astype(dtype)
+    d_q = _split(_einsum("bgns,bgsk->bgnk", d_scores, k), q.shape[2])
+    d_k = _einsum("bgns,bgnk->bgsk", d_scores, q_BGNK)
+    return d_q, d_k, _einsum("bgns,bgnk->bgsk", weights, d_out_BGNK)
+
+
+def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
+    """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
+    (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
+    scores = _einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
+    t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+    if form.causal:
+        scores = jnp.where(t_N1 >= s_S, scores, MASKED)
+    elif form.keys % form.block and not isinstance(first_key, int):
+        scores = jnp.where(s_S < form.keys, scores, MASKED)
     if segments_BT is not None:
-        same = segments_BT[:, rows, None] == segments_BT[:, None, keys]
-        scores = jnp.where(same[:, None, None], scores, MASKED)
+        row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
+        key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
+        scores = jnp.where((row_BN[:, :, None] == key_BS[:, None, :])[:, None], scores, MASKED)
     return scores
+
+
+def _merge(x_BGRTK: jax.Array) -> jax.Array:
+    """[B, G, R, T, K] to [B, G, R * T, K]: XLA:CPU is slow at products of rows with two axes."""
+    B, G, R, T, K = x_BGRTK.shape
+    return x_BGRTK.reshape(B, G, R * T, K)
+
+
+def _split(x_BGNK: jax.Array, R: int) -> jax.Array:
+    B, G, N, K = x_BGNK.shape
+    return x_BGNK.reshape(B, G, R, N // R, K)
+
+
+def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
+    """Rows of each tile, and the keys that any of them may see."""
+    ends = [min(start + form.block, T) for start in range(0, T, form.block)]
+    return [
+        (slice(i * form.block, end), slice(0, end if form.causal else form.keys))
+        for i, end in enumerate(ends)
+    ]
+
+
+def _places(form: _Form, T: int) -> jax.Array:
+    """First row, first key and number of every tile that has something to see, [tiles, 3]."""
+    rows, keys = (range(0, size, form.block) for size in (T, form.keys))
+    seen = [(row, key) for row in rows for key in keys if key <= row or not form.causal]
+    return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
+
+
+def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+    q = _pad(form, q_BGRTK, axis=3)
+    k, v = (_pad(form, x, axis=2) for x in (k_BGSK, v_BGSK))
+    return q, k, v, None if segments_BT is None else _pad(form, segments_BT, axis=1)
+
+
+def _pad(form: _Form, x: jax.Array, *, axis: int) -> jax.Array:
+    """Fills an axis up to whole tiles."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % form.block)
+    return jnp.pad(x, widths)
+
+
+def _cut(form: _Form, start: jax.Array, x: jax.Array) -> jax.Array:
+    """A tile of rows or keys; they are the last axis but one."""
+    return jax.lax.dynamic_slice_in_dim(x, start, form.block, axis=x.ndim - 2)
+
+
+def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, tile, start, axis=x.ndim - 2)
+
+
+def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # What a loop carries is as sharded as what it starts from, and zeros are not.
+    return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
+
+
+def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
+    """Inverted dropout of a tile; the same key and tile drop the same."""
+    if rng is None:
+        return weights
+    keep = jax.random.bernoulli(jax.random.fold_in(rng, tile), 1 - form.dropout, weights.shape)
+    return jnp.where(keep, weights / (1 - form.dropout), 0)
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

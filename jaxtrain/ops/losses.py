@@ -47,8 +47,12 @@ def cross_entropy(
     *,
     vocab_size: int,
     chunk: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Sums ``mask * -log softmax(x @ kernel)[target]`` over tokens.
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums ``mask * (-log softmax(logits)[target] + z_loss * log(Z)**2)``, logits ``x @ kernel``.
+
+    Z is the softmax's normaliser ``sum(exp(logits))``, whose log the second term keeps near 0
+    (PaLM, Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5).
 
     Products are in the dtype of the operands with float32 accumulation, all else is float32. Logits
     exist for one tile of tokens at a time: where the result is differentiated, both gradients are
@@ -64,16 +68,17 @@ def cross_entropy(
       vocab_size: columns that are tokens.
       chunk: positions of every row per tile, a divisor of T; None takes the fewest tiles with at
         most ``TILE`` logits per device.
+      z_loss: coefficient of the second term.
 
     Returns:
-      The total, and ``sum(mask)`` over tokens whose target has the largest logit (ties count; it
-      has no gradient). Both float32 scalars.
+      The total; ``sum(mask)`` over tokens whose target has the largest logit (ties count); and the
+      second term's part of the total. Float32 scalars; the last two have no gradient.
 
     Raises:
       ValueError: if ``chunk`` does not divide T.
 
     >>> x_BTD = jnp.zeros((1, 2, 3))
-    >>> total, _ = cross_entropy(
+    >>> total, *_ = cross_entropy(
     ...     x_BTD, jnp.ones((3, 64)), jnp.array([[0, 1]]), jnp.ones((1, 2)), vocab_size=2
     ... )
     >>> (total / 2).round(4)  # log 2
@@ -84,27 +89,28 @@ def cross_entropy(
     if T % tiles or (chunk is not None and tiles * chunk != T):
         raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
     mask_BT = mask_BT.astype(_wide(x_BTD.dtype))
-    return _cross_entropy(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT)
+    return _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
     def tile(_, parts):
-        nll_N, _, hit_N = _token_losses(vocab_size, kernel_DV, *parts[:2])
-        return None, (nll_N, hit_N)
+        return None, _token_losses(vocab_size, kernel_DV, *parts[:2])[0]
 
-    _, (nll_BT, hit_BT) = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
-    return (nll_BT * mask_BT).sum(), (hit_BT * mask_BT).sum()
+    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
+    return _sums(z_loss, mask_BT, *per_token)[0]
 
 
-def _forward(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT):
+def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
     dtype, wide = x_BTD.dtype, _wide(x_BTD.dtype)
     scale = _fixed_scale(dtype)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
 
     def tile(d_kernel_SDV, parts):
         x_ND, targets_N, mask_N = parts
-        nll_N, softmax_NV, hit_N = _token_losses(vocab_size, kernel_DV, x_ND, targets_N)
+        per_token, softmax_NV = _token_losses(vocab_size, kernel_DV, x_ND, targets_N)
+        if z_loss:
+            softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
         d_logits_NV = ((softmax_NV - target_NV) * (scale * mask_N)[:, None]).astype(dtype)
         d_x_ND = jnp.matmul(d_logits_NV, kernel_DV.T, preferred_element_type=wide).astype(dtype)
@@ -113,28 +119,35 @@ def _forward(vocab_size, tiles, x_BTD, kernel_DV, targets_BT, mask_BT):
         x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
         d_logits_SMV = d_logits_NV.reshape(shards, -1, V)
         part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=wide)
-        return constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab"), (d_x_ND, nll_N, hit_N)
+        return constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab"), (d_x_ND, *per_token)
 
     start = constrain(jnp.zeros((shards, D, V), wide), "batch", None, "vocab")
     d_kernel_SDV, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
-    d_x_BTD, nll_BT, hit_BT = per_token
-    saved = (d_x_BTD, d_kernel_SDV.sum(axis=0), nll_BT, jnp.zeros(0, kernel_DV.dtype))
-    return ((nll_BT * mask_BT).sum(), (hit_BT * mask_BT).sum()), saved
+    d_x_BTD, *per_token = per_token
+    sums, loss_BT = _sums(z_loss, mask_BT, *per_token)
+    return sums, (d_x_BTD, d_kernel_SDV.sum(axis=0), loss_BT, jnp.zeros(0, kernel_DV.dtype))
 
 
-def _backward(vocab_size, tiles, saved, cotangents):
-    d_x_BTD, d_kernel_DV, nll_BT, like_kernel = saved
+def _backward(vocab_size, tiles, z_loss, saved, cotangents):
+    d_x_BTD, d_kernel_DV, loss_BT, like_kernel = saved
     d_total = cotangents[0]
     factor = d_total / _fixed_scale(d_x_BTD.dtype)
     d_x = (d_x_BTD * factor).astype(d_x_BTD.dtype)
-    return d_x, (d_kernel_DV * factor).astype(like_kernel.dtype), None, nll_BT * d_total
+    return d_x, (d_kernel_DV * factor).astype(like_kernel.dtype), None, loss_BT * d_total
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
+def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):
+    """Returns the three results, and each token's loss."""
+    z_BT = z_loss * log_z_BT**2
+    loss_BT = nll_BT + z_BT if z_loss else nll_BT
+    return tuple((a * mask_BT).sum() for a in (loss_BT, hit_BT, z_BT)), loss_BT
+
+
 def _token_losses(vocab_size, kernel_DV, x_ND, targets_N):
-    """Returns per token the loss [N], the softmax [N, V] and whether the target is on top [N]."""
+    """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
     logits = jnp.matmul(x_ND, kernel_DV, preferred_element_type=_wide(x_ND.dtype))
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:
@@ -144,7 +157,8 @@ def _token_losses(vocab_size, kernel_DV, x_ND, targets_N):
     total = weights.sum(axis=1)
     # A comparison and a sum, not a gather: the vocabulary may be sharded.
     target = jnp.where(column == targets_N[:, None], logits, 0.0).sum(axis=1)
-    return peak + jnp.log(total) - target, weights / total[:, None], target >= peak
+    log_z = peak + jnp.log(total)
+    return (log_z - target, target >= peak, log_z), weights / total[:, None]
 
 
 def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):

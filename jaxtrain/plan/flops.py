@@ -22,11 +22,14 @@ class Flops:
       by_dtype: operations by dtype of the operands (the wider one where they differ).
       unknown_loops: ``while`` loops, whose bodies are counted once.
       fused: calls of kernels that cannot be looked into, by name, not counted.
+      kernels: calls of Pallas kernels, of which every tile is counted, also those that the kernel
+        finds masked and skips (in causal attention almost half).
     """
 
     by_dtype: Mapping[str, float]
     unknown_loops: int = 0
     fused: tuple[str, ...] = ()
+    kernels: int = 0
 
     @property
     def total(self) -> float:
@@ -51,12 +54,21 @@ def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
 def count_jaxpr(jaxpr: Any) -> Flops:
     """Counts the floating-point operations of a jaxpr."""
     counter = _Counter()
-    return Flops(dict(counter.count(jaxpr)), counter.loops, tuple(sorted(counter.fused)))
+    by_dtype = dict(counter.count(jaxpr))
+    return Flops(by_dtype, counter.loops, tuple(sorted(counter.fused)), counter.kernels)
+
+
+def count_equation(equation: Any) -> Mapping[str, float]:
+    """Counts those of one call in a jaxpr, by dtype."""
+    times, counter = _times(equation), _Counter()
+    bodies = (counter.count(body) for body in _bodies(equation))
+    total: collections.Counter = sum(bodies, collections.Counter())
+    return {key: times * value for key, value in total.items()}
 
 
 class _Counter:
     def __init__(self):
-        self.loops = 0
+        self.loops = self.kernels = 0
         self.fused: set[str] = set()
 
     def count(self, jaxpr: Any) -> collections.Counter:
@@ -75,7 +87,8 @@ class _Counter:
             else:
                 inner = [self.count(body) for body in _bodies(eqn)]
                 self.loops += name == "while"
-                if name.startswith("dot_product_attention") or name == "pallas_call":
+                self.kernels += name == "pallas_call"
+                if name.startswith("dot_product_attention"):
                     self.fused.add(name)
                 for count in inner:
                     times = _times(eqn)
@@ -99,6 +112,8 @@ def _bodies(eqn: Any) -> list[Any]:
 def _times(eqn: Any) -> int:
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
+    if eqn.primitive.name == "pallas_call":
+        return math.prod(eqn.params["grid_mapping"].grid)
     if eqn.primitive.name == "shard_map":
         # The body is what one device does along the axes that are mapped.
         mesh = eqn.params["mesh"]

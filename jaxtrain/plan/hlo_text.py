@@ -79,7 +79,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             if header and not line.startswith("HloModule") and " -> " in line:
                 name, current = header[2], {}
                 entry = name if header[1] else entry
-        elif line.startswith("}"):
+        # A Pallas kernel's attributes go over several lines, of which one starts with two braces.
+        elif line.startswith("}") and not line.startswith("}}"):
             computations[name] = Computation(name, current)
             current = None
         elif instruction := _parse_line(line):

@@ -525,6 +525,8 @@ def _flops_notes(flops: Flops) -> list[str]:
     notes = []
     if flops.unknown_loops:
         notes.append(f"FLOPs of {flops.unknown_loops} while loops are counted once")
+    if flops.kernels:
+        notes.append("FLOPs of Pallas kernels are those of all their tiles, masked ones too")
     if flops.fused:
         notes.append(f"FLOPs inside {', '.join(flops.fused)} are not counted")
     return notes

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.plan.flops import count_equation
 from jaxtrain.plan.life import Buffer, Life
 from jaxtrain.plan.partition import (
     REDUCTIONS,
@@ -429,6 +430,14 @@ class Walk(Partitioner):
                 tuple((*axis_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
             )
         return self.heavy("shard_map", equation.outvars, specs, inputs, life)
+
+    def do_pallas_call(self, equation, inputs, life):
+        # Local code: whoever calls a kernel has split its operands.
+        for value in inputs:
+            self.settle(value, life)
+        self.cost.flops.update(count_equation(equation))
+        specs = [((),) * len(v.aval.shape) for v in equation.outvars]
+        return self.heavy("pallas_call", equation.outvars, specs, inputs, life)
 
     def do_scan(self, equation, inputs, life):
         params = equation.params

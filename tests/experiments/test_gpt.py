@@ -8,6 +8,7 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from experiments import options
@@ -70,7 +71,9 @@ def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts
 
 def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsys):
     flags = "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --optimizer.name lamb --accumulate 2"
-    flags += " --precision bf16 --zero 1 --dropout 0.1 --remat full --optimizer.schedule linear"
+    flags += " --precision bf16 --zero 1 --dropout 0.1 --optimizer.schedule linear"
+    flags += " --optimizer.moment-dtype bfloat16 --remat save_attention --attention-dropout 0.1"
+    flags += " --z-loss 1e-4"
     config = options.parse(Config, [*SMALL, "--data", texts, *flags.split()])
     experiment = build(config)
     assert experiment.accumulate == 2
@@ -83,6 +86,12 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     kernel = result.state.params["blocks"]["mlp"]["up"]["kernel"]
     assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
     assert np.isfinite(result.evaluation["loss"])
+    assert 0 < result.evaluation["z_loss"] < 0.1
+    moments = optax.tree.get(result.state.opt_state, "ScaleByAdamState")
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(moments.mu)}
+    assert dtypes == {"bfloat16"}
+    model = experiment.config["model"]
+    assert (model["remat"], model["attention_dropout"]) == ("save_attention", 0.1)
 
 
 def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):

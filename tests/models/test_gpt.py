@@ -146,8 +146,8 @@ def test_remat_and_unrolling_change_memory_and_no_value(form):
     config, params, batch = FORMS[form], params_of(form), batch_of()
     expected = gradient(config)(params, batch)
     for changes in {
-        "gpt2": ({"remat": "full"}, {"scan_unroll": 2, "remat": "dots"}),
-        "llama": ({"remat": "dots"}, {"scan_unroll": 3}),
+        "gpt2": ({"remat": "full"}, {"remat": "offload"}, {"scan_unroll": 2, "remat": "dots"}),
+        "llama": ({"remat": "dots"}, {"remat": "save_attention"}, {"scan_unroll": 3}),
     }[form]:
         got = gradient(dataclasses.replace(config, **changes))(params, batch)
         for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
@@ -163,11 +163,14 @@ def lowered(layers, **changes):
 
 
 def test_remat_keeps_less():
-    none, dots, full = (
+    none, dots, save_attention, full = (
         lowered(8, remat=remat).compile().memory_analysis().temp_size_in_bytes
-        for remat in ("none", "dots", "full")
+        for remat in ("none", "dots", "save_attention", "full")
     )
     assert full < 0.7 * dots < 0.7 * none
+    # Per layer, position and head: an output as wide as the head, and a log-sum-exp.
+    kept = 4 * 8 * (8 * 32) * (32 + SIZES["heads"])
+    np.testing.assert_allclose(save_attention - full, kept, rtol=0.01)
 
 
 def test_only_layers_outside_a_loop_are_barred_from_merging():
@@ -414,3 +417,31 @@ def test_rows_longer_than_the_learned_positions_are_refused():
     with pytest.raises(ValueError, match="rows of 9 tokens are longer than the 8 learned"):
         gpt.logits(FORMS["gpt2"], params_of("gpt2"), tokens)
     assert gpt.logits(FORMS["llama"], params_of("llama"), tokens).shape == (1, 9, 13)
+
+
+def test_attention_dropout_follows_its_key_and_z_loss_its_coefficient():
+    config = dataclasses.replace(FORMS["gpt2"], attention_dropout=0.5, z_loss=0.1)
+    params, batch = params_of("gpt2"), batch_of()
+    loss = quick_jit(lambda rng: gpt.loss_fn(config)(params, batch, rng))
+    losses = [loss(rng) for rng in (None, jax.random.key(0), jax.random.key(1), jax.random.key(0))]
+    totals = [float(loss.total) for loss in losses]
+    assert totals[1] == totals[3]
+    assert len(set(totals)) == 3
+    plain = quick_jit(lambda: gpt.loss_fn(FORMS["gpt2"])(params, batch, None))()
+    z = gpt.logits(
+        FORMS["gpt2"],
+        params,
+        batch["tokens"],
+        segments=batch["segments"],
+        positions=batch["positions"],
+    )
+    expected = 0.1 * (batch["mask"] * np.log(np.exp(float64(z)).sum(-1)) ** 2).sum()
+    np.testing.assert_allclose(losses[0].metrics["z_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(totals[0] - plain.total, expected, rtol=1e-4)
+
+
+def test_a_fused_kernel_refuses_dropout_before_anything_is_compiled():
+    with pytest.raises(
+        ValueError, match=r"attention_dropout=0\.1 is not offered by attention='spl"
+    ):
+        dataclasses.replace(FORMS["gpt2"], attention_dropout=0.1, attention="splash")

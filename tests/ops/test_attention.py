@@ -3,7 +3,9 @@
 Shapes: B batch, T queries and keys, H query heads, G key heads, K features.
 """
 
+import contextlib
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.ops import attention as ops
-from jaxtrain.ops.attention import attention, cached_attention, choose
+from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
+from jaxtrain.ops.splash import obstacle, splash_attention
+from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
 
 
-def definition(xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT):
+def definition(xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT, factors_BHTT=1.0):
     """The formula, keys and values repeated; ``xp`` is numpy or jax.numpy."""
     T, H, K = q_BTHK.shape[1:]
     k, v = (xp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
@@ -26,7 +30,7 @@ def definition(xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT):
     if segments_BT is not None:
         seen = seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
     weights = xp.where(seen[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    return xp.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+    return xp.einsum("bhts,bshk->bthk", factors_BHTT * weights / weights.sum(-1, keepdims=True), v)
 
 
 def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
@@ -65,7 +69,7 @@ def test_gradients_are_those_of_the_definition(causal, documents):
             out = function(*qkv, causal=causal, segments_BT=segments)
             return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
 
-        for block in (3, 7):
+        for block in (1, 3, 7):  # seven tiles make a loop, three are written out
             tiled = functools.partial(attention, block=block)
             got = jax.jit(jax.grad(functools.partial(loss, tiled), (0, 1, 2)))(q, k, v)
             plain = functools.partial(definition, jnp)
@@ -73,6 +77,99 @@ def test_gradients_are_those_of_the_definition(causal, documents):
             for a, b in zip(got, expected, strict=True):
                 assert a.dtype == jnp.float64
                 np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [4, 2], ids=["written out", "in a loop"])
+def test_dropout_drops_weights_and_the_backward_pass_draws_the_same(block):
+    T, rate = 10, 0.3
+    q, k, _, segments = arrays(4, T=T, K=T, documents=2)
+    run = functools.partial(
+        attention, segments_BT=segments, dropout=rate, rng=jax.random.key(1), block=block
+    )
+    with jax.enable_x64(True):
+        # Values that are the identity show the weights themselves.
+        identity = np.broadcast_to(np.eye(T)[:, None], k.shape)
+        dropped = np.asarray(jax.jit(run)(q, k, identity)).transpose(0, 2, 1, 3)
+        weights = definition(np, q, k, identity, causal=True, segments_BT=segments)
+        seen = weights.transpose(0, 2, 1, 3) > 0
+        factors = (dropped > 0) / (1 - rate)
+        assert abs((dropped > 0).sum() / seen.sum() - (1 - rate)) < 0.1
+
+        def loss(function, *qkv):
+            out = function(*qkv)
+            return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
+
+        plain = functools.partial(
+            definition, jnp, causal=True, segments_BT=segments, factors_BHTT=factors
+        )
+        v = arrays(5, T=T, K=T)[2]
+        got, expected = (
+            jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(q, k, v)
+            for f in (run, plain)
+        )
+        for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_temporaries_of_long_rows_grow_linearly():
+    def temp_bytes(T):
+        q, k = (jax.ShapeDtypeStruct((1, T, heads, 8), jnp.float32) for heads in (2, 1))
+        gradient = jax.grad(lambda *qkv: attention(*qkv, block=64).sum(), (0, 1, 2))
+        return jax.jit(gradient).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
+
+    once, twice = temp_bytes(1024), temp_bytes(2048)
+    assert twice < 2.1 * once
+    # Tiles of scores, and beside them a dozen arrays of the queries' size.
+    assert twice < 12 * 2048 * 2 * 8 * 4 + 12 * 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("causal", "documents", "groups", "mesh"),
+    [
+        (True, 3, (4, 2), {"data": 2, "tensor": 2}),
+        (True, None, (2, 2), None),
+        (False, 3, (2, 1), {"fsdp": 2}),
+    ],
+)
+def test_splash_is_the_definition(causal, documents, groups, mesh):
+    H, G = groups
+    q, k, v, segments = arrays(6, T=256, H=H, G=G, K=8, documents=documents)
+    run = functools.partial(
+        splash_attention,
+        causal=causal,
+        segments_BT=segments,
+        saved_name=ops.SAVED[0],
+        interpret=True,
+    )
+    plain = functools.partial(definition, jnp, causal=causal, segments_BT=segments)
+
+    def loss(function, *qkv):
+        out = function(*qkv)
+        return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+    def gradient(function):
+        loss_of = functools.partial(loss, function)
+        return jax.jit(jax.value_and_grad(loss_of, (0, 1, 2), has_aux=True))
+
+    with jax.enable_x64(True):
+        expected = gradient(plain)(q, k, v)
+    size = math.prod((mesh or {}).values())
+    placed = make_mesh(**mesh, devices=jax.devices()[:size]) if mesh else None
+    with jax.set_mesh(placed) if mesh else contextlib.nullcontext():
+        got = gradient(run)(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    for a, b in zip(*(jax.tree.leaves((x[0][1], x[1])) for x in (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6 * 256**0.5)
+
+
+def test_splash_takes_what_the_mesh_splits_evenly():
+    mesh = make_mesh(data=2, tensor=2, context=2)
+    with jax.set_mesh(mesh):
+        assert "'context'" in obstacle(length=128, sizes=(2, 4, 4, 128))
+    with jax.set_mesh(make_mesh(data=2, tensor=4)):
+        assert obstacle(length=128, sizes=(2, 4, 4, 128)) is None
+        assert "rows that mesh axes data of size 2" in obstacle(length=128, sizes=(3, 4, 4, 128))
+        assert "key heads" in obstacle(length=128, sizes=(2, 4, 2, 128))
+    assert "as many keys" in obstacle(length=128, sizes=(2, 4, 4, 256))
 
 
 def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
@@ -85,6 +182,10 @@ def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=0.02)
     gradient = jax.grad(lambda qkv: attention(*qkv).astype(jnp.float32).sum())
     assert float32_products(gradient, (q, k, v)) == []
+    looped = functools.partial(attention, block=8)
+    np.testing.assert_allclose(np.asarray(looped(q, k, v), np.float64), exact, atol=0.02)
+    in_loop = jax.grad(lambda qkv: looped(*qkv).astype(jnp.float32).sum())
+    assert float32_products(in_loop, (q, k, v)) == []
     text = str(jax.make_jaxpr(gradient)((q, k, v)))
     # Forward 2; backward the scores again, and four gradients; all accumulate in float32.
     assert text.count("dot_general[") == text.count("preferred_element_type=float32") == 7
@@ -127,7 +228,11 @@ def test_the_choice_is_by_backend_dtype_and_width():
     assert choose("auto", dtype=jnp.float16, head_dim=128, backend="gpu") == "cudnn"
     assert choose("auto", dtype=jnp.float32, head_dim=64, backend="gpu") == "xla"
     assert choose("auto", dtype=jnp.bfloat16, head_dim=36, backend="gpu") == "xla"
-    assert choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu") == "xla"
+    assert choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=384) == "splash"
+    assert choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=200) == "xla"
+    assert choose("auto", dtype=jnp.float32, head_dim=20, backend="tpu") == "splash"
+    for backend in ("gpu", "tpu"):
+        assert choose("auto", dtype="bfloat16", head_dim=64, backend=backend, dropout=0.1) == "xla"
     assert choose("xla", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "xla"
     assert choose("cudnn", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "cudnn"
 
@@ -139,6 +244,10 @@ def test_the_choice_is_by_backend_dtype_and_width():
         (dict(implementation="cudnn", dtype="bfloat16", backend="cpu"), "backend is 'cpu'"),
         (dict(implementation="cudnn", dtype="float32", backend="gpu"), "queries are float32"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", head_dim=12), "it is 12"),
+        (dict(implementation="cudnn", dtype="float16", backend="gpu", dropout=0.1), "rate is 0.1"),
+        (dict(implementation="splash", dtype="float32", backend="gpu"), "a TPU, and the backend"),
+        (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
+        (dict(implementation="splash", dtype="float32", backend="tpu", dropout=0.1), "rate is 0.1"),
     ],
 )
 def test_a_choice_that_cannot_run_is_refused(settings_, message):
@@ -146,8 +255,20 @@ def test_a_choice_that_cannot_run_is_refused(settings_, message):
         choose(**({"head_dim": 64} | settings_))
 
 
+def test_a_fall_from_the_fused_kernel_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
+    ops._say_once.cache_clear()
+    q, k, v, _ = arrays(0)
+    for _ in range(2):
+        jax.eval_shape(attention, q, k, v)
+    assert [record.message for record in caplog.records] == [
+        "attention: xla, because splash needs rows whose length is a multiple of 128, and it is 7"
+    ]
+    assert explain_choice("xla", dtype="float32", head_dim=4, length=7) == "xla"
+
+
 def test_cudnn_gets_the_same_masks(monkeypatch):
-    monkeypatch.setattr(ops, "_choose_here", lambda *_, **__: "cudnn")
+    monkeypatch.setattr(ops, "_choose_here", lambda *_: "cudnn")
     plain = jax.nn.dot_product_attention
 
     def stand_in(*args, implementation, **options):

@@ -26,13 +26,14 @@ def arrays(seed=0, B=2, T=6):
     return x, kernel, targets, rng.integers(0, 3, (B, T)) * 0.5
 
 
-def definition(x, kernel, targets, mask):
+def definition(x, kernel, targets, mask, z_loss=0.0):
     """Value, gradients of x, kernel and mask, and the correct count, by the formula."""
     logits = (x @ kernel)[..., :VOCAB]
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     one_hot = np.eye(VOCAB)[targets]
-    nll = -np.log((softmax * one_hot).sum(-1))
-    d_logits = (softmax - one_hot) * mask[..., None]
+    log_z = np.log(np.exp(logits).sum(-1))
+    nll = -np.log((softmax * one_hot).sum(-1)) + z_loss * log_z**2
+    d_logits = (softmax * (1 + 2 * z_loss * log_z[..., None]) - one_hot) * mask[..., None]
     d_kernel = np.zeros_like(kernel)
     d_kernel[:, :VOCAB] = np.einsum("btd,btv->dv", x, d_logits)
     correct = ((logits.argmax(-1) == targets) * mask).sum()
@@ -48,15 +49,21 @@ def float32(*xs):
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 99), chunk=st.sampled_from([None, 1, 2]), scale=st.floats(0.1, 9.0))
-def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale):
+@given(
+    seed=st.integers(0, 99),
+    chunk=st.sampled_from([None, 1, 2]),
+    scale=st.floats(0.1, 9.0),
+    z_loss=st.sampled_from([0.0, 0.3]),
+)
+def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale, z_loss):
     batch = arrays(seed)
-    value, grads, correct = definition(*batch)
-    forward = functools.partial(total, chunk=chunk)
-    np.testing.assert_allclose(jax.jit(forward)(*float32(*batch)), (value, correct), rtol=1e-5)
+    value, grads, correct = definition(*batch, z_loss)
+    expected = (value, correct, value - definition(*batch)[0])
+    forward = functools.partial(total, chunk=chunk, z_loss=z_loss)
+    np.testing.assert_allclose(jax.jit(forward)(*float32(*batch)), expected, rtol=1e-5, atol=1e-5)
 
     def scaled(*args):  # a cotangent other than 1
-        loss, hits = forward(*args)
+        loss, hits, _ = forward(*args)
         return scale * loss, hits
 
     gradient = jax.jit(jax.value_and_grad(scaled, (0, 1, 3), has_aux=True))
@@ -94,6 +101,30 @@ def test_tiles_bound_the_logits_per_device(monkeypatch):
         for v in eqn.outvars
     ]
     assert max(sizes) < 8 * 6 * PADDED
+
+
+def test_memory_at_a_large_vocabulary_is_a_tile_and_two_kernels():
+    N, V, tiles = 512, 128 * 1024, 16
+    shapes = [((1, N, 8), jnp.float32), ((8, V), jnp.float32)]
+    shapes += [((1, N), jnp.int32), ((1, N), jnp.float32)]
+    batch = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+    def temp_bytes(loss):
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    def tiled(*batch):
+        return cross_entropy(*batch, vocab_size=V, chunk=N // tiles)[0]
+
+    def plain(x, kernel, targets, mask):
+        logits = jax.nn.log_softmax(x @ kernel)
+        return -(jnp.take_along_axis(logits, targets[..., None], 2)[..., 0] * mask).sum()
+
+    all_logits, kernel = 4 * N * V, 4 * 8 * V
+    assert temp_bytes(plain) >= all_logits
+    # Logits and their gradient, of one tile; the kernel's gradient, summed and of a tile; and what
+    # is of the size of x.
+    assert temp_bytes(tiled) <= 2 * all_logits / tiles + 2 * kernel + 4 * N * 8 * 8
 
 
 def losses_equations(jaxpr):

@@ -434,6 +434,25 @@ def test_moment_dtype_narrows_first_moments_and_widens_all():
     assert dtypes(half, "float32") == ("float32", "float32")
 
 
+@every_optimizer
+def test_bfloat16_moments_save_two_bytes_of_each_first_moment(name):
+    if "moment_dtype" not in OPTIONS[name]:
+        pytest.skip("keeps no moment of the gradient")
+    params = {"w": jnp.ones((64, 32)), "bias": jnp.ones(32)}
+    options = {"momentum": 0.9} if name in ("rmsprop", "adafactor") else {}
+
+    def state_bytes(**more):
+        tx = make_optimizer(name, 0.1, **options, **more)
+        leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    saved = state_bytes() - state_bytes(moment_dtype="bfloat16")
+    second = {"adam", "adamw", "lamb", "rmsprop"}
+    assert saved == 2 * count
+    assert state_bytes() >= 4 * count * (2 if name in second else 1)
+
+
 def test_bfloat16_parameters_are_computed_in_float32():
     # 0.999 is 1.0 in bfloat16: a second moment scaled there would not decay at all.
     params = {"w": jnp.full((4, 4), 0.3, jnp.bfloat16)}
