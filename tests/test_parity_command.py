@@ -114,7 +114,10 @@ def module(tmp_path, monkeypatch):
 
 def run(capsys, *arguments):
     """Status, the table's lines as words, and what was said on standard error."""
-    status = cli.main(["parity", *arguments])
+    try:
+        status = cli.main(["parity", *arguments])
+    except SystemExit as stop:
+        status = stop.code
     written = capsys.readouterr()
     return status, [line.split() for line in written.out.splitlines()], written.err
 

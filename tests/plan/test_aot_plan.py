@@ -28,7 +28,10 @@ def need(text):
 
 
 def run(capsys, *arguments):
-    status = cli.main(arguments)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
     written = capsys.readouterr()
     return status, written.out, written.err
 

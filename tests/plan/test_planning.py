@@ -49,7 +49,10 @@ def small(**changes) -> Experiment:
 
 
 def run(capsys, *arguments):
-    status = cli.main(arguments)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
     written = capsys.readouterr()
     return status, written.out, written.err
 
