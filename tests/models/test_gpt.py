@@ -402,7 +402,7 @@ def test_flops_are_counted_by_hand_for_llama():
         ({"positions": "rope", "width": 12}, "width / heads = 3 is odd"),
         ({"positions": "alibi"}, "positions='alibi' is not one of learned, rope"),
         ({"attention": "flash"}, "attention='flash' is not one of auto, xla, cudnn"),
-        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 0}, "layers=0 must be a whole number"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
         ({"loss_chunk": 3}, "loss_chunk=3 must be a divisor of seq_len=8"),
     ],
