@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
@@ -144,7 +144,7 @@ def estimate(
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
-    mesh = abstract_mesh(experiment.mesh, devices)
+    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
     if traced is None:
         traced = trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
@@ -152,8 +152,8 @@ def estimate(
     return estimated if mesh.shape["pipe"] == 1 else _pipelined(experiment, estimated)
 
 
-def trace(experiment: Experiment, devices: int) -> Any:
-    """Traces an experiment's train step over an abstract mesh of its sizes.
+def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
+    """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
     The trace has the same operations on all meshes with the same product of data and fsdp, and the
     same of everything else, and names both in its constraints where both are above 1: then it can
@@ -163,7 +163,7 @@ def trace(experiment: Experiment, devices: int) -> Any:
     Raises:
       ValueError: as :func:`estimate`.
     """
-    mesh = abstract_mesh(experiment.mesh, devices)
+    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
     return trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
 
@@ -225,8 +225,16 @@ def estimate_traced(
     )
 
 
-def abstract_mesh(sizes: Mapping[str, int], devices: int) -> AbstractMesh:
+def abstract_mesh(
+    sizes: Mapping[str, int], devices: int, *, kind: str | None = None
+) -> AbstractMesh:
     """Makes the mesh that :func:`jaxtrain.make_mesh` would, without devices.
+
+    Args:
+      sizes: of mesh axes, by name.
+      devices: how many there are.
+      kind: ``"tpu"``: what is traced on the mesh takes the forms that it takes there (a GPU's own
+        kernels are compiled on a GPU alone, so for one that is the form of any platform).
 
     Raises:
       ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` does not
@@ -240,7 +248,10 @@ def abstract_mesh(sizes: Mapping[str, int], devices: int) -> AbstractMesh:
     filled = fill_sizes(dict.fromkeys(AXES, 1) | sizes, devices)
     check_dcn_data(filled["data"], dcn_data)
     shape = tuple(filled[axis] for axis in AXES)
-    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    device = AbstractDevice("TPU", num_cores=None, platform="tpu") if kind == "tpu" else None
+    return AbstractMesh(
+        shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device
+    )
 
 
 def state_bytes(experiment: Experiment, devices: int) -> int:

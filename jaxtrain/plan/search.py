@@ -243,7 +243,7 @@ class Estimator:
         key = repr(twin)
         if key not in self.traces:
             built = self.build(with_candidate(self.config, twin))
-            self.traces[key] = trace(built, self.target.size)
+            self.traces[key] = trace(built, self.target.size, kind=self.target.chip.kind)
         estimated = estimate(
             experiment,
             self.target.size,
