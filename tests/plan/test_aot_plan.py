@@ -103,7 +103,7 @@ def test_topologies_are_what_the_table_says(text, slices, size, kind):
     assert {device.device_kind for device in devices} == {kind} == {target.chip.device_kind}
     hosts = {(getattr(d, "slice_index", None), d.process_index) for d in devices}
     assert len(hosts) == target.hosts
-    mesh = jt.make_mesh(data=-1, devices=devices)
+    mesh = jt.make_mesh(data=-1, dcn_data=slices, devices=devices)
     assert mesh.size == size
 
 
