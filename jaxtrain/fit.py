@@ -262,7 +262,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.finish(experiment.steps, state)
-    terminal.print_lines(compare_with_run(train, mesh, experiment, rate.seconds_per_step))
+    if lines := compare_with_run(train, mesh, experiment, rate.seconds_per_step):
+        terminal.print_lines(lines)
     print_conclusion(experiment, state, means, str(run_dir))
     return FitResult(state, means, str(run_dir))
 

@@ -26,8 +26,18 @@ def compare_with_run(
 
     Returns:
       Lines for the log: memory, where the backend counts it, and the time of a step, where the
-      device's peaks are known.
+      device's peaks are known; none on a CPU, which has neither.
     """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return []
+    return compare(train, mesh, experiment, seconds_per_step)
+
+
+def compare(
+    train: CompiledStep, mesh: Mesh, experiment: Experiment, seconds_per_step: float | None
+) -> list[str]:
+    """:func:`compare_with_run` on any device: where there is nothing to compare, it says so."""
     device = mesh.devices.flat[0]
     try:
         return [

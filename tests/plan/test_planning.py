@@ -235,7 +235,8 @@ def test_after_a_run(monkeypatch):
     experiment = small()
     state = jt.experiment.make_abstract_state(experiment, mesh)
     train = jt.experiment.compile_train(experiment, state, mesh)
-    lines = comparison.compare_with_run(train, mesh, experiment, 0.5)
+    assert comparison.compare_with_run(train, mesh, experiment, 0.5) == []
+    lines = comparison.compare(train, mesh, experiment, 0.5)
     assert lines[0].endswith("measured: the cpu backend keeps no count")
     assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
     # As on a chip that is in the table, with a count of its memory.
@@ -244,7 +245,7 @@ def test_after_a_run(monkeypatch):
     monkeypatch.setattr(
         comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
     )
-    lines = comparison.compare_with_run(train, mesh, experiment, 0.5)
+    lines = comparison.compare(train, mesh, experiment, 0.5)
     assert lines[0].endswith("(+100.0%)")
     roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
