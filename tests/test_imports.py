@@ -11,6 +11,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
+OPTIONAL |= {"torch"}
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -23,7 +24,8 @@ names = [
     module.name
     for package in (jaxtrain, experiments)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-    if not module.name.endswith("__main__")
+    # The second is a PyTorch program, which its row imports when it runs.
+    if not module.name.endswith(("__main__", ".torch_gpt"))
 ]
 for name in names:
     importlib.import_module(name)

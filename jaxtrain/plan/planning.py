@@ -358,8 +358,7 @@ def plan_step(
             compile_seconds=None,
             notes=(*notes, f"the compiler: {refusal}"),
         )
-    text = train.compiled.as_text()
-    program = read_program(text, mesh)
+    program, text, unread = _read(train.compiled, mesh)
     memory = split_memory(train, state, batch, mesh, target.chip, program)
     island = target.devices_per_island
     params = getattr(state, "params", None)
@@ -371,8 +370,10 @@ def plan_step(
         memory=memory,
         traffic=summarize(program.collectives, target.chip, mesh, island),
         collectives=program.collectives,
-        hbm_bytes=program.hbm_bytes,
-        roofline=make_roofline(
+        hbm_bytes=None if unread else program.hbm_bytes,
+        roofline=None
+        if unread
+        else make_roofline(
             target.chip,
             mesh,
             flops=flops.by_dtype,
@@ -382,9 +383,20 @@ def plan_step(
         ),
         compile_seconds=train.compile_seconds,
         warnings=gathers,
-        notes=(*notes, *_notes(program, memory, target)),
+        notes=(*notes, *unread, *_notes(program, memory, target)),
         hlo=text,
     )
+
+
+def _read(compiled: Any, mesh: Mesh) -> tuple[Program, str, tuple[str, ...]]:
+    """The program, its text, and what is to be said where XLA fails to write that down."""
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        note = f"communication and traffic are not known: XLA cannot print the program ({reason})"
+        return Program((), 0.0, 0, ()), "", (note,)
+    return read_program(text, mesh), text, ()
 
 
 def split_memory(

@@ -39,7 +39,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _line(console, f"WARNING: {warning}", style="bold yellow")
     if plan.memory is not None:
         _section(console, "memory per device", _memory(plan))
-        _section(console, "communication per step, one device", _traffic(plan.traffic))
+        traffic = Text("not known") if plan.hbm_bytes is None else _traffic(plan.traffic)
+        _section(console, "communication per step, one device", traffic)
     _section(console, "FLOPs per step, all devices", _flops(plan))
     if plan.roofline is not None:
         _section(console, "time per step at the chip's published peaks", _roofline(plan))

@@ -230,6 +230,20 @@ def test_a_compilers_refusal_becomes_a_shortage(monkeypatch, message, missing):
     assert json.dumps(plan.to_json(), allow_nan=False)
 
 
+def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    plan = planning.plan_experiment(small(), targets.parse_target("cpu:8"))
+    assert plan.fits
+    assert plan.memory.parameters > 0
+    report = plan.report()
+    assert "communication per step, one device\n  not known" in report
+    assert "cannot print the program (INTERNAL: RET_CHECK failure)" in " ".join(report.split())
+    assert json.dumps(plan.to_json(), allow_nan=False)
+
+
 def test_after_a_run(monkeypatch):
     mesh = jt.make_mesh(data=8)
     experiment = small()
