@@ -101,7 +101,7 @@ def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax
     devices = list(devices)
     if parts < 1:
         raise ValueError(f"dcn_data is {parts}: give at least 1")
-    slices = sorted({_slice(device) for device in devices})
+    slices = sorted({slice_of(device) for device in devices})
     if devices[0].platform == "tpu" and parts != len(slices):
         raise ValueError(
             f"dcn_data is {parts} and the devices lie in {len(slices)} TPU slices: set it to "
@@ -109,7 +109,7 @@ def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax
         )
     if parts == 1:
         return [devices]
-    attribute = _slice if len(slices) > 1 else lambda device: device.process_index
+    attribute = slice_of if len(slices) > 1 else lambda device: device.process_index
     units: dict[int, list[jax.Device]] = {}
     for device in devices:
         units.setdefault(attribute(device), []).append(device)
@@ -125,7 +125,8 @@ def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax
     return [[device for unit in group for device in unit] for group in groups]
 
 
-def _slice(device: jax.Device) -> int:
+def slice_of(device: jax.Device) -> int:
+    """The number of a device's slice, 0 where there is only one."""
     # Only some backends say; on GPU a slice is a domain of fast links.
     index = getattr(device, "slice_index", None)
     return 0 if index is None else index

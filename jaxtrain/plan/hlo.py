@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.parallel.mesh import slice_of
 from jaxtrain.plan.groups import UNKNOWN, group_axes, parse_groups
 from jaxtrain.plan.hlo_text import (
     Computation,
@@ -217,7 +218,7 @@ class _Reader:
         """A collective between TPU slices: handed to the host, which has the network."""
         axes, slices = (UNKNOWN,), 0
         if self.mesh is not None:
-            numbers = np.vectorize(_slice_of)(self.mesh.devices)
+            numbers = np.vectorize(slice_of)(self.mesh.devices)
             slices = len(set(numbers.flat))
             axes = tuple(
                 axis
@@ -396,10 +397,6 @@ def _collective_kind(instruction: Instruction) -> str | None:
 def _between_slices(instruction: Instruction) -> str | None:
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
     return found[1].lower().replace("_", "-") if found else None
-
-
-def _slice_of(device) -> int:
-    return getattr(device, "slice_index", None) or 0
 
 
 def _payload_types(instruction: Instruction, kind: str) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.parallel.mesh import slice_of
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.groups import UNKNOWN
 from jaxtrain.plan.hlo import Collective
@@ -141,5 +142,5 @@ def _islands(axes: Sequence[str], mesh: Mesh, devices_per_island: int) -> int:
 def island_of(device, devices_per_island: int) -> int:
     """The slice of a TPU, the host of another device."""
     if device.platform == "tpu":
-        return getattr(device, "slice_index", None) or 0
+        return slice_of(device)
     return device.id // devices_per_island
