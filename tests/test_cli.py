@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxtrain import cli
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import make_table
+from tests.commands import run
 
 
 def picture_of(table, width):
@@ -18,15 +19,6 @@ def picture_of(table, width):
     console = Console(file=io.StringIO(), width=width)
     draw.print_tables([table], console=console)
     return console.file.getvalue().splitlines()
-
-
-def run(capsys, *arguments):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    written = capsys.readouterr()
-    return status, written.out, written.err
 
 
 def test_picture_is_the_table():

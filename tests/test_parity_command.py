@@ -10,6 +10,7 @@ import pytest
 from jaxtrain import cli, parity
 from jaxtrain.models import gpt
 from jaxtrain.parallel.sharding import Rules
+from tests import commands
 
 # A user's experiment: two branches stacked into one parameter, a running mean as model state, Adam
 # with its own tiny epsilon, and a bias that no gradient reaches but for rounding. Each fault makes
@@ -114,12 +115,8 @@ def module(tmp_path, monkeypatch):
 
 def run(capsys, *arguments):
     """Status, the table's lines as words, and what was said on standard error."""
-    try:
-        status = cli.main(["parity", *arguments])
-    except SystemExit as stop:
-        status = stop.code
-    written = capsys.readouterr()
-    return status, [line.split() for line in written.out.splitlines()], written.err
+    status, out, error = commands.run(capsys, "parity", *arguments)
+    return status, [line.split() for line in out.splitlines()], error
 
 
 def test_gpt_agrees_on_two_layouts(capsys, tmp_path, monkeypatch):

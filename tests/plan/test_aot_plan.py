@@ -7,11 +7,11 @@ import jax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import cli
 from jaxtrain.plan.groups import UNKNOWN
 from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.plan.unexpected import unexpected_gathers
+from tests.commands import run
 from tests.plan import steps
 
 # Attention says that it cannot be cuDNN here.
@@ -25,15 +25,6 @@ def need(text):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs the compiler of {text}: pip install 'jaxtrain[aot]'")
     return parse_target(text).devices()
-
-
-def run(capsys, *arguments):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    written = capsys.readouterr()
-    return status, written.out, written.err
 
 
 @pytest.mark.parametrize("target", TARGETS)

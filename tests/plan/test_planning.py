@@ -17,12 +17,12 @@ import pytest
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
 from experiments.options import MeshOptions, OptimizerOptions
-from jaxtrain import cli
 from jaxtrain.experiment import Experiment
 from jaxtrain.plan import chips, comparison, mend, planning, targets
 from jaxtrain.plan.planning import plan_experiment
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.state import local_bytes
+from tests.commands import run
 from tests.plan import steps
 
 FLAGS = "--layers 2 --width 16 --heads 2 --seq-len 16 --optimizer.name sgd --mesh.fsdp 2"
@@ -46,15 +46,6 @@ def small(**changes) -> Experiment:
         mesh=MeshOptions(data=8),
     )
     return experiment_gpt.outline(dataclasses.replace(config, **changes))
-
-
-def run(capsys, *arguments):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    written = capsys.readouterr()
-    return status, written.out, written.err
 
 
 def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
