@@ -44,7 +44,7 @@ PyTree = Any
 # out of them, even where it is one number broadcast (the mask of attention), and buffers that one
 # branch of a conditional updates are copied. The TPU compiler does neither.
 HABITS: Mapping[str, Habits] = {
-    "tpu": Habits(),
+    "tpu": Habits(rounds_residuals=True),
     "gpu": Habits(keeps_constants=True, copies_branches=True),
     "cpu": Habits(keeps_constants=True, copies_branches=True),
 }

@@ -61,9 +61,23 @@ def count_jaxpr(jaxpr: Any) -> Flops:
 def count_equation(equation: Any) -> Mapping[str, float]:
     """Counts those of one call in a jaxpr, by dtype."""
     times, counter = _times(equation), _Counter()
-    bodies = (counter.count(body) for body in _bodies(equation))
-    total: collections.Counter = sum(bodies, collections.Counter())
+    counts = (counter.count(body) for body in bodies(equation))
+    total: collections.Counter = sum(counts, collections.Counter())
     return {key: times * value for key, value in total.items()}
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs inside of an equation: of calls, loops, branches and kernels."""
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        # The function itself; its rules have run where it was differentiated.
+        body = eqn.params.get("call_jaxpr")
+        return [] if body is None else [body]
+    found = []
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                found.append(inner)
+    return found
 
 
 class _Counter:
@@ -85,7 +99,7 @@ class _Counter:
                     key=lambda count: count.total(),
                 )
             else:
-                inner = [self.count(body) for body in _bodies(eqn)]
+                inner = [self.count(body) for body in bodies(eqn)]
                 self.loops += name == "while"
                 self.kernels += name == "pallas_call"
                 if name.startswith("dot_product_attention"):
@@ -94,19 +108,6 @@ class _Counter:
                     times = _times(eqn)
                     total.update({key: times * value for key, value in count.items()})
         return total
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        # The function itself; its rules have run where it was differentiated.
-        body = eqn.params.get("call_jaxpr")
-        return [] if body is None else [body]
-    found = []
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                found.append(inner)
-    return found
 
 
 def _times(eqn: Any) -> int:

@@ -45,15 +45,8 @@ from jaxtrain.plan.partition import (
     Value,
     axis_names,
 )
+from jaxtrain.plan.uses import CALLS, MOVES, wide_variables
 
-# Part of what reads them: data is moved, or seen in another shape.
-MOVES = frozenset(
-    [
-        *("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "split"),
-        *("rev", "copy", "copy_p", "sharding_constraint", "name", "reduce_precision"),
-        *("optimization_barrier", "stop_gradient"),
-    ]
-)
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
 # Results with memory of their own. Everything else is element-wise.
 HEAVY = frozenset(
@@ -66,17 +59,6 @@ HEAVY = frozenset(
         *("psum", "ppermute", "all_gather", "all_to_all"),
     ]
 )
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +68,13 @@ class Habits:
     Args:
       keeps_constants: arrays made from nothing outside of a loop (masks) are kept for it.
       copies_branches: an array that a branch updates is copied first.
+      rounds_residuals: float32 arrays that a loop leaves for matrix products of default precision
+        alone are stored as bfloat16, what these products round them to.
     """
 
     keeps_constants: bool = False
     copies_branches: bool = False
+    rounds_residuals: bool = False
 
 
 def walk_step(
@@ -113,7 +98,8 @@ def walk_step(
     Returns:
       The cost of one device, and the bytes it needs at its peak besides the arguments.
     """
-    walk = Walk(mesh, parameters, habits)
+    wide = wide_variables(jaxpr.jaxpr) if habits.rounds_residuals else None
+    walk = Walk(mesh, parameters, habits, wide)
     arguments = [
         dataclasses.replace(walk.argument(v.aval, spec), stored=i < stored)
         for i, (v, spec) in enumerate(zip(jaxpr.jaxpr.invars, specs, strict=True))
@@ -123,11 +109,23 @@ def walk_step(
 
 
 class Walk(Partitioner):
-    """The state of a walk: the mesh, the cost so far, and how the compiler is."""
+    """The state of a walk: the mesh, the cost so far, and how the compiler is.
 
-    def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec], habits: Habits):
+    Args:
+      mesh, parameters: as in :class:`Partitioner`.
+      habits: how the compiler is.
+      wide: variables whose every bit counts, see :func:`wide_variables`; None for all.
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int],
+        parameters: Mapping[tuple, Spec],
+        habits: Habits,
+        wide: frozenset | None,
+    ):
         super().__init__(mesh, parameters)
-        self.habits = habits
+        self.habits, self.wide = habits, wide
 
     def level(
         self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
@@ -483,11 +481,18 @@ class Walk(Partitioner):
         for i, (variable, spec) in enumerate(zip(equation.outvars, specs, strict=True)):
             aval = variable.aval
             size = self.size(aval.shape, aval.dtype, spec)
+            if i >= n_carry and self.rounds(variable):
+                size //= 2
             # A carry is updated where it lies, if nobody else reads it later.
             buffer = Buffer(size, f"scan {aval.dtype}{list(aval.shape)}{spec}")
             life.write(buffer, in_place=i < n_carry)
             outputs.append(Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer])))
         return outputs
+
+    def rounds(self, variable: Any) -> bool:
+        """Whether a loop's stacked result is kept in bfloat16 for the products that read it."""
+        wide = self.wide is None or variable in self.wide
+        return not wide and variable.aval.dtype == jnp.float32
 
     def held(self, value: Value, spec: Spec) -> Value:
         """A loop's carry as its body sees it."""

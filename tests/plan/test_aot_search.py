@@ -37,9 +37,13 @@ PIPELINE = {"schedule": "1f1b", "microbatches": 8, "remat": "none"}
 TPU = [
     (GPT2, "dots", {"data": 8}, 32, {}),
     (LLAMA, "none", {"fsdp": 8}, 64, {}),
+    (LLAMA, "none", {"fsdp": 8}, 32, {"precision": "f32"}),
 ]
 TPU_SLOW = [
     (GPT2, "full", {"data": 8}, 32, {}),
+    (GPT2, "none", {"data": 8}, 16, {"precision": "f32"}),
+    (LLAMA, "dots", {"fsdp": 4, "tensor": 2}, 32, {"precision": "f32"}),
+    (LLAMA, "full", {"fsdp": 8}, 64, {"precision": "f32", "accumulate": 2}),
     (GPT2, "full", {"fsdp": 8}, 64, {}),
     (GPT2, "dots", {"fsdp": 8}, 128, {"accumulate": 4}),
     (GPT2, "none", {"fsdp": 4, "tensor": 2}, 32, {}),
@@ -85,7 +89,7 @@ def make(model, remat, mesh, rows, more):
         mesh=mesh,
         rules=Rules(gpt.RULES),
         stages=gpt.stages(config),
-        policy=jt.Policy.bf16(),
+        policy=jt.Policy.named(more.pop("precision", "bf16")),
         **more,
     )
 

@@ -1,6 +1,7 @@
 """The estimate against definitions: bytes and FLOPs by hand, real arrays, another counter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,24 @@ def test_branches_are_as_large_as_the_larger_and_copy_where_a_compiler_does():
     once = walk(updated, specs, *shapes, mesh={})[1]
     copied = walk(updated, specs, *shapes, mesh={}, habits=Habits(copies_branches=True))[1]
     assert copied - once == 4 * D * D
+
+
+def test_residuals_for_products_alone_are_rounded_where_a_compiler_does():
+    L, B, D = 5, 8, 64
+
+    def gradient(ws, x, **how):
+        def layer(x, w):
+            # The product keeps its operand for the backward pass, tanh its result.
+            return jnp.tanh(jnp.dot(x * jax.nn.sigmoid(x), w, **how)), None
+
+        return jax.grad(lambda ws: jax.lax.scan(layer, x, ws)[0].sum())(ws)
+
+    specs, shapes = [((), (), ()), ((), ())], ((L, D, D), (B, D))
+    plain = walk(gradient, specs, *shapes, mesh={})[1]
+    rounds = Habits(rounds_residuals=True)
+    assert plain - walk(gradient, specs, *shapes, mesh={}, habits=rounds)[1] == 2 * L * B * D
+    exact = functools.partial(gradient, precision="highest")
+    assert walk(exact, specs, *shapes, mesh={}, habits=rounds)[1] == plain
 
 
 def test_equal_work_is_done_once():
