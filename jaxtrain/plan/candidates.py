@@ -5,10 +5,13 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.models import remat as rematerialisation
+
 AXES = ("data", "fsdp", "tensor", "pipe")
 
-# Least work first: the order in which they are tried until one fits.
-REMAT = ("none", "dots", "full")
+# Least work first: the order in which they are tried until one fits. Offloading is left to who asks
+# for it: the traffic to the host's memory is not in the estimate.
+REMAT = tuple(name for name in rematerialisation.REMAT if name != "offload")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Candidate:
     """One layout.
 
     Args:
-      mesh: sizes of the axes the experiment's config has.
+      mesh: sizes of the axes the experiment's config has; of slices, ``dcn_data`` too.
       microbatches: per step: ``accumulate``, or those of the pipeline.
       remat: of the blocks; None where the config has no such choice.
       stage_remat: of a pipeline's stages; None without a pipeline.
@@ -43,7 +46,7 @@ class Candidate:
     @property
     def flags(self) -> list[str]:
         """What to type after the experiment's name to train this layout."""
-        flags = [f"--mesh.{axis}={size}" for axis, size in self.mesh.items()]
+        flags = [f"--mesh.{axis.replace('_', '-')}={size}" for axis, size in self.mesh.items()]
         if self.stage_remat is None:
             flags.append(f"--accumulate={self.microbatches}")
         else:
@@ -54,8 +57,12 @@ class Candidate:
         return flags
 
 
-def make_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
-    """All meshes of so many devices over the axes that the config's mesh has."""
+def make_meshes(config: Any, devices: int, *, slices: int = 1) -> Iterator[dict[str, int]]:
+    """All meshes of so many devices over the axes that the config's mesh has.
+
+    Nothing but the data axis is to cross the network between TPU slices.
+    """
+    across = {"dcn_data": slices} if slices > 1 and hasattr(config.mesh, "dcn_data") else {}
     axes = [axis for axis in AXES if hasattr(config.mesh, axis)]
     if not hasattr(config, "pipeline"):
         axes = [axis for axis in axes if axis != "pipe"]
@@ -69,7 +76,8 @@ def make_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
                 for rest in cut(axes[1:], left // size):
                     yield {axes[0]: size} | rest
 
-    yield from cut(axes, devices)
+    for mesh in cut(axes, devices):
+        yield mesh | across
 
 
 def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]:

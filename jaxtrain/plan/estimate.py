@@ -33,6 +33,7 @@ from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.sharding import batch_shardings
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.partition import Cost, Spec
+from jaxtrain.plan.roofline import wire_seconds
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.walk import Habits, walk_step
 from jaxtrain.state import TrainState, local_bytes
@@ -284,32 +285,13 @@ def predict(estimated: Estimate, target: Target, *, peak_of: Chip | None = None)
     wire: dict[str, float] = {}
     for (kind, axes), size in cost.wire_bytes.items():
         name = "+".join(axes)
-        seconds = wire_seconds(kind, axes, size, estimated.mesh, target, chip)
+        group = math.prod(estimated.mesh[axis] for axis in axes)
+        inside = within_island(axes, estimated.mesh, target.devices_per_island)
+        seconds = wire_seconds(
+            size, chip, group=group, islands=group // inside, permutes=kind == "ppermute"
+        )
         wire[name] = wire.get(name, 0.0) + seconds
     return Prediction(compute, cost.hbm_bytes / chip.hbm_bytes_per_s, wire)
-
-
-def wire_seconds(
-    kind: str,
-    axes: tuple[str, ...],
-    size: float,
-    mesh: Mapping[str, int],
-    target: Target,
-    chip: Chip,
-) -> float:
-    """Seconds to send ``size`` bytes from every device along mesh axes.
-
-    Within an island (a TPU slice, a host of GPUs) a ring at the chip's links; beyond it each device
-    brings its island's share of the data through the hosts' network.
-    """
-    inside = within_island(axes, mesh, target.devices_per_island)
-    group = math.prod(mesh[axis] for axis in axes)
-    if kind == "ppermute":
-        rate = chip.link_bytes_per_s if inside == group else chip.dcn_bytes_per_s
-        return size / rate
-    if inside == group:
-        return size / chip.ring_bytes_per_s
-    return size / chip.ring_bytes_per_s + size / inside / chip.dcn_bytes_per_s
 
 
 def within_island(axes: tuple[str, ...], mesh: Mapping[str, int], island: int) -> int:

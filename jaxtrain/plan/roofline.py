@@ -105,25 +105,49 @@ def axis_seconds(
 ) -> float | None:
     """Seconds of all executions of a collective in one step, at the links' published bandwidth.
 
-    A group within an island (a TPU slice, a host of GPUs) is a ring: a device sends
-    ``(n - 1) / n`` of the payload (an all-reduce twice that), on TPUs both ways round one axis of
-    the torus, on GPUs through all NVLinks. A group over several islands works in two steps: within
-    each island, and then each device exchanges its part with its peers over the network between
-    hosts. A permutation sends its payload over one link. Latency is not counted.
+    See :func:`wire_seconds`. Latency is not counted.
     """
     if chip.link_bytes_per_s is None:
         return None
     islands = _islands(collective.axes, mesh, devices_per_island)
-    if collective.kind == "collective-permute":
-        rate = chip.dcn_bytes_per_s if islands > 1 else chip.link_bytes_per_s
-        return collective.executions * collective.payload / rate
+    permutes = collective.kind == "collective-permute"
+    once = wire_seconds(
+        collective.payload if permutes else collective.sent,
+        chip,
+        group=collective.group,
+        islands=islands,
+        permutes=permutes,
+    )
+    return collective.executions * once
+
+
+def wire_seconds(
+    sent: float, chip: Chip, *, group: int, islands: int, permutes: bool = False
+) -> float:
+    """Seconds of a collective at the links' published bandwidth.
+
+    A group within an island (a TPU slice, a host of GPUs) is a ring: a device sends
+    ``(n - 1) / n`` of the payload (an all-reduce twice that), on TPUs both ways round one axis of
+    the torus, on GPUs through all NVLinks. A group over several islands works in two steps: within
+    each island, and then each device exchanges its part with its peers over the network between
+    hosts. A permutation sends its payload over one link.
+
+    Args:
+      sent: bytes that one device would send in a ring.
+      chip: the peaks, which must be known.
+      group: devices that take part.
+      islands: over how many of these they are spread, evenly.
+      permutes: whether it is a permutation.
+    """
+    if permutes:
+        return sent / (chip.dcn_bytes_per_s if islands > 1 else chip.link_bytes_per_s)
     if islands == 1:
-        return collective.executions * collective.sent / chip.ring_bytes_per_s
-    inside = max(1, collective.group // islands)
-    twice = 2 if collective.kind == "all-reduce" else 1
+        return sent / chip.ring_bytes_per_s
+    inside = max(1, group // islands)
+    whole = sent * group / (group - 1) if group > 1 else sent
     within = (inside - 1) / inside / chip.ring_bytes_per_s
     between = (islands - 1) / islands / inside / chip.dcn_bytes_per_s
-    return collective.executions * collective.payload * twice * (within + between)
+    return whole * (within + between)
 
 
 def _islands(axes: Sequence[str], mesh: Mesh, devices_per_island: int) -> int:

@@ -188,17 +188,13 @@ def search(
         raise ValueError(
             f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
         )
-    if target.slices > 1 and hasattr(config.mesh, "dcn_data"):
-        # Nothing but the data axis is to cross the network between slices.
-        across = dataclasses.replace(config.mesh, dcn_data=target.slices)
-        config = dataclasses.replace(config, mesh=across)
     start = time.perf_counter()
     if compile_best:
         # What is not installed is better known now than in a minute.
         target.devices()
     losers, estimator = Losers(), Estimator(build, config, target)
     rows, considered = [], 0
-    meshes = list(make_meshes(config, target.size))
+    meshes = list(make_meshes(config, target.size, slices=target.slices))
     for i, mesh in enumerate(meshes):
         progress(f"mesh {i + 1} of {len(meshes)}")
         candidates = list(make_candidates(config, mesh))
@@ -256,7 +252,8 @@ class Estimator:
         """The layout whose trace stands for this one, see :func:`jaxtrain.plan.estimate.trace`."""
         shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
         both = "data" in candidate.mesh and "fsdp" in candidate.mesh
-        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % 2:
+        slices = candidate.mesh.get("dcn_data", 1)
+        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % (2 * slices):
             return candidate
         mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
         return dataclasses.replace(candidate, mesh=mesh)

@@ -50,6 +50,7 @@ TPU_SLOW = [
     (LLAMA, "dots", {"data": 2, "fsdp": 2, "tensor": 2}, 32, {}),
     (LLAMA, "full", {"data": 2, "fsdp": 2, "tensor": 2}, 128, {"accumulate": 4}),
     (LLAMA, "dots", {"fsdp": 2, "tensor": 4}, 32, {}),
+    (LLAMA, "save_attention", {"fsdp": 8}, 64, {}),
     (LLAMA, "none", {"pipe": 2, "fsdp": 4}, 128, {"pipeline": PIPELINE}),
     (LLAMA, "none", {"pipe": 2, "fsdp": 4}, 128, {"pipeline": PIPELINE | {"remat": "full"}}),
 ]
@@ -63,6 +64,7 @@ GPU_SLOW = [
     (GPT2, "full", {"fsdp": 8}, 64, {}),
     (GPT2, "dots", {"fsdp": 4, "tensor": 2}, 32, {}),
     (LLAMA, "dots", {"fsdp": 2, "tensor": 4}, 32, {}),
+    (LLAMA, "save_attention", {"fsdp": 8}, 64, {}),
     (LLAMA, "none", {"pipe": 2, "data": 2, "tensor": 2}, 128, {"pipeline": PIPELINE}),
     (WIDE, "dots", {"fsdp": 8}, 8, {}),
     (WIDE, "full", {"fsdp": 8}, 16, {}),

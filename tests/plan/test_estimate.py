@@ -24,10 +24,10 @@ from jaxtrain.plan.estimate import (
     estimate,
     predict,
     state_bytes,
-    wire_seconds,
     within_island,
 )
 from jaxtrain.plan.flops import count_flops
+from jaxtrain.plan.roofline import wire_seconds
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.plan.walk import Habits, walk_step
 
@@ -301,11 +301,15 @@ def test_what_leaves_a_host_goes_by_its_network():
     assert within_island(("fsdp",), mesh, 8) == 2
     assert within_island(("data",), mesh, 8) == 1
     assert within_island(("data", "fsdp"), mesh, 8) == 2
-    chip, size = target.chip, 1e9
-    inside = wire_seconds("all-gather", ("tensor",), size, mesh, target, chip)
-    assert inside == size / chip.link_bytes_per_s
-    across = wire_seconds("all-gather", ("data",), size, mesh, target, chip)
-    assert across > size / chip.dcn_bytes_per_s
+    # An all-reduce of 4 GB over 2 hosts, 4 devices each: within them, then a quarter between them.
+    chip, payload = target.chip, 4e9
+    seconds = wire_seconds(2 * payload * 7 / 8, chip, group=8, islands=2)
+    within = 2 * payload * 3 / 4 / chip.ring_bytes_per_s
+    between = 2 * (payload / 4) * 1 / 2 / chip.dcn_bytes_per_s
+    assert seconds == pytest.approx(within + between)
+    # Nothing but the network, where each device is alone on its host.
+    assert wire_seconds(1e9, chip, group=4, islands=4) == pytest.approx(1e9 / chip.dcn_bytes_per_s)
+    assert wire_seconds(1e9, chip, group=4, islands=1) == 1e9 / chip.ring_bytes_per_s
 
 
 def test_any_experiment_is_estimated():

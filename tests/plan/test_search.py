@@ -81,9 +81,21 @@ def test_the_flags_of_a_layout_make_its_config():
     for candidate in (
         Candidate({"data": 2, "fsdp": 2, "tensor": 2, "pipe": 1}, 4, "dots"),
         Candidate({"data": 2, "fsdp": 1, "tensor": 2, "pipe": 2}, 4, "none", "full"),
+        Candidate({"data": 4, "fsdp": 2, "tensor": 1, "pipe": 1, "dcn_data": 2}, 1, "none"),
     ):
         config = tyro.cli(gpt.Config, args=candidate.flags)
         assert config == with_candidate(gpt.Config(), candidate)
+
+
+def test_only_the_data_axis_crosses_slices():
+    target = parse_target("v5e:2x2", slices=2)
+    found = search(gpt.outline, CONFIG, target, compile_best=0)
+    assert found.rows
+    for row in found.rows:
+        config = tyro.cli(gpt.Config, args=row.candidate.flags)
+        assert config.mesh.dcn_data == 2
+        assert config.mesh.data % 2 == 0
+    assert any("dcn_data" in family.reason for family in found.families)
 
 
 def test_every_layout_is_ranked_or_has_its_reason(result):
