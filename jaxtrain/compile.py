@@ -67,6 +67,8 @@ class CompiledStep:
         """Puts a batch where the step expects it; arrays already there are passed on."""
         if self.batch_shardings is None:
             return jax.device_put(batch)
+        if all(map(_lies, jax.tree.leaves(batch), jax.tree.leaves(self.batch_shardings))):
+            return batch  # device_put would take longer to find that out
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
         return jax.tree.map(_place_global, batch, self.batch_shardings)
@@ -276,6 +278,10 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
 
 def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _lies(x: Any, sharding: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and x.sharding == sharding
 
 
 def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:
