@@ -183,7 +183,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         seed=config.seed,
         items_per_step=tokens,
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
-        flops_formula="6 N + 12 L H K T (PaLM, appendix B)",
+        flops_formula=gpt.FLOPS_FORMULA,
         config={
             "experiment": "gpt",
             "module": "experiments.gpt",
