@@ -8,6 +8,7 @@ from experiments.bench import (
     against_torch,
     calls,
     checkpoint,
+    compile,
     dispatch,
     loader,
     pipeline,
@@ -23,6 +24,7 @@ ROWS = {
     "loader": loader,
     "start": start,
     "checkpoint": checkpoint,
+    "compile": compile,
     "pipeline": pipeline,
     "torch": against_torch,
 }
