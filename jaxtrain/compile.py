@@ -155,7 +155,9 @@ def compile_step(
 def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     """Keeps compiled programs on disk, so that the next start of the same run does not compile.
 
-    What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``) stays.
+    Programs of any size are kept: those of the initial state and around the step are small, and
+    many. What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``,
+    ``JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS``) stays.
 
     Args:
       directory: where; left out, ``~/.cache/jaxtrain/programs`` (``$XDG_CACHE_HOME`` is heeded)
@@ -164,14 +166,14 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     Returns:
       The directory in use.
     """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.config.jax_compilation_cache_dir is not None:
         return jax.config.jax_compilation_cache_dir
     if directory is None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         directory = pathlib.Path(home) / "jaxtrain" / "programs" / _processor()
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # Initialisation and the programs around the step are small, and many.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     return str(directory)
 
 

@@ -141,8 +141,13 @@ def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
         used = use_compilation_cache()
         assert used.startswith(str(tmp_path / "jaxtrain" / "programs"))
         assert jax.config.jax_compilation_cache_dir == used
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
         # Told already: it stays.
         assert use_compilation_cache(tmp_path / "other") == used
+        monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 5.0)
+        use_compilation_cache()
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 5
         jax.config.update("jax_compilation_cache_dir", None)
         assert use_compilation_cache(tmp_path / "other") == str(tmp_path / "other")
     finally:
