@@ -6,6 +6,7 @@ import tyro
 
 from experiments.bench import (
     against_torch,
+    attention,
     calls,
     checkpoint,
     compile,
@@ -26,6 +27,7 @@ ROWS = {
     "checkpoint": checkpoint,
     "compile": compile,
     "pipeline": pipeline,
+    "attention": attention,
     "torch": against_torch,
 }
 

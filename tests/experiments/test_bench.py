@@ -22,6 +22,7 @@ from experiments.bench import (
     print_row,
     step_facts,
 )
+from experiments.bench import attention as attention_row
 from experiments.bench import step as row
 from jaxtrain.models import gpt
 from jaxtrain.parity import worst
@@ -128,3 +129,20 @@ def test_facts_of_a_compiled_step():
     facts = step_facts(train)
     assert facts.keys() == {"compiled_bytes", "temp_bytes", "compile_seconds"}
     assert facts["compiled_bytes"] == train.memory_bytes
+
+
+def test_what_attention_is_timed_on_is_the_same_attention():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
+    found = attention_row.implementations(24, 8, "float32")
+    assert found.keys() >= {"jax.nn", "jaxtrain, xla", "jaxtrain, xla in one tile"}
+    # cuDNN and splash need devices that are not here.
+    assert found.keys().isdisjoint({"jaxtrain, cudnn", "jaxtrain, splash"})
+    scores = np.einsum("bthk,bshk->bhts", np.float64(q), np.float64(k)) / np.sqrt(8)
+    scores = np.where(np.tri(24, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), np.float64(v))
+    for name, function in found.items():
+        np.testing.assert_allclose(function(q, k, v), expected, atol=1e-5, err_msg=name)
+    variant = attention_row.jax_variant(found["jaxtrain, xla"], [q, k, v, q], calls=2)
+    variant.run()
+    assert variant.facts["temp_bytes"] > 0
