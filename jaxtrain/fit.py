@@ -147,7 +147,8 @@ class RunOptions:
       keep: Newest checkpoints to keep; the best one is kept as well.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
       watch_peers: Of several processes, end all where one has died, and stop all at the same step.
-      hang_minutes: Exit with code 76 and print all stacks where no call ends for so long; 0 never.
+      hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
+        call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
     """
 
