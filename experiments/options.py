@@ -220,7 +220,7 @@ StepsPerCall = Annotated[
     int,
     tyro.conf.arg(
         help="Train steps in one compiled call, for steps that take hardly longer than their "
-        "dispatch; evaluations and checkpoints fall between calls."
+        "dispatch; evaluations and checkpoints fall between calls. Slower where a CPU convolves."
     ),
 ]
 Run = Flat[RunOptions]
