@@ -65,10 +65,13 @@ class CompiledStep:
 
     def place(self, batch: PyTree) -> PyTree:
         """Puts a batch where the step expects it; arrays already there are passed on."""
+        leaves = jax.tree.leaves(batch)
+        # device_put would take longer to find out that there is nothing to do.
         if self.batch_shardings is None:
-            return jax.device_put(batch)
-        if all(map(_lies, jax.tree.leaves(batch), jax.tree.leaves(self.batch_shardings))):
-            return batch  # device_put would take longer to find that out
+            there = all(isinstance(x, jax.Array) for x in leaves)
+            return batch if there else jax.device_put(batch)
+        if all(map(_lies, leaves, jax.tree.leaves(self.batch_shardings))):
+            return batch
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
         return jax.tree.map(_place_global, batch, self.batch_shardings)

@@ -153,3 +153,16 @@ def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_a_batch_that_is_where_it_belongs_is_passed_on_and_any_other_is_moved():
+    state, mesh = make(data=8)
+    batch = problems.make_batch()
+    train = jt.compile_step(STEP, state, batch, mesh=mesh)
+    placed = train.place(batch)
+    assert jax.tree.map(lambda x: x.sharding, placed) == train.batch_shardings
+    assert train.place(placed) is placed
+    elsewhere = jax.device_put(batch, jax.devices()[3])
+    moved = train.place(elsewhere)
+    assert jax.tree.map(lambda x: x.sharding, moved) == train.batch_shardings
+    np.testing.assert_array_equal(moved["x"], batch["x"])
