@@ -7,6 +7,7 @@ machine does falls on all of them alike. A row is one line of JSON; those that m
 
 import dataclasses
 import json
+import resource
 import statistics
 import sys
 import time
@@ -65,7 +66,8 @@ def interleave(
 
     Returns:
       Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
-      the first variant within a round (in wall time and in the process's CPU time), and its facts;
+      the first variant within a round (in wall time and in the process's CPU time), the median of
+      minor page faults of this process, and its facts;
       with ``work`` also those times per step, tokens per second, and the share of the rate of
       matrix products that the model's FLOPs reach (``mfu``).
     """
@@ -73,13 +75,17 @@ def interleave(
     variants = dict(variants) | ({MATRIX_PRODUCTS: Variant(products)} if products else {})
     wall: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
+    faults: dict[str, list[int]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, variant in variants.items():
+            faults_start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             start, cpu_start = time.perf_counter(), time.process_time()
             variant.run()
             if number > 0:
                 wall[name].append(time.perf_counter() - start)
                 cpu[name].append(time.process_time() - cpu_start)
+                faults_end = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                faults[name].append(faults_end - faults_start)
     first = next(iter(variants))
     rate = products.flops / statistics.median(wall.pop(MATRIX_PRODUCTS)) if products else None
     results = {}
@@ -89,6 +95,7 @@ def interleave(
             "ms_quartiles": quartiles(times),
             "ratio": _ratio(times, wall[first]),
             "cpu_ratio": _ratio(cpu[name], cpu[first]),
+            "page_faults": round(statistics.median(faults[name])),
         }
         if work:
             seconds = statistics.median(times) / work.steps

@@ -77,5 +77,6 @@ def main(config: Config) -> None:
         cpu = start.cpu_seconds[1:]
         ratios = [a / b for a, b in zip(cpu, empty, strict=True)]
         results[name]["cpu_seconds"] = round(statistics.median(cpu), 2)
+        del results[name]["page_faults"]
         results[name]["cpu_ratio"] = round(statistics.median(ratios), 3)
     print_row("start", {"run": " ".join(COMMAND[1:])}, results)

@@ -106,6 +106,7 @@ def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
     for name, least in (("quick", 2), ("slow", 8)):
         result = row["variants"][name]
         assert result["ms"] >= least
+        assert result["page_faults"] >= 0
         assert result["step_ms"] == pytest.approx(result["ms"] / 2, rel=0.01)
         seconds = result["step_ms"] / 1e3
         assert result["tokens_per_second"] == pytest.approx(100 / seconds, rel=0.01)
