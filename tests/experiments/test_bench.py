@@ -86,7 +86,7 @@ def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
             time.sleep(3e-3)
 
     monkeypatch.setattr(machine, "MatrixProducts", Products)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=b")  # that XLA does not read here
     work = Work(steps=2, tokens=100, flops=5e5, formula="by hand", devices=2)
     variants = {
         "quick": Variant(lambda: time.sleep(2e-3), {"temp_bytes": 7}),
@@ -97,7 +97,7 @@ def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
     for name in ("commit", "versions", "backend", "driver", "device", "processor", "flags", "mesh"):
         assert name in row, name
     assert row["versions"].keys() >= {"jax", "jaxlib"}
-    assert row["flags"]["XLA_FLAGS"] == "--xla_a=b"
+    assert row["flags"]["LIBTPU_INIT_ARGS"] == "--xla_a=b"
     assert row["driver"] is None
     assert (row["tokens_per_step"], row["flops_formula"]) == (100, "by hand")
     assert row["variants"]["quick"]["temp_bytes"] == 7
