@@ -216,5 +216,12 @@ def simulate_devices(count: int) -> None:
 SimulateDevices = Annotated[
     int, tyro.conf.arg(help="Run on this many simulated CPU devices; 0 on the real ones.")
 ]
+StepsPerCall = Annotated[
+    int,
+    tyro.conf.arg(
+        help="Train steps in one compiled call, for steps that take hardly longer than their "
+        "dispatch; evaluations and checkpoints fall between calls. Slower where a CPU convolves."
+    ),
+]
 Run = Flat[RunOptions]
 Processes = Flat[ProcessOptions]

@@ -44,6 +44,7 @@ class Config:
     """Rate before the output."""
     accumulate: int = 1
     """Microbatches per step, in one scan; BatchNorm sees one at a time."""
+    steps_per_call: options.StepsPerCall = 1
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
     """Dtypes; bf16 keeps float32 parameters, statistics and optimizer state."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -73,7 +74,11 @@ def build(config: Config) -> Experiment:
             config.optimizer, steps=config.steps, default_rates=LEARNING_RATES
         ),
         batch=batches.shapes,
-        train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
+        train_batches=lambda start, sharding: batches.stream(
+            start,
+            sharding=sharding,
+            prefetch=max(2, min(config.steps_per_call, config.steps)),
+        ),
         eval_batches=lambda sharding: data.eval_batches(
             held_out, config.global_batch, sharding=sharding
         ),
@@ -81,6 +86,7 @@ def build(config: Config) -> Experiment:
         mesh=dataclasses.asdict(config.mesh),
         policy=Policy.named(config.precision),
         accumulate=config.accumulate,
+        steps_per_call=config.steps_per_call,
         zero=config.zero,
         seed=config.seed,
         items_per_step=config.global_batch,

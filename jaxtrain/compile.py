@@ -65,8 +65,13 @@ class CompiledStep:
 
     def place(self, batch: PyTree) -> PyTree:
         """Puts a batch where the step expects it; arrays already there are passed on."""
+        leaves = jax.tree.leaves(batch)
+        # device_put would take longer to find out that there is nothing to do.
         if self.batch_shardings is None:
-            return jax.device_put(batch)
+            there = all(isinstance(x, jax.Array) for x in leaves)
+            return batch if there else jax.device_put(batch)
+        if all(map(_lies, leaves, jax.tree.leaves(self.batch_shardings))):
+            return batch
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
         return jax.tree.map(_place_global, batch, self.batch_shardings)
@@ -153,7 +158,9 @@ def compile_step(
 def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     """Keeps compiled programs on disk, so that the next start of the same run does not compile.
 
-    What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``) stays.
+    Programs of any size are kept: those of the initial state and around the step are small, and
+    many. What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``,
+    ``JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS``) stays.
 
     Args:
       directory: where; left out, ``~/.cache/jaxtrain/programs`` (``$XDG_CACHE_HOME`` is heeded)
@@ -162,14 +169,14 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     Returns:
       The directory in use.
     """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.config.jax_compilation_cache_dir is not None:
         return jax.config.jax_compilation_cache_dir
     if directory is None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         directory = pathlib.Path(home) / "jaxtrain" / "programs" / _processor()
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # Initialisation and the programs around the step are small, and many.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     return str(directory)
 
 
@@ -276,6 +283,10 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
 
 def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _lies(x: Any, sharding: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and x.sharding == sharding
 
 
 def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -55,6 +55,7 @@ class Experiment:
       rules: sharding rules.
       policy: dtypes.
       accumulate: microbatches per step.
+      steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
@@ -85,6 +86,7 @@ class Experiment:
     rules: Rules = dataclasses.field(default_factory=Rules)
     policy: Policy = dataclasses.field(default_factory=Policy)
     accumulate: int = 1
+    steps_per_call: int = 1
     zero: int = 0
     stages: Stages | None = None
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,6 +102,10 @@ class Experiment:
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     best_metric: str = "loss"
     best_mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.steps_per_call < 1:
+            raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
 
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:

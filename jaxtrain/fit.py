@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.calls import call_end, compile_loop
 from jaxtrain.checkpoint import Checkpointer, SaveError
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import (
     Experiment,
     compile_eval,
-    compile_train,
     evaluate,
     make_abstract_state,
     make_experiment_mesh,
@@ -47,13 +47,18 @@ PyTree = Any
 
 
 class Hook:
-    """What may happen around a step. A subclass overrides what it needs."""
+    """What may happen around a step. A subclass overrides what it needs.
+
+    Where a call of the train step runs several steps, there is a state after the last of them only.
+    """
 
     def on_step(self, step: int, state: TrainState) -> None:
-        """Called when step number ``step`` is dispatched; reading ``state`` waits for it."""
+        """Called when the call that ends with step number ``step`` is dispatched; reading ``state``
+        waits for it."""
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with the metrics of ``step``, when the step after it has been dispatched."""
+        """Called with the metrics of ``step``, of every step in order, when the call after its own
+        has been dispatched."""
 
     def stops(self, step: int) -> bool:
         """Whether the loop ends with ``step``; asked after every hook's ``on_step``.
@@ -70,40 +75,54 @@ def train_loop(
     batches: Iterator[PyTree],
     *,
     steps: int,
+    steps_per_call: int = 1,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
     """Runs ``train`` until ``steps`` steps are done, counted from the state's own step, or a hook
     stops it.
 
-    Step n is dispatched before the metrics of step n-1 are read, so that the devices never wait for
-    the host, and the host is never more than one step ahead.
+    Call n is dispatched before the metrics of call n-1 are read, so that the devices never wait for
+    the host, and the host is never more than one call ahead.
 
     Args:
-      train: a compiled train step.
+      train: a compiled train step; with ``steps_per_call`` above 1, one that takes a list of
+        batches and returns metrics with a leading axis (:func:`jaxtrain.scan_steps`).
       state: the state to start from; donated.
       batches: the batches of the remaining steps, in order.
       steps: the step to stop at.
+      steps_per_call: steps in one call of ``train``. Calls end at its multiples and at ``steps``,
+        so the first and the last of them may be shorter.
       hooks: called in order, around every step.
 
     Returns:
       The last state.
     """
-    pending: tuple[int, Mapping[str, jax.Array]] | None = None
+    pending: tuple[range, Mapping[str, jax.Array]] | None = None
 
     def read() -> None:
-        if pending is not None:
-            number, metrics = pending
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if pending is None:
+            return
+        numbers, metrics = pending
+        metrics = jax.device_get(metrics)
+        for i, number in enumerate(numbers):
+            values = {
+                name: float(value if steps_per_call == 1 else value[i])
+                for name, value in metrics.items()
+            }
             for hook in hooks:
                 hook.on_metrics(number, values)
 
-    for number in range(int(state.step) + 1, steps + 1):
-        state, metrics = train(state, next(batches))
+    done = int(state.step)
+    while done < steps:
+        numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
+        given = [next(batches) for _ in numbers]
+        state, metrics = train(state, given[0] if steps_per_call == 1 else given)
         read()
-        pending = (number, metrics)
+        pending = (numbers, metrics)
+        done = numbers[-1]
         for hook in hooks:
-            hook.on_step(number, state)
-        if any([hook.stops(number) for hook in hooks]):
+            hook.on_step(done, state)
+        if any([hook.stops(done) for hook in hooks]):
             break
     read()
     return state
@@ -128,7 +147,8 @@ class RunOptions:
       keep: Newest checkpoints to keep; the best one is kept as well.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
       watch_peers: Of several processes, end all where one has died, and stop all at the same step.
-      hang_minutes: Exit with code 76 and print all stacks where no step ends for so long; 0 never.
+      hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
+        call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
     """
 
@@ -182,6 +202,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     :mod:`jaxtrain.exit_codes`.
     """
     options = options or RunOptions()
+    _check_calls(experiment.steps_per_call, options)
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
     skips = _Skips(options.max_consecutive_skips)
@@ -208,11 +229,11 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         else:
             state = make_state(experiment, mesh)
         start = int(state.step)
-        train = compile_train(experiment, state, mesh)
+        train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
         # Only now: whatever has been refused so far has left an older run alone.
         prepare_run_dir(run_dir, overwrite=options.overwrite)
         terminal.print_header(
-            f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, train)
+            f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, programs)
         )
         write_text(run_dir / "config.json", json.dumps(dict(experiment.config), indent=2) + "\n")
         for name, text in experiment.files.items():
@@ -242,7 +263,12 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             hooks = (_Alive(watchdog), logging, evaluation, saving, skips, preemption)
             state = train_loop(
-                train, state, pace.timed(batches), steps=experiment.steps, hooks=hooks
+                train,
+                state,
+                pace.timed(batches),
+                steps=experiment.steps,
+                steps_per_call=experiment.steps_per_call,
+                hooks=hooks,
             )
         last = int(state.step)
         peers.reached(last)
@@ -262,14 +288,24 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             raise stopped
         means = evaluation.at(experiment.steps, state)
         saving.finish(experiment.steps, state)
-    if lines := compare_with_run(train, mesh, experiment, rate.seconds_per_step):
+    if lines := compare_with_run(programs, mesh, experiment, rate.seconds_per_step):
         terminal.print_lines(lines)
     print_conclusion(experiment, state, means, str(run_dir))
     return FitResult(state, means, str(run_dir))
 
 
+def _check_calls(steps_per_call: int, options: RunOptions) -> None:
+    for name in ("eval_every", "save_every"):
+        every = getattr(options, name)
+        if every % steps_per_call:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {every} and --steps-per-call {steps_per_call}: a "
+                f"state is there between calls only, so give a multiple of {steps_per_call}"
+            )
+
+
 class _Alive(Hook):
-    """Tells the watchdog of every step that is dispatched: that waits for the one before it."""
+    """Tells the watchdog of every call that is dispatched: that waits for the one before it."""
 
     def __init__(self, watchdog: Watchdog):
         self.watchdog = watchdog
@@ -297,9 +333,13 @@ class _Logging(Hook):
     def __init__(self, experiment, mesh, log, progress, rate, pace: Pace, every: int):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
         self.throughput, self.pace, self.every = rate, pace, every
+        self.timed_to = 0
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.throughput.step()
+        if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
+            end = call_end(step - 1, self.experiment.steps, self.experiment.steps_per_call)
+            self.timed_to = end
+            self.throughput.step(end - step + 1)
         self.progress.update(step, metrics["loss"], self.throughput.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)
         if step % self.every and step != self.experiment.steps and quiet:
@@ -363,7 +403,8 @@ class _Evaluation(Hook):
             yield batch
 
 
-# With several processes, steps between two looks at the clock, for the first one tells the others.
+# With several processes, steps at least between two looks at the clock, for the first one tells the
+# others.
 CLOCK_EVERY = 10
 
 
@@ -384,6 +425,7 @@ class _Saving(Hook):
         self.experiment, self.checkpoints, self.evaluation = experiment, checkpoints, evaluation
         self.options, self.clock = options, clock
         self.saved_at = clock()
+        self.looks_at = 0
         self.best = math.nan
         if options.save_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{experiment.best_metric}"]
@@ -444,8 +486,9 @@ class _Saving(Hook):
         due = self.clock() - self.saved_at >= 60 * self.options.save_minutes
         if jax.process_count() == 1:
             return due
-        if step % CLOCK_EVERY:
+        if step < self.looks_at:
             return False
+        self.looks_at = step + CLOCK_EVERY
         return bool(multihost_utils.broadcast_one_to_all(np.array(due)))
 
 

@@ -144,8 +144,9 @@ def scan_steps(
 ) -> Callable[[TrainState, Sequence[PyTree]], tuple[TrainState, Metrics]]:
     """Makes several steps one: ``(state, batches) -> (state, metrics)``, for one dispatch.
 
-    It pays where a step takes hardly longer than its dispatch (a fraction of a millisecond): the
-    results are those of calling ``step`` batch by batch.
+    It pays where a step takes hardly longer than its dispatch (a fraction of a millisecond), and on
+    a CPU for somewhat longer ones too, for their temporaries are mapped once per call. The results
+    are those of calling ``step`` batch by batch, to rounding.
 
     Args:
       step: a train step.

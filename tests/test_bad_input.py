@@ -94,7 +94,7 @@ NUMERIC += ["--keep", "--mesh.data", "--mesh.fsdp", "--mesh.tensor", "--mesh.pip
 NUMERIC += ["--pipeline.microbatches", "--pipeline.virtual", "--optimizer.learning-rate"]
 NUMERIC += ["--optimizer.warmup-steps", "--optimizer.weight-decay", "--optimizer.clip-norm"]
 NUMERIC += ["--optimizer.b1", "--optimizer.b2", "--optimizer.eps", "--optimizer.momentum"]
-NUMERIC += ["--optimizer.accumulate"]
+NUMERIC += ["--optimizer.accumulate", "--steps-per-call"]
 WORDS = ["--model", "--remat", "--attention", "--field", "--tokenizer", "--precision", "--data"]
 WORDS += ["--optimizer.name", "--optimizer.schedule", "--pipeline.schedule", "--run-dir", "--nope"]
 TEXTS = ["", "bytes", "260", "full", "cudnn", "adamw", "lion", "adafactor", "lars", "1f1b", "a\0b"]
@@ -143,6 +143,7 @@ def train_with(texts, flags):
         ("--steps", "0", "--steps is 0"),
         ("--seed", "99999999999999999999", "seed is"),
         ("--optimizer.accumulate", "0", "--optimizer.accumulate is 0"),
+        ("--steps-per-call", "0", "--steps-per-call is 0: give at least 1"),
         ("--mesh.tensor", "0", "tensor"),
         ("--layers", "99999999999999999999", "layers=99999999999999999999"),
         ("--run-dir", "http://x/y", "no storage"),

@@ -141,10 +141,28 @@ def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
         used = use_compilation_cache()
         assert used.startswith(str(tmp_path / "jaxtrain" / "programs"))
         assert jax.config.jax_compilation_cache_dir == used
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
         # Told already: it stays.
         assert use_compilation_cache(tmp_path / "other") == used
+        monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 5.0)
+        use_compilation_cache()
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 5
         jax.config.update("jax_compilation_cache_dir", None)
         assert use_compilation_cache(tmp_path / "other") == str(tmp_path / "other")
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_a_batch_that_is_where_it_belongs_is_passed_on_and_any_other_is_moved():
+    state, mesh = make(data=8)
+    batch = problems.make_batch()
+    train = jt.compile_step(STEP, state, batch, mesh=mesh)
+    placed = train.place(batch)
+    assert jax.tree.map(lambda x: x.sharding, placed) == train.batch_shardings
+    assert train.place(placed) is placed
+    elsewhere = jax.device_put(batch, jax.devices()[3])
+    moved = train.place(elsewhere)
+    assert jax.tree.map(lambda x: x.sharding, moved) == train.batch_shardings
+    np.testing.assert_array_equal(moved["x"], batch["x"])

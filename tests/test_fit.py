@@ -138,6 +138,32 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
         assert words in printed
 
 
+@pytest.mark.parametrize("changes", [{}, {"steps_per_call": 2}], ids=["steps", "calls"])
+def test_nothing_is_compiled_after_step_2(tmp_path, changes):
+    compiled = []
+
+    def listen(event, seconds, **facts):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append((latest_step(), facts.get("fun_name")))
+
+    def latest_step():
+        log = tmp_path / "run" / "log.jsonl"
+        return max((line["step"] for line in lines(log.parent)), default=0) if log.exists() else 0
+
+    # Evaluations, periodic and best checkpoints and a log line among the first steps as well as
+    # after them, so that all that a run does is compiled in the beginning.
+    options = jt.RunOptions(
+        run_dir=str(tmp_path / "run"), log_every=1, eval_every=2, save_every=2, save_best=True
+    )
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jt.fit(make_experiment(**changes), options)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) >= 3  # the initial state, the train step, the evaluation
+    assert [(step, name) for step, name in compiled if step > 2] == []
+
+
 @pytest.mark.parametrize("stop", [5, 6])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop):
     whole = jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path / "whole"), log_every=1))

@@ -44,16 +44,32 @@ class Stub:
         self.notes.append(text)
 
 
-def drive(stub, options, *, steps=12, seconds=10.0, **changes):
-    """Steps of ten seconds each."""
+def drive(stub, options, *, steps=12, seconds=10.0, each=1, **changes):
+    """Steps, or calls of ``each`` of them, of ten seconds."""
     now = [0.0]
     experiment = make_experiment(steps=steps, **changes)
     saving = _Saving(experiment, stub, stub, options, clock=lambda: now[0])
-    for step in range(1, steps + 1):
+    for step in range(each, steps + 1, each):
         now[0] += seconds
         stub.at(step)
         saving.on_step(step, None)
     return saving
+
+
+@pytest.mark.parametrize(("each", "looks"), [(1, [1, 11, 21, 31]), (8, [8, 24]), (16, [16, 32])])
+def test_several_processes_look_at_one_clock_now_and_then(monkeypatch, each, looks):
+    looked = []
+
+    def broadcast(due):
+        looked.append(bool(due))
+        return due
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", broadcast)
+    stub = Stub()
+    drive(stub, jt.RunOptions(save_minutes=0.01), steps=36, each=each)
+    assert [step for step, _ in stub.saved] == looks
+    assert looked == [True] * len(looks)
 
 
 def test_by_steps_by_minutes_and_on_the_best():

@@ -6,16 +6,20 @@ machine does falls on all of them alike. A row is one line of JSON; those that m
 """
 
 import dataclasses
-import importlib.metadata
 import json
+import resource
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
+from experiments.bench import machine
+from jaxtrain.compile import CompiledStep
+from jaxtrain.models import gpt
+from jaxtrain.observe import memory
+
+MATRIX_PRODUCTS = "matrix products"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,61 +28,149 @@ class Variant:
 
     Args:
       run: does one step and waits for it.
-      facts: what is worth knowing of it (memory, compile seconds).
+      facts: what is worth knowing of it (memory, compile seconds: :func:`step_facts`).
     """
 
     run: Callable[[], None]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def interleave(variants: Mapping[str, Variant], *, rounds: int) -> dict[str, dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What every variant of a row does in one run, for rates.
+
+    Args:
+      steps: train steps.
+      tokens: per step.
+      flops: per step, of the model, whatever a variant computes besides.
+      formula: the name of the formula that gives ``flops``.
+      dtype: of the operands of most products.
+      devices: that a step runs on.
+    """
+
+    steps: int
+    tokens: int
+    flops: float
+    formula: str
+    dtype: str = "float32"
+    devices: int = 1
+
+
+def interleave(
+    variants: Mapping[str, Variant], *, rounds: int, work: Work | None = None
+) -> dict[str, dict[str, Any]]:
     """Times every variant once per round, after one round that does not count.
+
+    With ``work``, a chain of matrix products takes part as one more variant, and every other one
+    has its rates as well.
 
     Returns:
       Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
-      the first variant within a round (in wall time and in the process's CPU time), and its facts.
+      the first variant within a round (in wall time and in the process's CPU time), the median of
+      minor page faults of this process, and its facts;
+      with ``work`` also those times per step, tokens per second, and the share of the rate of
+      matrix products that the model's FLOPs reach (``mfu``).
     """
+    products = machine.MatrixProducts(work.dtype) if work else None
+    variants = dict(variants) | ({MATRIX_PRODUCTS: Variant(products)} if products else {})
     wall: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
+    faults: dict[str, list[int]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, variant in variants.items():
+            faults_start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             start, cpu_start = time.perf_counter(), time.process_time()
             variant.run()
             if number > 0:
                 wall[name].append(time.perf_counter() - start)
                 cpu[name].append(time.process_time() - cpu_start)
+                faults_end = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                faults[name].append(faults_end - faults_start)
     first = next(iter(variants))
-    return {
-        name: {
-            "ms": round(1e3 * statistics.median(wall[name]), 2),
-            "ms_quartiles": [round(1e3 * q, 2) for q in statistics.quantiles(wall[name], n=4)[::2]],
-            "ratio": _ratio(wall[name], wall[first]),
+    rate = products.flops / statistics.median(wall.pop(MATRIX_PRODUCTS)) if products else None
+    results = {}
+    for name, times in wall.items():
+        results[name] = {
+            "ms": milliseconds(statistics.median(times)),
+            "ms_quartiles": quartiles(times),
+            "ratio": _ratio(times, wall[first]),
             "cpu_ratio": _ratio(cpu[name], cpu[first]),
-            **variant.facts,
+            "page_faults": round(statistics.median(faults[name])),
         }
-        for name, variant in variants.items()
+        if work:
+            seconds = statistics.median(times) / work.steps
+            results[name] |= {
+                "step_ms": milliseconds(seconds),
+                "step_ms_quartiles": quartiles([t / work.steps for t in times]),
+                "tokens_per_second": round(work.tokens / seconds),
+                "mfu": round(work.flops / seconds / (rate * work.devices), 4),
+            }
+        results[name] |= variants[name].facts
+    if work:
+        results[MATRIX_PRODUCTS] = {
+            "flops_per_second": float(f"{rate:.4g}"),
+            "size": products.size,
+            "dtype": work.dtype,
+        }
+    return results
+
+
+def gpt_work(model: gpt.GPTConfig, rows: int, *, steps: int, dtype: str = "float32") -> Work:
+    """The work of ``steps`` train steps of a GPT on batches of ``rows``."""
+    tokens = rows * model.seq_len
+    flops = float(gpt.flops_per_token(model) * tokens)
+    return Work(steps, tokens, flops, gpt.FLOPS_FORMULA, dtype)
+
+
+def step_facts(train: CompiledStep) -> dict[str, Any]:
+    """What is worth knowing of a compiled step: its memory on one device, and compile seconds."""
+    return {
+        "compiled_bytes": train.memory_bytes,
+        "temp_bytes": train.compiled.memory_analysis().temp_size_in_bytes,
+        "compile_seconds": round(train.compile_seconds, 2),
     }
 
 
-def print_row(name: str, about: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Prints a row: what ran, on what, by which versions, and how the variants did."""
+def print_row(
+    name: str, about: Mapping[str, Any], results: Mapping[str, Any], *, work: Work | None = None
+) -> None:
+    """Prints a row: what ran, on what, by which versions, and how the variants did.
+
+    Args:
+      name: of the row.
+      about: what it ran: model, shapes, mesh.
+      results: from :func:`interleave`.
+      work: what that was given.
+    """
     row = {
         "row": name,
         "command": "python -m experiments.bench " + " ".join(sys.argv[1:]),
-        "commit": _commit(),
-        "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax")},
-        "python": sys.version.split()[0],
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        **machine.facts(),
+        "mesh": "one device",
         **about,
-        "variants": results,
     }
-    print(json.dumps(row))
+    if work:
+        row |= {
+            "tokens_per_step": work.tokens,
+            "flops_per_step": work.flops,
+            "flops_formula": work.formula,
+            "mfu_formula": "flops_per_step / step seconds / (flops_per_second of matrix products "
+            "in the same rounds x devices)",
+        }
+    # Since the process began, so of whichever variant needs most; None where it is not counted.
+    row["measured_peak_bytes"] = memory.device_memory().get("peak")
+    print(json.dumps(row | {"variants": results}))
+
+
+def milliseconds(seconds: float) -> float:
+    """Seconds as milliseconds of four digits or more."""
+    return round(1e3 * seconds, 2 if seconds >= 0.01 else 4)
+
+
+def quartiles(seconds: Sequence[float]) -> list[float]:
+    """The first and the third quartile, in milliseconds."""
+    return [milliseconds(q) for q in statistics.quantiles(seconds, n=4)[::2]]
 
 
 def _ratio(times: list[float], base: list[float]) -> float:
     return round(statistics.median(t / b for t, b in zip(times, base, strict=True)), 3)
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"

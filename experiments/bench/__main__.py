@@ -4,16 +4,30 @@ import sys
 
 import tyro
 
-from experiments.bench import against_torch, checkpoint, dispatch, loader, pipeline, start, step
+from experiments.bench import (
+    against_torch,
+    attention,
+    calls,
+    checkpoint,
+    compile,
+    dispatch,
+    loader,
+    pipeline,
+    start,
+    step,
+)
 
 # A row is a module with a Config and main(config).
 ROWS = {
     "step": step,
     "dispatch": dispatch,
+    "calls": calls,
     "loader": loader,
     "start": start,
     "checkpoint": checkpoint,
+    "compile": compile,
     "pipeline": pipeline,
+    "attention": attention,
     "torch": against_torch,
 }
 

@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Variant, gpt_work, interleave, print_row
 from experiments.bench import step as ours
 from jaxtrain.models import gpt
 from jaxtrain.precision import Policy
@@ -95,4 +95,7 @@ def main(config: Config) -> None:
         "dtypes": str(policy),
         "calls_per_round": config.calls,
     }
-    print_row("torch", about, interleave(variants, rounds=config.rounds))
+    dtype = policy.compute_dtype.name
+    work = gpt_work(model, len(batch["tokens"]), steps=config.calls, dtype=dtype)
+    results = interleave(variants, rounds=config.rounds, work=work)
+    print_row("torch", about, results, work=work)

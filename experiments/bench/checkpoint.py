@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Variant, Work, interleave, print_row, step_facts
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
+from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.state import local_bytes
 
@@ -49,12 +50,20 @@ def main(config: Config) -> None:
         runs.append(Steps(experiment, mesh, config.steps, folder))
         names = ("no save", "one save")
         variants = {name: Variant(run, run.facts) for name, run in zip(names, runs, strict=True)}
-        results = interleave(variants, rounds=config.rounds)
+        work = Work(
+            steps=config.steps,
+            tokens=experiment.items_per_step,
+            flops=experiment.flops_per_step,
+            formula=experiment.flops_formula,
+            devices=mesh.size,
+        )
+        results = interleave(variants, rounds=config.rounds, work=work)
         step = results["no save"]["ms"] / config.steps
         blocked = 1e3 * statistics.median(runs[1].blocked)
         about = {
             "model": experiment.config["model"],
             "batch": list(experiment.batch["tokens"].shape),
+            "mesh": describe_mesh(mesh),
             "optimizer": flags.optimizer.name,
             "steps": config.steps,
             "state_bytes": local_bytes(runs[1].state),
@@ -63,7 +72,7 @@ def main(config: Config) -> None:
             "blocked_steps": round(blocked / step, 3),
             "lost_steps": round((results["one save"]["ratio"] - 1) * config.steps, 3),
         }
-        print_row("checkpoint", about, results)
+        print_row("checkpoint", about, results, work=work)
         runs[1].close()
 
 
@@ -78,7 +87,7 @@ class Steps:
         self.steps = steps
         self.checkpoints = Checkpointer(folder, keep=2) if folder else None
         self.blocked: list[float] = []
-        self.facts = {"compile_seconds": round(self.train.compile_seconds, 1)}
+        self.facts = step_facts(self.train)
 
     def __call__(self) -> None:
         if self.checkpoints is not None:

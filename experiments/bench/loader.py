@@ -11,8 +11,9 @@ import itertools
 import jax
 
 from experiments import gpt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Variant, Work, interleave, print_row, step_facts
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
+from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
 
 
@@ -42,7 +43,7 @@ def main(config: Config) -> None:
                     state, metrics = train(state, batch)
                 jax.block_until_ready((state, metrics))
 
-            return Variant(run, {})
+            return Variant(run, step_facts(train))
 
         def open_stream():
             return stack.enter_context(experiment.train_batches(0, batch_sharding(mesh)))
@@ -52,10 +53,18 @@ def main(config: Config) -> None:
             "one batch": stepping(itertools.repeat(one)),
             "loader": stepping(open_stream()),
         }
-        results = interleave(variants, rounds=config.rounds)
+        work = Work(
+            steps=config.calls,
+            tokens=experiment.items_per_step,
+            flops=experiment.flops_per_step,
+            formula=experiment.flops_formula,
+            devices=mesh.size,
+        )
+        results = interleave(variants, rounds=config.rounds, work=work)
     about = {
         "model": experiment.config["model"],
         "batch": jax.tree.leaves(experiment.batch)[0].shape,
+        "mesh": describe_mesh(mesh),
         "calls_per_round": config.calls,
     }
-    print_row("loader", about, results)
+    print_row("loader", about, results, work=work)

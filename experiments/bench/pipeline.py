@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
 from experiments.options import simulate_devices
 from jaxtrain.models import gpt
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
@@ -63,8 +63,12 @@ def main(config: Config) -> None:
         "model": dataclasses.asdict(model),
         "batch": shape,
         "microbatches": config.microbatches,
+        "mesh": "by variant",
     }
-    print_row("pipeline", about, interleave(variants, rounds=config.rounds))
+    # Eight devices are one CPU here, whose rate of products one of them can have to itself.
+    work = gpt_work(model, shape[0], steps=1)
+    results = interleave(variants, rounds=config.rounds, work=work)
+    print_row("pipeline", about, results, work=work)
 
 
 def unpipelined(config: Config, model: gpt.GPTConfig, batch: Any) -> Variant:
@@ -114,6 +118,4 @@ def variant(train: jt.CompiledStep, state: jt.TrainState, batch: Any) -> Variant
         state, metrics = train(state, placed)
         jax.block_until_ready((state, metrics))
 
-    temporary = train.compiled.memory_analysis().temp_size_in_bytes
-    facts = {"temp_bytes": temporary, "compile_seconds": round(train.compile_seconds, 1)}
-    return Variant(run, facts)
+    return Variant(run, step_facts(train))

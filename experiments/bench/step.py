@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
 from experiments.bench import floor as hand_written
 from jaxtrain.models import gpt
 
@@ -56,7 +56,9 @@ def main(config: Config) -> None:
         "dtypes": "float32",
         "calls_per_round": config.calls,
     }
-    print_row("step", about, interleave(variants, rounds=config.rounds))
+    work = gpt_work(model, rows, steps=config.calls)
+    results = interleave(variants, rounds=config.rounds, work=work)
+    print_row("step", about, results, work=work)
 
 
 def model_and_rows(shape: str) -> tuple[gpt.GPTConfig, int]:
@@ -128,5 +130,4 @@ def jaxtrain_variant(
             state, metrics = train(state, placed)
         jax.block_until_ready((state, metrics))
 
-    facts = {"temp_bytes": train.compiled.memory_analysis().temp_size_in_bytes}
-    return Variant(run, facts | {"compile_seconds": round(train.compile_seconds, 1)})
+    return Variant(run, step_facts(train))

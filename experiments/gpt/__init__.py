@@ -84,6 +84,7 @@ class Config:
     """Tokens per row; left out, the preset's."""
     accumulate: int = 1
     """Microbatches per step, in one scan; their gradients are summed weighted by tokens."""
+    steps_per_call: options.StepsPerCall = 1
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -119,7 +120,11 @@ def build(config: Config) -> Experiment:
     return dataclasses.replace(
         step,
         batch=batches.shapes,
-        train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
+        train_batches=lambda start, sharding: batches.stream(
+            start,
+            sharding=sharding,
+            prefetch=max(2, min(config.steps_per_call, config.steps)),
+        ),
         eval_batches=lambda sharding: data.eval_batches(
             eval_rows, config.global_batch, sharding=sharding
         ),
@@ -173,11 +178,12 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         pipeline=dataclasses.asdict(config.pipeline) | {"virtual": virtual},
         policy=policy,
         accumulate=config.accumulate,
+        steps_per_call=config.steps_per_call,
         zero=config.zero,
         seed=config.seed,
         items_per_step=tokens,
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
-        flops_formula="6 N + 12 L H K T (PaLM, appendix B)",
+        flops_formula=gpt.FLOPS_FORMULA,
         config={
             "experiment": "gpt",
             "module": "experiments.gpt",

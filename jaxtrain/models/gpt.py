@@ -296,6 +296,10 @@ def parameter_count(config: GPTConfig) -> int:
     return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
 
 
+# Of :func:`flops_per_token`.
+FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B)"
+
+
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations per token of a forward and backward pass: ``6 N + 12 L H K T``.
 

@@ -1,5 +1,6 @@
 """What a run says of itself: before it starts, and when it is over."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,9 +15,15 @@ from jaxtrain.state import TrainState, local_bytes
 
 
 def header_facts(
-    experiment: Experiment, mesh: Mesh, state: TrainState, train: CompiledStep
+    experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, str]:
-    """What the header says will run, name to text."""
+    """What the header says will run, name to text.
+
+    Args:
+      experiment, mesh, state: what runs, where, and from which state.
+      programs: of the train step, by the number of steps in a call; that of most calls first.
+    """
+    train = next(iter(programs.values()))
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     left = experiment.steps - int(state.step)
     resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
@@ -27,7 +34,8 @@ def header_facts(
         **experiment.facts,
         "parameters": f"{parameters:,}",
         "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
-        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}",
+        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}"
+        + _calls(experiment, programs),
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
         **distributed.facts(),
         "mesh": split,
@@ -35,9 +43,17 @@ def header_facts(
         **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
-        "compiled": f"in {train.compile_seconds:.1f} s; "
+        "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
         + "; ".join(c.promise for c in train.checks),
     }
+
+
+def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
+    if experiment.steps_per_call == 1:
+        return ""
+    most, *shorter = programs
+    also = f" (also compiled for {' and '.join(map(str, shorter))})" if shorter else ""
+    return f", {most:,} per call{also}"
 
 
 def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:

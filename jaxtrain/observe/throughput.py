@@ -81,14 +81,14 @@ def mfu(
 
 
 class Throughput:
-    """Times steps over a sliding window.
+    """Times calls of one or more steps over a sliding window.
 
-    The first step is not counted (it waits for more than itself), nor is the time between
-    :meth:`pause` and the step after it.
+    The first call is not counted (it waits for more than itself), nor is the time between
+    :meth:`pause` and the call after it.
 
     Args:
       items_per_step: tokens or images.
-      window: steps to look back over.
+      window: calls to look back over.
       clock: seconds, monotonic.
 
     >>> ticks = iter([0.0, 1.0, 2.0, 4.0])
@@ -109,13 +109,13 @@ class Throughput:
         self._items = items_per_step
         self._clock = clock
         self._last: float | None = None
-        self._durations: collections.deque[float] = collections.deque(maxlen=window)
+        self._durations: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
 
-    def step(self) -> None:
-        """Notes that a step has ended."""
+    def step(self, steps: int = 1) -> None:
+        """Notes that a call of so many steps has ended."""
         now = self._clock()
         if self._last is not None:
-            self._durations.append(now - self._last)
+            self._durations.append((now - self._last, steps))
         self._last = now
 
     def pause(self) -> None:
@@ -124,11 +124,14 @@ class Throughput:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the window; None before two steps have ended."""
-        return sum(self._durations) / len(self._durations) if self._durations else None
+        """Mean over the window; None before two calls have ended."""
+        if not self._durations:
+            return None
+        seconds, steps = (sum(parts) for parts in zip(*self._durations, strict=True))
+        return seconds / steps
 
     @property
     def items_per_second(self) -> float | None:
-        """Over the window; None before two steps have ended."""
+        """Over the window; None before two calls have ended."""
         seconds = self.seconds_per_step
         return self._items / seconds if seconds else None

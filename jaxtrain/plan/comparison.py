@@ -1,5 +1,7 @@
 """After a run: how what was predicted compares with what was measured."""
 
+from collections.abc import Mapping
+
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
@@ -14,12 +16,15 @@ from jaxtrain.plan.roofline import Roofline, make_roofline
 
 
 def compare_with_run(
-    train: CompiledStep, mesh: Mesh, experiment: Experiment, seconds_per_step: float | None
+    programs: Mapping[int, CompiledStep],
+    mesh: Mesh,
+    experiment: Experiment,
+    seconds_per_step: float | None,
 ) -> list[str]:
     """Says how the compiled step's own prediction compares with the run.
 
     Args:
-      train: the train step that ran.
+      programs: of the train step, by the number of steps in a call; the first is compared.
       mesh: where.
       experiment: what it is a step of.
       seconds_per_step: as measured, evaluation and checkpoints left out; None where nothing was.
@@ -31,18 +36,24 @@ def compare_with_run(
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return []
-    return compare(train, mesh, experiment, seconds_per_step)
+    return compare(programs, mesh, experiment, seconds_per_step)
 
 
 def compare(
-    train: CompiledStep, mesh: Mesh, experiment: Experiment, seconds_per_step: float | None
+    programs: Mapping[int, CompiledStep],
+    mesh: Mesh,
+    experiment: Experiment,
+    seconds_per_step: float | None,
 ) -> list[str]:
     """:func:`compare_with_run` on any device: where there is nothing to compare, it says so."""
     device = mesh.devices.flat[0]
+    steps, train = next(iter(programs.items()))
     try:
         return [
             _memory_line(peak_bytes(train.compiled, device.platform), device.platform),
-            _time_line(train, mesh, experiment, seconds_per_step, chip_of(device.device_kind)),
+            _time_line(
+                train, steps, mesh, experiment, seconds_per_step, chip_of(device.device_kind)
+            ),
         ]
     except Exception as error:  # the run is done and saved: nothing said about it may end it
         return [f"predicted memory and step time: not compared, {type(error).__name__}: {error}"]
@@ -56,13 +67,15 @@ def _memory_line(predicted: int, platform: str) -> str:
     return f"{text}; measured peak {human_bytes(measured)} ({measured / predicted - 1:+.1%})"
 
 
-def _time_line(train, mesh, experiment, seconds: float | None, chip: Chip | None) -> str:
+def _time_line(
+    train, steps: int, mesh, experiment, seconds: float | None, chip: Chip | None
+) -> str:
     if chip is None or chip.hbm_bytes_per_s is None:
         kind = mesh.devices.flat[0].device_kind
         return f"predicted step time: none, the peaks of {kind!r} are not known"
     if seconds is None:
         return "predicted step time: not compared, too few steps were timed"
-    roofline = predict(train, mesh, experiment, chip)
+    roofline = predict(train, mesh, experiment, chip, steps=steps)
     if not roofline.known:
         return "predicted step time: none, a peak of this device is not known"
     least, most = roofline.step_seconds, roofline.step_seconds_apart
@@ -72,12 +85,14 @@ def _time_line(train, mesh, experiment, seconds: float | None, chip: Chip | None
     )
 
 
-def predict(train: CompiledStep, mesh: Mesh, experiment: Experiment, chip: Chip) -> Roofline:
-    """Returns the roofline of a compiled train step."""
+def predict(
+    train: CompiledStep, mesh: Mesh, experiment: Experiment, chip: Chip, *, steps: int = 1
+) -> Roofline:
+    """Returns the roofline of a train step, from a compiled call of so many steps."""
     state = make_abstract_state(experiment, mesh)
     step = build_step(experiment, state, mesh)
     flops = trace_flops(step, state, experiment.batch, mesh)
-    program = read_program(train.compiled.as_text(), mesh)
+    program = read_program(train.compiled.as_text(), mesh).per_step(steps)
     hosts = len({device.process_index for device in mesh.devices.flat})
     island = mesh.size if chip.kind == "tpu" else max(1, mesh.size // hosts)
     return make_roofline(

@@ -90,6 +90,19 @@ class Program:
     kept_bytes: int
     loops: tuple[int | None, ...]
 
+    def per_step(self, steps: int) -> "Program":
+        """The share of one step in a program that runs ``steps`` of them in a loop.
+
+        What is executed once for all of them counts as once per step.
+        """
+        if steps == 1:
+            return self
+        collectives = tuple(
+            dataclasses.replace(c, executions=-(-c.executions // steps)) for c in self.collectives
+        )
+        hbm_bytes = self.hbm_bytes / steps
+        return dataclasses.replace(self, collectives=collectives, hbm_bytes=hbm_bytes)
+
 
 def read_program(text: str, mesh: Mesh | None = None) -> Program:
     """Reads ``compiled.as_text()``.

@@ -26,6 +26,7 @@ from jaxtrain.plan.roofline import Roofline, axis_seconds, make_roofline
 from jaxtrain.plan.targets import Target, parse_target
 from jaxtrain.plan.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.step import scan_steps
 
 PyTree = Any
 
@@ -283,6 +284,9 @@ def plan(
 def plan_experiment(experiment: Experiment, target: Target) -> Plan:
     """Compiles an experiment's train step for a target, exactly as training would.
 
+    With ``steps_per_call`` above 1 that is a call of so many steps: memory is that call's, with all
+    of its batches; traffic, FLOPs and times are of one step.
+
     Raises:
       ValueError: where the experiment does not fit the target's devices.
     """
@@ -300,6 +304,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
         name=experiment.name,
         flops_formula=formula,
         layers=experiment.stages.stacked if experiment.stages else None,
+        steps_per_call=experiment.steps_per_call,
     )
 
 
@@ -313,6 +318,7 @@ def plan_step(
     name: str,
     flops_formula: tuple[float, str] | None = None,
     layers: str | None = None,
+    steps_per_call: int = 1,
 ) -> Plan:
     """Like :func:`plan`, for a state that lies on the target's mesh.
 
@@ -320,12 +326,16 @@ def plan_step(
       step, state, batch, mesh, target, name: what to compile.
       flops_formula: model FLOPs of one step over all devices, and the formula's name.
       layers: the parameters' subtree that is stacked layer by layer.
+      steps_per_call: steps that the compiled call runs, each with such a batch.
     """
+    called, given = step, batch
+    if steps_per_call > 1:
+        called, given = scan_steps(step), [batch] * steps_per_call
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AheadOfTimeWarning)
         shortage, train = 0, None
         try:
-            train = compile_step(step, state, batch, mesh=mesh)
+            train = compile_step(called, state, given, mesh=mesh)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -334,6 +344,8 @@ def plan_step(
         flops = trace_flops(step, state, batch, mesh)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
     notes += _flops_notes(flops)
+    if steps_per_call > 1:
+        notes.append(f"memory is of a call of {steps_per_call} steps, with all their batches")
     common = {
         "name": name,
         "target": str(target),
@@ -359,7 +371,8 @@ def plan_step(
             notes=(*notes, f"the compiler: {refusal}"),
         )
     program, text, unread = _read(train.compiled, mesh)
-    memory = split_memory(train, state, batch, mesh, target.chip, program)
+    program = program.per_step(steps_per_call)
+    memory = split_memory(train, state, given, mesh, target.chip, program)
     island = target.devices_per_island
     params = getattr(state, "params", None)
     gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)

@@ -17,15 +17,16 @@ from typing import Any
 import jax
 from etils import epath
 
+from jaxtrain.calls import compile_loop
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.experiment import (
     Experiment,
-    compile_train,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
     restore_state,
 )
+from jaxtrain.fit import train_loop
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.survive.accidents import Examination, examine
@@ -132,9 +133,9 @@ def replay(run_dir: epath.PathLike, step: int) -> Examination:
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
     with experiment.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
-            train = compile_train(experiment, state, mesh)
-            for _ in range(start, step - 1):
-                state, _ = train(state, next(batches))
+            train, _ = compile_loop(experiment, state, mesh, start, step - 1)
+            calls = {"steps": step - 1, "steps_per_call": experiment.steps_per_call}
+            state = train_loop(train, state, batches, **calls)
         return examine(experiment, mesh, state, next(batches))
 
 

@@ -2,13 +2,27 @@
 
 import ast
 import dataclasses
+import json
 import pathlib
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxtrain as jt
-from experiments.bench import floor
+from experiments.bench import (
+    MATRIX_PRODUCTS,
+    Variant,
+    Work,
+    floor,
+    interleave,
+    machine,
+    print_row,
+    step_facts,
+)
+from experiments.bench import attention as attention_row
 from experiments.bench import step as row
 from jaxtrain.models import gpt
 from jaxtrain.parity import worst
@@ -59,3 +73,77 @@ def test_the_hand_written_step_owes_nothing_to_the_library():
         )
     }
     assert imported == {"functools", "jax", "optax"}
+
+
+def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
+    class Products:
+        flops, size = 3e6, 128
+
+        def __init__(self, dtype):
+            assert dtype == "float32"
+
+        def __call__(self):
+            time.sleep(3e-3)
+
+    monkeypatch.setattr(machine, "MatrixProducts", Products)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=b")  # that XLA does not read here
+    work = Work(steps=2, tokens=100, flops=5e5, formula="by hand", devices=2)
+    variants = {
+        "quick": Variant(lambda: time.sleep(2e-3), {"temp_bytes": 7}),
+        "slow": Variant(lambda: time.sleep(8e-3)),
+    }
+    print_row("toy", {"batch": (4, 25)}, interleave(variants, rounds=3, work=work), work=work)
+    row = json.loads(capsys.readouterr().out)
+    for name in ("commit", "versions", "backend", "driver", "device", "processor", "flags", "mesh"):
+        assert name in row, name
+    assert row["versions"].keys() >= {"jax", "jaxlib"}
+    assert row["flags"]["LIBTPU_INIT_ARGS"] == "--xla_a=b"
+    assert row["driver"] is None
+    assert (row["tokens_per_step"], row["flops_formula"]) == (100, "by hand")
+    assert row["variants"]["quick"]["temp_bytes"] == 7
+    rate = row["variants"][MATRIX_PRODUCTS]["flops_per_second"]
+    assert rate <= 1e9  # 3 MFLOP in 3 ms, or somewhat more where the machine is busy
+    for name, least in (("quick", 2), ("slow", 8)):
+        result = row["variants"][name]
+        assert result["ms"] >= least
+        assert result["page_faults"] >= 0
+        assert result["step_ms"] == pytest.approx(result["ms"] / 2, rel=0.01)
+        seconds = result["step_ms"] / 1e3
+        assert result["tokens_per_second"] == pytest.approx(100 / seconds, rel=0.01)
+        assert result["mfu"] == pytest.approx(5e5 / seconds / (2 * rate), rel=0.02)
+    assert row["variants"]["slow"]["ratio"] > 1
+
+
+def test_the_rate_is_of_the_products_that_are_said():
+    products = machine.MatrixProducts("bfloat16")
+    products()
+    assert products.flops == 2 * products.size**3 * products.count
+    x = products._chain(products._matrix)
+    assert x.dtype == "bfloat16"
+    # Rows sum to 1, so products of such matrices are that matrix again.
+    np.testing.assert_allclose(np.float32(x), 1 / products.size, rtol=0.02)
+    assert products._chain.cost_analysis()["flops"] == pytest.approx(products.flops, rel=0.01)
+
+
+def test_facts_of_a_compiled_step():
+    train = jt.compile_step(lambda state, x: (state + x, x.sum()), jnp.zeros(8), jnp.ones(8))
+    facts = step_facts(train)
+    assert facts.keys() == {"compiled_bytes", "temp_bytes", "compile_seconds"}
+    assert facts["compiled_bytes"] == train.memory_bytes
+
+
+def test_what_attention_is_timed_on_is_the_same_attention():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
+    found = attention_row.implementations(24, 8, "float32")
+    assert found.keys() >= {"jax.nn", "jaxtrain, xla", "jaxtrain, xla in one tile"}
+    # cuDNN and splash need devices that are not here.
+    assert found.keys().isdisjoint({"jaxtrain, cudnn", "jaxtrain, splash"})
+    scores = np.einsum("bthk,bshk->bhts", np.float64(q), np.float64(k)) / np.sqrt(8)
+    scores = np.where(np.tri(24, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), np.float64(v))
+    for name, function in found.items():
+        np.testing.assert_allclose(function(q, k, v), expected, atol=1e-5, err_msg=name)
+    variant = attention_row.jax_variant(found["jaxtrain, xla"], [q, k, v, q], calls=2)
+    variant.run()
+    assert variant.facts["temp_bytes"] > 0

@@ -445,3 +445,31 @@ def test_a_fused_kernel_refuses_dropout_before_anything_is_compiled():
         ValueError, match=r"attention_dropout=0\.1 is not offered by attention='spl"
     ):
         dataclasses.replace(FORMS["gpt2"], attention_dropout=0.1, attention="splash")
+
+
+def program_sizes(layers, optimizer, **changes):
+    """Equations of a train step's jaxpr, and instructions before and after XLA's compiler."""
+    config = gpt.GPTConfig(
+        vocab_size=32, seq_len=16, layers=layers, width=16, heads=2, remat="dots", **changes
+    )
+    chain = jt.make_optimizer(optimizer, 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    state = jt.abstract_state(lambda rng: gpt.init(config, rng), chain)
+    tokens = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct((4, 16), "float32")}
+    step = jax.jit(jt.build_train_step(gpt.loss_fn(config), chain))
+    traced = step.trace(state, batch)
+    lowered = traced.lower()
+    compiled = lowered.compile({"xla_backend_optimization_level": 0}).as_text()
+    return np.array(
+        [len(str(text).splitlines()) for text in (traced.jaxpr, lowered.as_text())]
+        + [sum(" = " in line for line in compiled.splitlines())]
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_program_does_not_grow_with_depth(optimizer):
+    few, many = (program_sizes(layers, optimizer) for layers in (12, 48))
+    assert few.min() > 300
+    # The same operations on longer stacks; the compiler fuses a few of them otherwise.
+    np.testing.assert_array_equal(few[:2], many[:2])
+    assert many[2] == pytest.approx(few[2], rel=0.05)

@@ -89,3 +89,12 @@ def test_what_is_not_known_is_not_guessed():
 def test_peaks_are_those_of_the_data_sheets(kind, tflops):
     """GPU sheets give the figure with sparsity; half of it is dense."""
     assert peak_flops(kind) == pytest.approx(tflops * 1e12, rel=1e-3)
+
+
+def test_a_call_of_many_steps_counts_for_each():
+    ticks = iter([0.0, 8.0, 10.0])
+    clock = Throughput(10, clock=lambda: next(ticks))
+    for count in (8, 8, 4):
+        clock.step(count)
+    assert clock.seconds_per_step == pytest.approx(10 / 12)
+    assert clock.items_per_second == pytest.approx(12)

@@ -235,13 +235,34 @@ def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypa
     assert json.dumps(plan.to_json(), allow_nan=False)
 
 
+def test_a_call_of_many_steps_is_planned_as_it_runs():
+    target = targets.parse_target("cpu:8")
+    one, many = (
+        planning.plan_experiment(dataclasses.replace(small(), steps_per_call=k), target)
+        for k in (1, 4)
+    )
+    # The compiled call's memory: all of its batches, beside one state.
+    assert many.memory.batch == 4 * one.memory.batch
+    assert many.memory.state == one.memory.state
+    assert one.memory.peak < many.memory.peak < 2 * one.memory.peak
+    # Of one step: what it computes and communicates.
+    assert many.flops == one.flops
+    assert many.hbm_bytes == pytest.approx(one.hbm_bytes, rel=0.1)
+
+    def sent(plan):
+        return sum(row.sent for row in plan.traffic)
+
+    assert sent(many) == pytest.approx(sent(one), rel=0.1)
+    assert "of a call of 4 steps" in many.report()
+
+
 def test_after_a_run(monkeypatch):
     mesh = jt.make_mesh(data=8)
     experiment = small()
     state = jt.experiment.make_abstract_state(experiment, mesh)
     train = jt.experiment.compile_train(experiment, state, mesh)
-    assert comparison.compare_with_run(train, mesh, experiment, 0.5) == []
-    lines = comparison.compare(train, mesh, experiment, 0.5)
+    assert comparison.compare_with_run({1: train}, mesh, experiment, 0.5) == []
+    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
     assert lines[0].endswith("measured: the cpu backend keeps no count")
     assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
     # As on a chip that is in the table, with a count of its memory.
@@ -250,7 +271,7 @@ def test_after_a_run(monkeypatch):
     monkeypatch.setattr(
         comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
     )
-    lines = comparison.compare(train, mesh, experiment, 0.5)
+    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
     assert lines[0].endswith("(+100.0%)")
     roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")

@@ -68,15 +68,15 @@ def final_digest(texts, run, steps):
     return digest(state)
 
 
-def kill_and_resume(tmp_path, texts, moments, *, steps, seed):
+def kill_and_resume(tmp_path, texts, moments, *, steps, seed, more=()):
     rng = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    undisturbed = start(tmp_path, texts, whole, steps)
+    undisturbed = start(tmp_path, texts, whole, steps, *more)
     kills = 0
     try:
         for moment in moments:
             resume = ["--resume"] if killed.exists() else []
-            process = start(tmp_path, texts, killed, steps, *resume)
+            process = start(tmp_path, texts, killed, steps, *resume, *more)
             try:
                 moment(process, killed, rng, last_step(killed))
                 if not process.ended():
@@ -87,7 +87,7 @@ def kill_and_resume(tmp_path, texts, moments, *, steps, seed):
                     assert process.code() == 0, process.errors
             finally:
                 process.end()
-        process = start(tmp_path, texts, killed, steps, "--resume")
+        process = start(tmp_path, texts, killed, steps, "--resume", *more)
         assert process.code() == 0, process.errors
         assert undisturbed.code() == 0, undisturbed.errors
     finally:
@@ -109,6 +109,12 @@ def test_three_kills_one_of_them_during_a_save(texts, tmp_path):
     moments = [kill_in_a_step, kill_during_a_save, kill_in_a_step]
     kills = kill_and_resume(tmp_path, texts, moments, steps=60, seed=0)
     assert kills == 3
+
+
+def test_kills_of_a_run_with_many_steps_per_call(texts, tmp_path):
+    moments, more = [kill_in_a_step, kill_during_a_save], ["--steps-per-call", "4"]
+    # Not a multiple of 4: the last call is shorter.
+    assert kill_and_resume(tmp_path, texts, moments, steps=62, seed=0, more=more) == 2
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ class Config:
     """Steps with NaN in every other target: in one of two microbatches."""
     accumulate: int = 2
     """Microbatches per step."""
+    steps_per_call: options.StepsPerCall = 1
     simulate_devices: options.SimulateDevices = 0
 
 
@@ -62,6 +63,7 @@ def build(config: Config) -> Experiment:
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
         accumulate=config.accumulate,
+        steps_per_call=config.steps_per_call,
         items_per_step=problems.ROWS,
         item="rows",
         config={

@@ -1,0 +1,106 @@
+"""Where a row was measured: machine, versions, flags, and the rate of its matrix products."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
+# Of these, what belongs to the backend in use.
+BACKEND_PACKAGES = {
+    "tpu": ("libtpu",),
+    "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+}
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
+
+
+def facts() -> dict[str, Any]:
+    """Returns what every row says of where it was measured."""
+    backend = jax.default_backend()
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    for name in BACKEND_PACKAGES.get(backend, ()):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": commit(),
+        "versions": versions,
+        # Of XLA, of its plugin and of what that was built with, as far as the backend tells.
+        "backend": f"{backend}: {jax.extend.backend.get_backend().platform_version}".strip(),
+        "driver": driver() if backend == "gpu" else None,
+        "python": sys.version.split()[0],
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processor": f"{usable_cores()} cores of {processor()}",
+        "flags": {name: os.environ.get(name) for name in VARIABLES},
+    }
+
+
+def commit() -> str:
+    """The commit, marked where the code differs from it; ``"unknown"`` outside of a clone."""
+    name = _output("git", "rev-parse", "--short", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--", "*.py")
+    return (name + "-dirty" if changed else name) or "unknown"
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version; None where there is none."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def processor() -> str:
+    """The processor's name."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+class MatrixProducts:
+    """A chain of square matrix products on one device, the yardstick of utilisation.
+
+    Args:
+      dtype: of the operands; products accumulate as the backend's default has it, as in a step.
+
+    Attributes:
+      flops: of one call.
+      size: of the matrices' sides.
+    """
+
+    def __init__(self, dtype: Any):
+        self.size, self.count = (1024, 4) if jax.default_backend() == "cpu" else (8192, 8)
+        self.flops = 2 * self.size**3 * self.count
+        # Rows that sum to 1, so that the chain neither grows nor vanishes.
+        self._matrix = jnp.full((self.size, self.size), 1 / self.size, dtype)
+
+        def chain(x):
+            for _ in range(self.count):
+                x = x @ self._matrix
+            return x
+
+        self._chain = jax.jit(chain).lower(self._matrix).compile()
+
+    def __call__(self) -> None:
+        """Computes the chain and waits for it."""
+        jax.block_until_ready(self._chain(self._matrix))
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
