@@ -43,10 +43,10 @@ PyTree = Any
 
 # Seen in the programs that the compilers make (jax 0.10.2): for GPUs, loops keep what JAX has moved
 # out of them, even where it is one number broadcast (the mask of attention), and buffers that one
-# branch of a conditional updates are copied. The TPU compiler does neither, and rounds in advance
-# what its products would round (jaxtrain.plan.uses).
+# branch of a conditional updates are copied. The TPU compiler does neither; it rounds in advance
+# what its products would round, and pads what kernels read to tiles (jaxtrain.plan.uses).
 HABITS: Mapping[str, Habits] = {
-    "tpu": Habits(rounds_residuals=True),
+    "tpu": Habits(rounds_residuals=True, tiles_kernels=True),
     "gpu": Habits(keeps_constants=True, copies_branches=True),
     "cpu": Habits(keeps_constants=True, copies_branches=True),
 }

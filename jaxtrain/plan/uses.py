@@ -5,6 +5,7 @@ array that nothing else reads it keeps rounded: of a layer's residuals that is t
 or the hidden state of an MLP, half the bytes of what the jaxpr says.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,43 +43,71 @@ def wide_variables(jaxpr: Any) -> frozenset:
     Returns:
       Variables; a float32 one outside of these loses nothing by being kept in bfloat16.
     """
-    wide: set = set()
-    _mark(jaxpr, wide, [True] * len(jaxpr.outvars))
-    return frozenset(wide)
+    return _trace_back(jaxpr, lambda equation: not _rounds(equation), MOVES, results=True)
 
 
-def _mark(jaxpr: Any, wide: set, results: list[bool]) -> None:
-    """Adds the variables of one jaxpr, of whose results some are read widely."""
+def kernel_operands(jaxpr: Any) -> frozenset:
+    """The variables, at all depths, that a Pallas kernel reads as they lie.
 
-    def read(atoms, widely):
-        wide.update(a for a, w in zip(atoms, widely, strict=True) if w and not hasattr(a, "val"))
+    The TPU compiler lays these out row by row in tiles; another layout would be a copy.
+    """
+    keep = frozenset(
+        [
+            *("copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"),
+            *("dynamic_slice", "squeeze"),
+        ]
+    )
+    return _trace_back(jaxpr, lambda e: e.primitive.name == "pallas_call", keep, results=False)
 
-    read(jaxpr.outvars, results)
+
+def _trace_back(
+    jaxpr: Any, counts: Callable[[Any], bool], through: frozenset, *, results: bool
+) -> frozenset:
+    """The variables that an equation reads which counts, directly or through moves and calls."""
+    found: set = set()
+    _mark(jaxpr, found, [results] * len(jaxpr.outvars), counts, through)
+    return frozenset(found)
+
+
+def _mark(jaxpr: Any, found: set, results: list[bool], counts: Callable, through: frozenset):
+    """Adds the variables of one jaxpr; ``results`` says which of its results do."""
+
+    def add(atoms, flags):
+        found.update(a for a, f in zip(atoms, flags, strict=True) if f and not hasattr(a, "val"))
+
+    def mark(body, flags):
+        inner = getattr(body, "jaxpr", body)
+        _mark(inner, found, flags, counts, through)
+        return [v in found for v in inner.invars]
+
+    add(jaxpr.outvars, results)
     for equation in reversed(jaxpr.eqns):
-        name, params = equation.primitive.name, equation.params
-        read_widely = [True] * len(equation.invars)
-        if name == "dot_general":
-            read_widely = [not _rounds(equation)] * len(equation.invars)
-        elif name in MOVES and len(equation.invars) == len(equation.outvars):
-            read_widely = [v in wide for v in equation.outvars]
+        name, params, count = equation.primitive.name, equation.params, counts(equation)
+        outputs = [v in found for v in equation.outvars]
+        read = [count] * len(equation.invars)
+        if name in through and len(equation.outvars) == 1:
+            read = outputs * len(equation.invars)
+        elif name in through and len(equation.invars) == len(equation.outvars):
+            read = outputs
         elif name in CALLS and CALLS[name] in params:
-            inner = getattr(params[CALLS[name]], "jaxpr", params[CALLS[name]])
-            _mark(inner, wide, [v in wide for v in equation.outvars])
-            read_widely = [v in wide for v in inner.invars]
+            read = mark(params[CALLS[name]], outputs)
+        elif name == "shard_map":
+            read = mark(params["jaxpr"], outputs)
         elif name == "scan":
-            inner, consts, carry = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
-            stacked = [v in wide for v in equation.outvars[carry:]]
-            _mark(inner, wide, [True] * carry + stacked)
-            read_widely = [v in wide for v in inner.invars]
-            read_widely[consts : consts + carry] = [True] * carry
-        else:
+            carry = params["num_carry"]
+            read = mark(params["jaxpr"], [count] * carry + outputs[carry:])
+        elif name == "cond":
+            branches = [mark(b, outputs) for b in params["branches"]]
+            read = [count, *(any(flags) for flags in zip(*branches, strict=True))]
+        elif name != "pallas_call":
             for body in bodies(equation):
-                inner = getattr(body, "jaxpr", body)
-                _mark(inner, wide, [True] * len(inner.outvars))
-        read(equation.invars, read_widely)
+                mark(body, [count] * len(getattr(body, "jaxpr", body).outvars))
+        add(equation.invars, read)
 
 
 def _rounds(equation: Any) -> bool:
+    if equation.primitive.name != "dot_general":
+        return False
     precision = equation.params["precision"]
     default = precision is None or all(p == jax.lax.Precision.DEFAULT for p in precision)
     return default and all(v.aval.dtype == jnp.float32 for v in equation.invars)

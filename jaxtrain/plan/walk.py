@@ -45,7 +45,7 @@ from jaxtrain.plan.partition import (
     Value,
     axis_names,
 )
-from jaxtrain.plan.uses import CALLS, MOVES, wide_variables
+from jaxtrain.plan.uses import CALLS, MOVES, kernel_operands, wide_variables
 
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
 # Results with memory of their own. Everything else is element-wise.
@@ -70,11 +70,13 @@ class Habits:
       copies_branches: an array that a branch updates is copied first.
       rounds_residuals: float32 arrays that a loop leaves for matrix products of default precision
         alone are stored as bfloat16, what these products round them to.
+      tiles_kernels: what a loop leaves for kernels lies row by row in tiles of 8 x 128.
     """
 
     keeps_constants: bool = False
     copies_branches: bool = False
     rounds_residuals: bool = False
+    tiles_kernels: bool = False
 
 
 def walk_step(
@@ -98,8 +100,9 @@ def walk_step(
     Returns:
       The cost of one device, and the bytes it needs at its peak besides the arguments.
     """
-    wide = wide_variables(jaxpr.jaxpr) if habits.rounds_residuals else None
-    walk = Walk(mesh, parameters, habits, wide)
+    walk = Walk(mesh, parameters, habits)
+    walk.wide = wide_variables(jaxpr.jaxpr) if habits.rounds_residuals else None
+    walk.tiled = kernel_operands(jaxpr.jaxpr) if habits.tiles_kernels else frozenset()
     arguments = [
         dataclasses.replace(walk.argument(v.aval, spec), stored=i < stored)
         for i, (v, spec) in enumerate(zip(jaxpr.jaxpr.invars, specs, strict=True))
@@ -111,21 +114,16 @@ def walk_step(
 class Walk(Partitioner):
     """The state of a walk: the mesh, the cost so far, and how the compiler is.
 
-    Args:
-      mesh, parameters: as in :class:`Partitioner`.
-      habits: how the compiler is.
+    Attributes:
       wide: variables whose every bit counts, see :func:`wide_variables`; None for all.
+      tiled: variables that kernels read, see :func:`kernel_operands`.
     """
 
-    def __init__(
-        self,
-        mesh: Mapping[str, int],
-        parameters: Mapping[tuple, Spec],
-        habits: Habits,
-        wide: frozenset | None,
-    ):
+    def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec], habits: Habits):
         super().__init__(mesh, parameters)
-        self.habits, self.wide = habits, wide
+        self.habits = habits
+        self.wide: frozenset | None = None
+        self.tiled: frozenset = frozenset()
 
     def level(
         self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
@@ -454,7 +452,12 @@ class Walk(Partitioner):
         # A carry that starts as zeros lies as the body leaves it.
         for _ in range(2):
             self.cost = Cost()
-            start = [self.held(v, spec) for v, spec in zip(carry, layouts, strict=True)]
+            start = [
+                self.held(v, spec, self.laid_size(variable, spec))
+                for v, spec, variable in zip(
+                    carry, layouts, body.jaxpr.invars[n_consts:], strict=False
+                )
+            ]
             results, peak = self.level(
                 body.jaxpr,
                 [_constant(c) for c in body.consts],
@@ -480,23 +483,27 @@ class Walk(Partitioner):
         outputs = []
         for i, (variable, spec) in enumerate(zip(equation.outvars, specs, strict=True)):
             aval = variable.aval
-            size = self.size(aval.shape, aval.dtype, spec)
-            if i >= n_carry and self.rounds(variable):
-                size //= 2
+            # What a kernel reads in the body is a carry's argument.
+            inside = body.jaxpr.invars[n_consts + i] if i < n_carry else variable
+            size = self.laid_size(inside, spec)
             # A carry is updated where it lies, if nobody else reads it later.
             buffer = Buffer(size, f"scan {aval.dtype}{list(aval.shape)}{spec}")
             life.write(buffer, in_place=i < n_carry)
             outputs.append(Value(tuple(aval.shape), aval.dtype, spec, frozenset([buffer])))
         return outputs
 
-    def rounds(self, variable: Any) -> bool:
-        """Whether a loop's stacked result is kept in bfloat16 for the products that read it."""
-        wide = self.wide is None or variable in self.wide
-        return not wide and variable.aval.dtype == jnp.float32
+    def laid_size(self, variable: Any, spec: Spec) -> int:
+        """Bytes of a loop's result on one device, as its readers ask for it."""
+        aval = variable.aval
+        dtype, shape = aval.dtype, list(aval.shape)
+        if dtype == jnp.float32 and not (self.wide is None or variable in self.wide):
+            dtype = jnp.dtype(jnp.bfloat16)
+        if variable in self.tiled and len(shape) > 2:
+            shape[-2:] = (-(-shape[-2] // 8) * 8, -(-shape[-1] // 128) * 128)
+        return self.size(shape, dtype, spec)
 
-    def held(self, value: Value, spec: Spec) -> Value:
-        """A loop's carry as its body sees it."""
-        size = self.size(value.shape, value.dtype, spec)
+    def held(self, value: Value, spec: Spec, size: int) -> Value:
+        """A loop's carry of so many bytes as its body sees it."""
         return Value(value.shape, value.dtype, spec, frozenset([Buffer(size, "carry")]))
 
     def do_while(self, equation, inputs, life):
@@ -506,7 +513,7 @@ class Walk(Partitioner):
             self.settle(value, life)
         arguments = [Value(v.shape, v.dtype, v.spec) for v in inputs[skip:]]
         first = params["body_nconsts"]
-        arguments[first:] = [self.held(v, v.spec) for v in arguments[first:]]
+        arguments[first:] = [self.held(v, v.spec, self.bytes(v)) for v in arguments[first:]]
         _, peak = self.level(
             body.jaxpr, [_constant(c) for c in body.consts], arguments, carry=arguments[first:]
         )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas as pl
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
@@ -191,6 +192,25 @@ def test_residuals_for_products_alone_are_rounded_where_a_compiler_does():
     assert plain - walk(gradient, specs, *shapes, mesh={}, habits=rounds)[1] == 2 * L * B * D
     exact = functools.partial(gradient, precision="highest")
     assert walk(exact, specs, *shapes, mesh={}, habits=rounds)[1] == plain
+
+
+def test_what_kernels_read_lies_in_tiles_where_a_compiler_says_so():
+    L, B, D = 5, 6, 64
+
+    def kernel(x, y):
+        y[...] = x[...]
+
+    def twice(xs):
+        shape = jax.ShapeDtypeStruct((B, D), jnp.float32)
+        copy = pl.pallas_call(kernel, out_shape=shape, interpret=True)
+        kept = jax.lax.scan(lambda c, x: (c, jnp.cumsum(x, axis=0)), 0, xs)[1]
+        return jax.lax.scan(lambda c, x: (c + copy(x).sum(), None), 0.0, kept)[0]
+
+    specs, shape = [((), (), ())], (L, B, D)
+    plain = walk(twice, specs, shape, mesh={})[1]
+    tiled = walk(twice, specs, shape, mesh={}, habits=Habits(tiles_kernels=True))[1]
+    # Rows of 64 are padded to 128, and 6 of them to 8.
+    assert tiled - plain == 4 * L * (8 * 128 - B * D)
 
 
 def test_equal_work_is_done_once():
