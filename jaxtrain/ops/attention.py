@@ -482,17 +482,26 @@ def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys
 def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
     """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
     (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
+
+    # What is rematerialised, JAX does not compute ahead of loops. A mask is the same in every
+    # layer: broadcast to the shape of the scores, one of each tile would be held through the step.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def masked(scores_BGNS, first_row, first_key, segments_BT):
+        t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+        if form.causal:
+            scores_BGNS = jnp.where(t_N1 >= s_S, scores_BGNS, MASKED)
+        elif form.keys % form.block and not whole:
+            scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
+        if segments_BT is not None:
+            row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
+            key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
+            same_BNS = row_BN[:, :, None] == key_BS[:, None, :]
+            scores_BGNS = jnp.where(same_BNS[:, None], scores_BGNS, MASKED)
+        return scores_BGNS
+
+    whole = isinstance(first_key, int)
     scores = _einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
-    t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
-    if form.causal:
-        scores = jnp.where(t_N1 >= s_S, scores, MASKED)
-    elif form.keys % form.block and not isinstance(first_key, int):
-        scores = jnp.where(s_S < form.keys, scores, MASKED)
-    if segments_BT is not None:
-        row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
-        key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
-        scores = jnp.where((row_BN[:, :, None] == key_BS[:, None, :])[:, None], scores, MASKED)
-    return scores
+    return masked(scores, first_row, first_key, segments_BT)
 
 
 def _merge(x_BGRTK: jax.Array) -> jax.Array:

@@ -111,16 +111,41 @@ def test_dropout_drops_weights_and_the_backward_pass_draws_the_same(block):
             np.testing.assert_allclose(a, b, atol=1e-12)
 
 
-def test_temporaries_of_long_rows_grow_linearly():
+def two_layers(x_BTHK, segments_BT, *, block):
+    """Nothing but attention, in a loop."""
+
+    def layer(x_BTHK, _):
+        k_BTHK = x_BTHK[:, :, :1]
+        return attention(x_BTHK, k_BTHK, k_BTHK, segments_BT=segments_BT, block=block), None
+
+    return jax.lax.scan(layer, x_BTHK, length=2)[0].sum()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_temporaries_of_long_rows_grow_linearly(packed):
+    # In a loop over layers, ahead of which JAX computes whatever does not change in it: masks.
     def temp_bytes(T):
-        q, k = (jax.ShapeDtypeStruct((1, T, heads, 8), jnp.float32) for heads in (2, 1))
-        gradient = jax.grad(lambda *qkv: attention(*qkv, block=64).sum(), (0, 1, 2))
-        return jax.jit(gradient).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
+        x = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
+        segments = jax.ShapeDtypeStruct((1, T), jnp.int32) if packed else None
+        gradient = jax.grad(functools.partial(two_layers, block=64))
+        compiled = jax.jit(gradient).lower(x, segments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     once, twice = temp_bytes(1024), temp_bytes(2048)
     assert twice < 2.1 * once
-    # Tiles of scores, and beside them a dozen arrays of the queries' size.
-    assert twice < 12 * 2048 * 2 * 8 * 4 + 12 * 2 * 64 * 64 * 4
+    # Tiles of scores, and beside them a dozen arrays of the queries' size and what two layers save.
+    assert twice < 20 * 2048 * 2 * 8 * 4 + 12 * 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
+    q, _, _, segments = arrays(0, T=64, documents=3 if packed else None)
+    gradient = jax.grad(functools.partial(two_layers, block=16))
+    equations = jax.make_jaxpr(gradient)(q.astype(np.float32), segments).eqns
+    loops = [equation for equation in equations if equation.primitive.name == "scan"]
+    assert len(loops) == 2
+    # The queries of both layers, and no rows of scores.
+    assert max(x.aval.size for loop in loops for x in loop.invars) == 2 * q.size < 2 * 4 * 16 * 64
 
 
 @pytest.mark.parametrize(
