@@ -16,6 +16,7 @@ from jaxtrain import exit_codes, optim
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
+from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.parallel import distributed
 from jaxtrain.refusal import refusing
 from jaxtrain.survive.accidents import Diverged
@@ -176,6 +177,7 @@ def main(
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
         distributed.initialize(**dataclasses.asdict(processes))
+        keep_freed_memory()
         try:
             fit(build(config), config.run)
         except Diverged as error:

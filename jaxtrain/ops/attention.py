@@ -32,6 +32,12 @@ MASKED = float(-0.7 * np.finfo(np.float32).max)
 # longer rows it loops over tiles of queries and keys.
 UNROLLED = 4
 
+# On a CPU, tiles that are written out keep their softmax weights for the backward pass where these
+# are at most so many times the size of the queries: there writing them costs less than the product
+# and the exponential that make them again, and memory is the host's. Elsewhere nothing of size
+# T x S is kept.
+KEPT = 4
+
 _log = logging.getLogger(__name__)
 
 
@@ -90,11 +96,11 @@ def attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    block = block or _block(T)
-    form = _Form(causal, block, dropout, S)
+    form = _Form(causal, block or _block(T), dropout, S)
     rng = rng if dropout else None
-    if -(-T // block) <= UNROLLED:
-        out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
+    if -(-T // form.block) <= UNROLLED:
+        run = _kept if _keeps(form, T, K, q.dtype) else _tiled
+        out_BGRTK = run(form, q, k, v, segments_BT, rng)
     else:
         out_BGRTK = _long(form, q, k, v, segments_BT, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
@@ -271,8 +277,14 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 
 def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    out_BGRTK, lse_BGRT1, _ = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+
+
+def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    """Returns the result, the log-sum-exp of each row, and the scores of each tile."""
     R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
-    outs, lses = [], []
+    outs, lses, tiles = [], [], []
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
         q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
         scores = _scores(form, q, k, rows.start, keys.start, segments_BT)
@@ -283,33 +295,79 @@ def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
         out = _einsum("bgns,bgsk->bgnk", weights, v_BGSK[:, :, keys])
         outs.append(_split((out / total).astype(dtype), R))
         lses.append(_split(peak + jnp.log(total), R))
+        tiles.append(scores)
     out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
     lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+    return out_BGRTK, lse_BGRT1, tiles
 
 
 def _backward(form, saved, d_out_BGRTK):
     q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    dtype, wide = q_BGRTK.dtype, _wide(q_BGRTK.dtype)
     whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
-    d_q = []
-    d_k, d_v = (jnp.zeros(x.shape, wide) for x in (k_BGSK, v_BGSK))
 
-    def to_all_keys(tile, keys):
-        # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
-        return jnp.pad(tile, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
-
-    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+    def d_tile(tile, rows, keys):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-        starts = rows.start, keys.start
-        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, starts, segments_BT, rng, tile)
+        return _d_tile(form, of_rows, of_keys, (rows.start, keys.start), segments_BT, rng, tile)
+
+    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
+
+
+def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
+    """Puts the gradients together from ``d_tile(tile, rows, keys)``, those of each tile."""
+    dtype = q_BGRTK.dtype
+    d_q = []
+    d_k, d_v = (jnp.zeros(k_BGSK.shape, _wide(dtype)) for _ in range(2))
+
+    def to_all_keys(part, keys):
+        # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
+        return jnp.pad(part, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
+
+    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
+        more_q, more_k, more_v = d_tile(tile, rows, keys)
         d_q.append(more_q.astype(dtype))
         d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
     return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
 
 
 _tiled.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kept(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    """Attention tiled over queries, which keeps its weights; see ``KEPT``."""
+    return _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
+
+
+def _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
+    # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
+    # and its log-sum-exp saved, they cost one product and one exponential.
+    weights = [
+        jnp.exp(tile - _merge(lse_BGRT1[:, :, :, rows]))
+        for tile, (rows, _) in zip(scores, _tiles(q_BGRTK.shape[3], form), strict=True)
+    ]
+    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, rng, weights)
+
+
+def _kept_backward(form, saved, d_out_BGRTK):
+    q_BGRTK, k_BGSK, v_BGSK, rng, weights = saved
+
+    def d_tile(tile, rows, keys):
+        q, d_out = q_BGRTK[:, :, :, rows], d_out_BGRTK[:, :, :, rows]
+        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+        return _d_weighted(form, weights[tile], q, d_out, None, of_keys, rng, tile)
+
+    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
+
+
+_kept.defvjp(_kept_forward, _kept_backward)
+
+
+def _keeps(form: _Form, T: int, K: int, dtype) -> bool:
+    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
+    sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
+    return platform() == "cpu" and dtype == _wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -386,14 +444,24 @@ def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
 
 def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
     """One tile's part of the gradients of its rows of q, and of its keys and values."""
-    q, k, v = of_rows[0], *of_keys
-    dtype, scale = q.dtype, q.shape[-1] ** -0.5
-    q_BGNK, d_out_BGNK, delta_BGN1, lse_BGN1 = (_merge(x) for x in of_rows)
-    weights = jnp.exp(_scores(form, q, k, *starts, segments_BT) - lse_BGN1)
+    q, d_out, delta, lse = of_rows
+    scores = _scores(form, q, of_keys[0], *starts, segments_BT)
+    weights = jnp.exp(scores - _merge(lse))
+    return _d_weighted(form, weights, q, d_out, delta, of_keys, rng, tile)
+
+
+def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
+    """The same from the tile's weights; ``delta_BGRT1`` None sums it from them."""
+    (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
+    q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
     d_weights = _drop(_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
-    d_scores = (scale * weights * (d_weights - delta_BGN1)).astype(dtype)
+    if delta_BGRT1 is None:
+        delta = (weights * d_weights).sum(axis=-1, keepdims=True)
+    else:
+        delta = _merge(delta_BGRT1)
+    d_scores = (scale * weights * (d_weights - delta)).astype(dtype)
     weights = _drop(weights, form, rng, tile).astype(dtype)
-    d_q = _split(_einsum("bgns,bgsk->bgnk", d_scores, k), q.shape[2])
+    d_q = _split(_einsum("bgns,bgsk->bgnk", d_scores, k), q_BGRTK.shape[2])
     d_k = _einsum("bgns,bgnk->bgsk", d_scores, q_BGNK)
     return d_q, d_k, _einsum("bgns,bgnk->bgsk", weights, d_out_BGNK)
 

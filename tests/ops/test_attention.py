@@ -206,7 +206,39 @@ def test_it_maps_over_a_further_axis():
     np.testing.assert_allclose(several[1], attention(2 * q, k, v), rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_of_size_t_times_s_is_kept_for_the_backward_pass():
+def kept_for_backward(*, T=16, K=4, dtype=jnp.float32):
+    """Elements that the backward pass keeps, in multiples of the queries'."""
+    q, k, v = (jnp.asarray(x, dtype) for x in arrays(1, T=T, K=K)[:3])
+    return sum(x.size for x in jax.tree.leaves(jax.vjp(attention, q, k, v)[1])) / q.size
+
+
+def test_weights_are_kept_on_a_cpu_up_to_a_bound_in_the_queries(monkeypatch):
+    # Queries, and half as many keys and values; then the weights, T / K times the queries.
+    assert kept_for_backward(T=16) == 2 + 4
+    # Above the bound the result and the log-sum-exp instead, which has one number per K.
+    assert kept_for_backward(T=17) == 2 + 1 + 1 / 4
+    assert kept_for_backward(T=16, dtype=jnp.bfloat16) == 2 + 1 + 1 / 4
+    # Of four causal tiles, the fourth part of the keys, then two, three and four.
+    assert kept_for_backward(T=256, K=64) == 2 + (1 + 2 + 3 + 4) / 16 * 4
+    for accelerator in ("gpu", "tpu"):
+        monkeypatch.setattr(ops, "platform", lambda accelerator=accelerator: accelerator)
+        assert kept_for_backward(T=16) == 2 + 1 + 1 / 4
+
+
+def test_a_rematerialised_block_makes_the_weights_from_the_saved_log_sum_exp():
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in arrays(1, T=16)[:3])
+    saved = jax.checkpoint_policies.save_only_these_names(*ops.SAVED)
+
+    def loss(q):
+        return jax.checkpoint(attention, policy=saved)(q, k, v).sum()
+
+    backward = str(jax.make_jaxpr(jax.vjp(loss, q)[1])(jnp.float32(1)))
+    # The scores again, and the gradients of weights, queries, keys and values.
+    assert (backward.count("dot_general["), backward.count(" exp ")) == (5, 1)
+    assert "reduce_max" not in backward
+
+
+def test_nothing_of_size_t_times_s_is_kept_for_the_backward_pass_of_long_rows():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in arrays(1, T=128)[:3])
     kept = jax.tree.leaves(jax.vjp(attention, q, k, v)[1])
     assert max(x.size for x in kept) == q.size < 128 * 128
