@@ -14,6 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.ops import splash
+from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.sharding import constrain
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
@@ -190,20 +191,6 @@ def _obstacle(
     if head_dim % 8 or head_dim > 128:
         return f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
     return None
-
-
-def platform() -> str:
-    """The platform of the devices that are being traced for.
-
-    That of the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters), so that a step
-    compiled for a chip that is not here takes the form that it would take there; without a mesh,
-    JAX's default backend.
-
-    >>> platform() == jax.default_backend()
-    True
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.default_backend() if device is None else device.platform
 
 
 class AheadOfTimeWarning(UserWarning):

@@ -79,6 +79,20 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def platform() -> str:
+    """The platform of the devices that are being traced for.
+
+    That of the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters), so that a step
+    compiled for a chip that is not here takes the form that it would take there; without a mesh,
+    JAX's default backend.
+
+    >>> platform() == jax.default_backend()
+    True
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
+
+
 def check_dcn_data(data: int, dcn_data: int) -> None:
     """Raises ValueError unless ``dcn_data`` divides the size of the data axis."""
     if data % dcn_data:

@@ -30,6 +30,7 @@ from jaxtrain.gradients import (
     float32_loss,
     select,
 )
+from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline import residuals
 from jaxtrain.parallel.pipeline.buffers import (
     leaves_read,
@@ -264,7 +265,7 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
         slot = jnp.where(tick["forward"].last, tick["forward"].input_slot, NONE)
         inputs = write(inputs, slot, y)
     carry = dataclasses.replace(carry, inputs=inputs, residuals=kept)
-    d_x, d_stacked, d_outer, loss = _backward(device, carry, tick["backward"])
+    d_x, d_chunk, d_outer, loss = _backward(device, carry, tick["backward"])
     ring = range(S) if wraps else range(S - 1)
     arrived = jax.lax.ppermute(y, "pipe", [(s, (s + 1) % S) for s in ring])
     returned = jax.lax.ppermute(d_x, "pipe", [((s + 1) % S, s) for s in ring])
@@ -272,7 +273,7 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
         inputs=write(inputs, tick["receive_input"], arrived),
         cotangents=write(carry.cotangents, tick["receive_cotangent"], returned),
         residuals=kept,
-        d_stacked=d_stacked,
+        d_stacked=_add_chunk(device, carry.d_stacked, tick["backward"], d_chunk),
         d_outer=d_outer,
         loss=loss,
     )
@@ -282,6 +283,10 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
 def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tuple]:
     """Runs the forward unit; returns the stage's result and the buffers of residuals."""
     plan = device.plan
+    slot = jnp.where(unit.present, unit.residual_slot, NONE)
+    # What a branch updates is copied by XLA's GPU and CPU compilers, whole and in every tick. The
+    # TPU compiler updates it where it lies, and would hold another slot for what leaves a branch.
+    within = plan.skip_bubbles and platform() == "tpu"
 
     def run():
         batch, rng = device.microbatch(unit.microbatch)
@@ -290,16 +295,25 @@ def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tup
         if plan.recompute:
             return _layers(plan.stages, chunk, x, context), ()
         y, kept = residuals.forward(device.layout, chunk, x, context)
-        slot = jnp.where(unit.present, unit.residual_slot, NONE)
-        return y, write(carry.residuals, slot, kept)
+        return y, write(carry.residuals, slot, kept) if within else kept
+
+    def rest():
+        stored = device.layout.stored if device.layout else ()
+        return _zeros(device.x), carry.residuals if within else tuple(map(_zeros, stored))
 
     # Where the backward unit starts over, there is nothing that the last stage would run this for.
     wanted = unit.present & ~unit.last if plan.recompute else unit.present
-    return plan.choose(wanted, run, lambda: (_zeros(device.x), carry.residuals))
+    y, kept = plan.choose(wanted, run, rest)
+    return y, kept if within else write(carry.residuals, slot, kept)
 
 
 def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
-    """Runs the backward unit; returns the cotangent of its input and the sums."""
+    """Runs the backward unit.
+
+    Returns:
+      The cotangent of its input, the gradients of its chunk (their sums stay out of the branches,
+      see :func:`_forward`), and the other sums.
+    """
     plan, stages = device.plan, device.plan.stages
 
     def run():
@@ -323,12 +337,17 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
             lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
             lambda: (d_x, d_outer),
         )
-        return d_x, _add_chunk(device, carry.d_stacked, unit, d_chunk), d_outer, loss
+        return d_x, d_chunk, d_outer, loss
 
     return plan.choose(
         unit.present,
         run,
-        lambda: (_zeros(device.x), carry.d_stacked, carry.d_outer, carry.loss),
+        lambda: (
+            _zeros(device.x),
+            jax.tree.map(jnp.zeros_like, device.chunk(unit.chunk)),
+            carry.d_outer,
+            carry.loss,
+        ),
     )
 
 
