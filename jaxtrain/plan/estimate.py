@@ -47,7 +47,9 @@ PyTree = Any
 # what its products would round, and pads what kernels read to tiles (jaxtrain.plan.uses).
 HABITS: Mapping[str, Habits] = {
     "tpu": Habits(rounds_residuals=True, tiles_kernels=True),
-    "gpu": Habits(keeps_constants=True, copies_branches=True),
+    "gpu": Habits(
+        keeps_constants=True, copies_branches=True, delays_gradients=True, keeps_costly=True
+    ),
     "cpu": Habits(keeps_constants=True, copies_branches=True),
 }
 

@@ -30,6 +30,8 @@ class Life:
         self.work = [Work()]
         self.written: set[Buffer] = set()
         self.adopted: set[Buffer] = set()
+        # What is read once more when all else is done.
+        self.late: set[Buffer] = set()
         # Inputs are kept with the outputs so that an id names one value for as long as this lives.
         self.known: dict[Any, tuple[list, list]] = {}
 

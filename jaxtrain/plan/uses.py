@@ -60,6 +60,15 @@ def kernel_operands(jaxpr: Any) -> frozenset:
     return _trace_back(jaxpr, lambda e: e.primitive.name == "pallas_call", keep, results=False)
 
 
+def read_inside(body: Any) -> frozenset:
+    """The variables of a loop's body, at all depths, that its own equations read.
+
+    Others only leave it, moved and converted at most: gradients of weights, of a loop over layers.
+    """
+    through = MOVES | {"convert_element_type"}
+    return _trace_back(body, lambda e: e.primitive.name not in through, through, results=False)
+
+
 def _trace_back(
     jaxpr: Any, counts: Callable[[Any], bool], through: frozenset, *, results: bool
 ) -> frozenset:

@@ -25,6 +25,7 @@ How far it is off is measured against the compilers (:mod:`jaxtrain.plan.search`
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from jaxtrain.plan.partition import (
     Value,
     axis_names,
 )
-from jaxtrain.plan.uses import CALLS, MOVES, kernel_operands, wide_variables
+from jaxtrain.plan.uses import CALLS, MOVES, kernel_operands, read_inside, wide_variables
 
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
 # Results with memory of their own. Everything else is element-wise.
@@ -59,6 +60,8 @@ HEAVY = frozenset(
         *("psum", "ppermute", "all_gather", "all_to_all"),
     ]
 )
+# Element-wise work that costs more than reading its result.
+COSTLY = frozenset(["tanh"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Habits:
     Args:
       keeps_constants: arrays made from nothing outside of a loop (masks) are kept for it.
       copies_branches: an array that a branch updates is copied first.
+      delays_gradients: products that nothing in a loop's body reads run at its end.
+      keeps_costly: element-wise work of :data:`COSTLY` that several read is done once and kept.
       rounds_residuals: float32 arrays that a loop leaves for matrix products of default precision
         alone are stored as bfloat16, what these products round them to.
       tiles_kernels: what a loop leaves for kernels lies row by row in tiles of 8 x 128.
@@ -75,6 +80,8 @@ class Habits:
 
     keeps_constants: bool = False
     copies_branches: bool = False
+    delays_gradients: bool = False
+    keeps_costly: bool = False
     rounds_residuals: bool = False
     tiles_kernels: bool = False
 
@@ -117,6 +124,7 @@ class Walk(Partitioner):
     Attributes:
       wide: variables whose every bit counts, see :func:`wide_variables`; None for all.
       tiled: variables that kernels read, see :func:`kernel_operands`.
+      inside: variables that the innermost loop reads, see :func:`read_inside`; None outside.
     """
 
     def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec], habits: Habits):
@@ -124,6 +132,7 @@ class Walk(Partitioner):
         self.habits = habits
         self.wide: frozenset | None = None
         self.tiled: frozenset = frozenset()
+        self.inside: frozenset | None = None
 
     def level(
         self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
@@ -148,9 +157,8 @@ class Walk(Partitioner):
         # The new state is written over the old; other results end up in memory.
         results = self.run(jaxpr, env, life, frozenset() if top else _variables(jaxpr.outvars))
         life.tick()
-        for value in results:
-            for root in value.roots:
-                life.read(root)
+        for root in life.late.union(*(value.roots for value in results)):
+            life.read(root)
         return results, life.peak()
 
     def run(self, jaxpr: Any, env: dict, life: Life, kept: frozenset) -> list[Value]:
@@ -170,8 +178,9 @@ class Walk(Partitioner):
             else:
                 life.tick()
                 outputs = self.once(name, equation, inputs, life)
+                costly = self.habits.keeps_costly and name in COSTLY
                 for value, variable in zip(outputs, equation.outvars, strict=True):
-                    if variable in kept:
+                    if variable in kept or (costly and _readers(jaxpr, variable) > 1):
                         self.settle(value, life, in_place=True)
             env.update(zip(equation.outvars, outputs, strict=True))
         return [_read(env, v) for v in jaxpr.outvars]
@@ -202,6 +211,15 @@ class Walk(Partitioner):
         self.cost.hbm_bytes += buffer.size
         life.write(buffer, in_place=in_place)
         value.roots, value.fused = frozenset([buffer]), False
+
+    def hand_over(self, value: Value, life: Life) -> None:
+        """Gives a loop's input memory of its own: it takes buffers, not parts of them."""
+        self.settle(value, life)
+        if value.part and not value.free:
+            buffer = Buffer(self.bytes(value), f"slice {value.dtype}{list(value.shape)}")
+            self.cost.hbm_bytes += 2 * buffer.size
+            life.write(buffer)
+            value.roots, value.part = frozenset([buffer]), False
 
     def equation(self, name: str, equation: Any, inputs: list[Value], life: Life) -> list[Value]:
         """Walks one equation that is no call."""
@@ -269,14 +287,16 @@ class Walk(Partitioner):
                 spec = self.reshaped(value, shape)
             elif name == "sharding_constraint":
                 return [self.constrained(value, params["sharding"].spec, life)]
-            elif len(equation.outvars) == len(inputs):
+            elif len(equation.outvars) == len(inputs) and name != "slice":
                 i = equation.outvars.index(variable)
                 outputs.append(dataclasses.replace(inputs[i]))
                 continue
             else:
                 spec = self.fit(shape, value.spec)
-            aval = variable.aval
-            outputs.append(dataclasses.replace(value, shape=shape, dtype=aval.dtype, spec=spec))
+            dtype, part = variable.aval.dtype, value.part or name in ("slice", "dynamic_slice")
+            outputs.append(
+                dataclasses.replace(value, shape=shape, dtype=dtype, spec=spec, part=part)
+            )
         return outputs
 
     def constrained(self, value: Value, spec: Any, life: Life) -> Value:
@@ -313,6 +333,8 @@ class Walk(Partitioner):
         (lc, rc), (lb, rb) = equation.params["dimension_numbers"]
         for value in inputs:
             self.settle(value, life)
+        if self.inside is not None and equation.outvars[0] not in self.inside:
+            life.late.update(lhs.roots, rhs.roots)
         left, right = (
             Operand(v, c, [d for d in range(len(v.shape)) if d not in (*c, *b)], list(v.spec))
             for v, c, b in ((lhs, lc, lb), (rhs, rc, rb))
@@ -440,7 +462,7 @@ class Walk(Partitioner):
         body = params["jaxpr"]
         n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
         for value in inputs:
-            self.settle(value, life)
+            self.hand_over(value, life)
         carry = inputs[n_consts : n_consts + n_carry]
         slices = [
             Value(v.shape[1:], v.dtype, v.spec[1:], free=v.free, stored=v.stored)
@@ -448,7 +470,9 @@ class Walk(Partitioner):
         ]
         consts = [dataclasses.replace(v, roots=frozenset(), fused=False) for v in inputs[:n_consts]]
         layouts = [v.spec for v in carry]
-        outer = self.cost
+        outer, outside = self.cost, self.inside
+        if self.habits.delays_gradients:
+            self.inside = read_inside(body.jaxpr)
         # A carry that starts as zeros lies as the body leaves it.
         for _ in range(2):
             self.cost = Cost()
@@ -471,7 +495,7 @@ class Walk(Partitioner):
             if found == layouts:
                 break
             layouts = found
-        body_cost, self.cost = self.cost, outer
+        body_cost, self.cost, self.inside = self.cost, outer, outside
         if self.habits.keeps_constants:
             for value, inside in zip(inputs, consts, strict=False):
                 if value.free:
@@ -510,7 +534,7 @@ class Walk(Partitioner):
         params = equation.params
         body, skip = params["body_jaxpr"], params["cond_nconsts"]
         for value in inputs:
-            self.settle(value, life)
+            self.hand_over(value, life)
         arguments = [Value(v.shape, v.dtype, v.spec) for v in inputs[skip:]]
         first = params["body_nconsts"]
         arguments[first:] = [self.held(v, v.spec, self.bytes(v)) for v in arguments[first:]]
@@ -575,6 +599,11 @@ def _key(name: str, equation: Any, inputs: list[Value]) -> Any:
             atoms.append(id(value))
     # The sharding of a constraint is not told apart by its text alone on all versions.
     return name, tuple(atoms), str(equation.params)
+
+
+def _readers(jaxpr: Any, variable: Any) -> int:
+    operands = itertools.chain(jaxpr.outvars, *(e.invars for e in jaxpr.eqns))
+    return sum(v is variable for v in operands)
 
 
 def _needed(jaxpr: Any) -> list:

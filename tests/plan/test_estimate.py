@@ -213,6 +213,60 @@ def test_what_kernels_read_lies_in_tiles_where_a_compiler_says_so():
     assert tiled - plain == 4 * L * (8 * 128 - B * D)
 
 
+def test_a_loop_takes_a_copy_of_a_part():
+    L, D = 5, 16
+
+    def part(xs):
+        half = jax.lax.slice_in_dim(xs, 0, L)
+        return jax.lax.scan(lambda c, x: (c + jnp.cumsum(x), None), jnp.zeros(D), half)[0]
+
+    def whole(xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.cumsum(x), None), jnp.zeros(D), xs)[0]
+
+    sliced = walk(part, [((), ())], (2 * L, D), mesh={})[1]
+    assert sliced - walk(whole, [((), ())], (L, D), mesh={})[1] == 4 * L * D
+
+
+def test_products_that_only_leave_a_loop_run_last_where_a_compiler_does_so():
+    L, B, D, F = 5, 8, 16, 64
+
+    def gradients(xs, w, delayed):
+        def body(c, x):
+            wide = x @ w
+            left = wide.T @ wide if delayed else jnp.cumsum(wide, axis=0)[:1]
+            # What comes after is as large, and needs its own memory.
+            after = jnp.cumsum(jnp.cumsum(x @ w[::-1], axis=0), axis=0)
+            return c + after.sum(), left
+
+        return jax.lax.scan(body, 0.0, xs)
+
+    specs, shapes = [((), (), ()), ((), ())], ((L, B, D), (D, F))
+    for delayed in (True, False):
+        function = functools.partial(gradients, delayed=delayed)
+        plain = walk(function, specs, *shapes, mesh={})[1]
+        last = walk(function, specs, *shapes, mesh={}, habits=Habits(delays_gradients=True))[1]
+        # The operand waits through the body.
+        assert last - plain == (4 * B * F if delayed else 0)
+
+
+def test_a_tanh_that_several_read_is_kept_where_a_compiler_does_so():
+    B = 8
+
+    def work(x, w, several):
+        y = x @ w
+        once, again = jnp.tanh(y), jnp.cos(y)
+        # While the first result is worked on, what the second one is made from waits.
+        first = jnp.cumsum(jnp.cumsum((once + 1) @ w, axis=0), axis=0)
+        return first @ ((y * (once if several else again)) @ w)
+
+    for several in (True, False):
+        function = functools.partial(work, several=several)
+        specs, shapes = [((), ())] * 2, ((B, B), (B, B))
+        plain = walk(function, specs, *shapes, mesh={})[1]
+        kept = walk(function, specs, *shapes, mesh={}, habits=Habits(keeps_costly=True))[1]
+        assert kept - plain == (4 * B * B if several else 0)
+
+
 def test_equal_work_is_done_once():
     def twice(x, w):
         return jnp.sum(x @ w) + jnp.sum((x @ w) ** 2)
