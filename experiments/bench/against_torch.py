@@ -79,12 +79,15 @@ def main(config: Config) -> None:
 
         return Variant(run, {})
 
+    scanned = dataclasses.replace(model, scan_unroll=1)
     unrolled = dataclasses.replace(model, scan_unroll=model.layers)
     policy = Policy.named(config.precision)
     variants = {
         "torch, eager": torch_variant(compiled=False),
         "torch, compiled": torch_variant(compiled=True),
-        "jaxtrain": ours.jaxtrain_variant(model, params, batch, config.calls, policy),
+        "jaxtrain, layers scanned": ours.jaxtrain_variant(
+            scanned, params, batch, config.calls, policy
+        ),
         "jaxtrain, layers unrolled": ours.jaxtrain_variant(
             unrolled, params, batch, config.calls, policy
         ),

@@ -48,8 +48,8 @@ def main(config: Config) -> None:
     variants = {
         "hand-written": hand_written_variant(model, params, batch, config.calls),
         "jaxtrain": jaxtrain_variant(model, params, batch, config.calls),
-        "jaxtrain, layers unrolled": jaxtrain_variant(
-            dataclasses.replace(model, scan_unroll=model.layers), params, batch, config.calls
+        "jaxtrain, layers scanned": jaxtrain_variant(
+            dataclasses.replace(model, scan_unroll=1), params, batch, config.calls
         ),
     }
     about = {

@@ -60,7 +60,8 @@ class Config:
     """What a block keeps for its backward pass: all, the results of products (on the device, or
     offload: on the host), those of attention alone, or its input."""
     scan_unroll: int | None = None
-    """Layers per iteration of the scan over layers."""
+    """Layers per iteration of the scan over layers; left out, few layers on one CPU device are
+    unrolled and others are not."""
     attention: str | None = None
     """Attention kernel: auto, xla, cudnn or splash."""
     z_loss: float | None = None

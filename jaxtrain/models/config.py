@@ -30,7 +30,9 @@ class GPTConfig:
         takes the xla form.
       rope_theta, norm_eps: base of the rotary frequencies; added to variances.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
-      scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole.
+      scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
+        unrolls the few layers of a small model on a lone CPU device
+        (:data:`jaxtrain.models.gpt.UNROLLED`) and nothing elsewhere.
       attention: see :func:`jaxtrain.ops.attention.attention`.
       loss_chunk: positions of a row per tile of logits; None chooses.
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
@@ -62,7 +64,7 @@ class GPTConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
-    scan_unroll: int = 1
+    scan_unroll: int | None = None
     attention: str = "auto"
     loss_chunk: int | None = None
     z_loss: float = 0.0
@@ -75,7 +77,8 @@ class GPTConfig:
             width = 4 * self.width if self.mlp == "gelu" else _round_up(-(-8 * self.width // 3), 64)
             object.__setattr__(self, "mlp_width", width)
         sizes = ("vocab_size", "seq_len", "layers", "width", "heads", "kv_heads", "mlp_width")
-        for name in (*sizes, "scan_unroll", "vocab_multiple"):
+        unroll = () if self.scan_unroll is None else ("scan_unroll",)
+        for name in (*sizes, *unroll, "vocab_multiple"):
             value = getattr(self, name)
             # A config may come from a file, where anything may stand for a number.
             if type(value) is not int or not 1 <= value < 2**31:

@@ -29,6 +29,7 @@ from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
+from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline.stages import Stages
 from jaxtrain.parallel.sharding import constrain
 from jaxtrain.tree import named_leaves
@@ -56,6 +57,10 @@ __all__ = [
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
+
+# A loop over layers copies what it keeps to and from stacked arrays. On one CPU device that is
+# slower than up to so many layers written out, and compiling these takes little longer.
+UNROLLED = 8
 
 # Parameter path to logical axes, for jaxtrain.parallel.Rules; the first match decides.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -137,7 +142,7 @@ def stages(config: GPTConfig) -> Stages:
         embed=functools.partial(embed, config),
         block=rematerialise(config.remat, functools.partial(block, config), prevent_cse=False),
         head_loss=functools.partial(head_loss, config),
-        scan_unroll=config.scan_unroll,
+        scan_unroll=config.scan_unroll or 1,
     )
 
 
@@ -251,10 +256,17 @@ def blocks(
 
     # In a loop the forward and the backward pass are apart, and no common subexpression can undo
     # the rematerialisation; a loop of one iteration is no loop.
-    layer = rematerialise(config.remat, layer, prevent_cse=count <= config.scan_unroll)
-    return jax.lax.scan(
-        layer, x_BTD, (stacked, first + jnp.arange(count)), unroll=config.scan_unroll
-    )[0]
+    unroll = _unroll(config, count)
+    layer = rematerialise(config.remat, layer, prevent_cse=count <= unroll)
+    return jax.lax.scan(layer, x_BTD, (stacked, first + jnp.arange(count)), unroll=unroll)[0]
+
+
+def _unroll(config: GPTConfig, count: int) -> int:
+    if config.scan_unroll is not None:
+        return config.scan_unroll
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = platform() == "cpu" and (mesh.empty or mesh.size == 1)
+    return count if alone and config.remat == "none" and count <= UNROLLED else 1
 
 
 def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:

@@ -11,9 +11,9 @@ Memory at the peak is a sum of
   running sums of accumulation, buffers of a pipeline.
 
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
-holds for any experiment, any optimizer and any loss, and no term is fitted: the three differences
-between compilers are in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 13 % on 21
-steps for h100:1x8 and 14 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
+holds for any experiment, any optimizer and any loss, and no term is fitted: where compilers differ
+is in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 10 % on 14 steps for h100:1x8
+and within 14 % on 16 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
 choices of rematerialisation, and accumulation. tests/plan/test_aot_search.py holds 15 % on these.
 
 Time is a roofline: see :class:`Prediction`.
@@ -42,9 +42,10 @@ from jaxtrain.tree import named_leaves
 PyTree = Any
 
 # Seen in the programs that the compilers make (jax 0.10.2): for GPUs, loops keep what JAX has moved
-# out of them, even where it is one number broadcast (the mask of attention), and buffers that one
-# branch of a conditional updates are copied. The TPU compiler does neither; it rounds in advance
-# what its products would round, and pads what kernels read to tiles (jaxtrain.plan.uses).
+# out of them, even where it is one number broadcast, buffers that one branch of a conditional
+# updates are copied, gradients of weights come last in a layer's backward pass, and a tanh that
+# several read is kept in float32. The TPU compiler does none of this; it rounds in advance what its
+# products would round, and pads what kernels read to tiles (jaxtrain.plan.uses).
 HABITS: Mapping[str, Habits] = {
     "tpu": Habits(rounds_residuals=True, tiles_kernels=True),
     "gpu": Habits(
