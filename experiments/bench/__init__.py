@@ -1,7 +1,8 @@
 """Benchmarks that print ratios: ``python -m experiments.bench ROW``.
 
 The variants of a row run in turn, round after round, in one process, so that whatever else the
-machine does falls on all of them alike. A row is one line of JSON; those that matter are kept in
+machine does falls on all of them alike. Memory that is freed stays with the process, as in the
+experiments (:mod:`jaxtrain.host_memory`). A row is one line of JSON; those that matter are kept in
 ``experiments/bench/results`` with the command that made them.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from experiments.bench import machine
 from jaxtrain.compile import CompiledStep
+from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.models import gpt
 from jaxtrain.observe import memory
 
@@ -68,9 +70,10 @@ def interleave(
       Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
       the first variant within a round (in wall time and in the process's CPU time), the median of
       minor page faults of this process, and its facts;
-      with ``work`` also those times per step, tokens per second, and the share of the rate of
+      with ``work`` also those times per step, tokens per second, and the share of the best rate of
       matrix products that the model's FLOPs reach (``mfu``).
     """
+    keep_freed_memory()
     products = machine.MatrixProducts(work.dtype) if work else None
     variants = dict(variants) | ({MATRIX_PRODUCTS: Variant(products)} if products else {})
     wall: dict[str, list[float]] = {name: [] for name in variants}
@@ -87,7 +90,7 @@ def interleave(
                 faults_end = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
                 faults[name].append(faults_end - faults_start)
     first = next(iter(variants))
-    rate = products.flops / statistics.median(wall.pop(MATRIX_PRODUCTS)) if products else None
+    rate = products.flops / min(wall.pop(MATRIX_PRODUCTS)) if products else None
     results = {}
     for name, times in wall.items():
         results[name] = {
@@ -154,8 +157,8 @@ def print_row(
             "tokens_per_step": work.tokens,
             "flops_per_step": work.flops,
             "flops_formula": work.formula,
-            "mfu_formula": "flops_per_step / step seconds / (flops_per_second of matrix products "
-            "in the same rounds x devices)",
+            "mfu_formula": "flops_per_step / step seconds / (flops_per_second of the fastest "
+            "matrix products of the same rounds x devices)",
         }
     # Since the process began, so of whichever variant needs most; None where it is not counted.
     row["measured_peak_bytes"] = memory.device_memory().get("peak")

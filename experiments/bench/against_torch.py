@@ -1,8 +1,7 @@
 """The other camp: the same train step in PyTorch (:mod:`experiments.bench.torch_gpt`).
 
 Needs the extra ``bench``. Both run on the same device in one process, turn by turn; the first
-variant is PyTorch as it is most often run, eager. Memory that is freed stays with the process
-(:mod:`jaxtrain.host_memory`), for both.
+variant is PyTorch as it is most often run, eager.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ import numpy as np
 
 from experiments.bench import Variant, gpt_work, interleave, print_row
 from experiments.bench import step as ours
-from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.models import gpt
 from jaxtrain.precision import Policy
 
@@ -42,7 +40,6 @@ def main(config: Config) -> None:
         from experiments.bench import torch_gpt
     except ImportError:
         raise SystemExit("this row needs PyTorch: pip install 'jaxtrain[bench]'") from None
-    kept = keep_freed_memory()
     model, rows = ours.model_and_rows(config.shape)
     batch = ours.make_batch(model, config.rows or rows)
     params = jax.device_get(jax.jit(lambda: gpt.init(model, jax.random.key(0)))())
@@ -93,7 +90,6 @@ def main(config: Config) -> None:
         ),
     }
     about = {
-        "freed_memory_kept": kept,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "shape": config.shape,

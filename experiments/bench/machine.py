@@ -12,13 +12,15 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 
+from jaxtrain.host_memory import keep_freed_memory
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 # Of these, what belongs to the backend in use.
 BACKEND_PACKAGES = {
     "tpu": ("libtpu",),
     "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 }
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX")
 
 
 def facts() -> dict[str, Any]:
@@ -39,6 +41,7 @@ def facts() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processor": f"{usable_cores()} cores of {processor()}",
+        "freed_memory_kept": keep_freed_memory(),
         "flags": {name: os.environ.get(name) for name in VARIABLES},
     }
 

@@ -1,8 +1,7 @@
 """The step against a hand-written one: what the framework costs.
 
 Same model, same mathematics, same batch, AdamW with clipping, float32, on one device. The
-hand-written step is :mod:`experiments.bench.floor`. Memory that is freed stays with the process, as
-in the experiments (:mod:`jaxtrain.host_memory`), for both.
+hand-written step is :mod:`experiments.bench.floor`.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ import numpy as np
 import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
 from experiments.bench import floor as hand_written
-from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.models import gpt
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
@@ -41,7 +39,6 @@ class Config:
 
 def main(config: Config) -> None:
     """Runs the row and prints it."""
-    kept = keep_freed_memory()
     model, rows = model_and_rows(config.shape)
     batch = make_batch(model, rows)
     params = jax.jit(lambda: gpt.init(model, jax.random.key(0)))()
@@ -53,7 +50,6 @@ def main(config: Config) -> None:
         ),
     }
     about = {
-        "freed_memory_kept": kept,
         "shape": config.shape,
         "model": dataclasses.asdict(model),
         "batch": (rows, model.seq_len),
