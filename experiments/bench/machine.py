@@ -84,7 +84,7 @@ class MatrixProducts:
     """
 
     def __init__(self, dtype: Any):
-        self.size, self.count = (1024, 4) if jax.default_backend() == "cpu" else (8192, 8)
+        self.size, self.count = (2048, 2) if jax.default_backend() == "cpu" else (8192, 8)
         self.flops = 2 * self.size**3 * self.count
         # Rows that sum to 1, so that the chain neither grows nor vanishes.
         self._matrix = jnp.full((self.size, self.size), 1 / self.size, dtype)
