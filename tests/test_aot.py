@@ -126,7 +126,7 @@ def test_offload_moves_what_is_kept_to_the_host():
 
 
 @functools.cache
-def working_bytes(target, schedule, microbatches):
+def working_bytes(target, schedule, microbatches, remat="full"):
     """Compiles a bf16 step on pipe x data x tensor, eight rows per microbatch and device.
 
     Returns:
@@ -158,6 +158,7 @@ def working_bytes(target, schedule, microbatches):
         schedule=schedule,
         virtual=virtual,
         microbatches=microbatches,
+        remat=remat,
         policy=policy,
         gradient_shardings=shardings,
     )
@@ -198,3 +199,17 @@ def test_memory_of_gpipe_grows(target):
     # Up to 128 MiB of stash lie in the fast memory of a v5e, which is not counted.
     few, many = (working_bytes(target, "gpipe", count)[0] for count in (8, 128))
     assert many > 1.5 * few
+
+
+def test_no_buffer_of_a_pipeline_is_copied_in_every_tick_on_gpus():
+    # XLA's GPU compiler copies, whole, an array that a branch of a conditional updates.
+    _, text, _ = working_bytes(gpu, "1f1b", 8, "none")
+    # The buffers of residuals have three slots of two layers each.
+    names = re.findall(r"%(\S+) = \w+\[3,2,[\d,]+\]\S* (?:copy|fusion)", outside_fusions(text))
+    assert names  # fusions that write one slot
+    assert not [name for name in names if "copy" in name]
+
+
+def outside_fusions(text):
+    computations = re.split(r"\n(?=(?:ENTRY )?%)", text)
+    return "\n".join(c for c in computations if not c.startswith("%fused_"))
