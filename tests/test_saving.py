@@ -187,5 +187,7 @@ with refusing():
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert "Traceback" not in done.stderr
+    # Before it, plugins of JAX may say that they found no device.
+    line = done.stderr.splitlines()[-1]
     assert line.startswith("error: checkpoint 2 could not be saved in ")
