@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.ops.attention import SAVED
+from jaxtrain.ops.tiled import SAVED
 
 REMAT = ("none", "dots", "offload", "save_attention", "full")
 

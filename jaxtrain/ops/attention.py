@@ -6,37 +6,18 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 import functools
 import logging
 import warnings
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.ops import splash
+from jaxtrain.ops.tiled import MASKED, SAVED, tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
-from jaxtrain.parallel.sharding import constrain
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 # What "auto" takes where it can; elsewhere there is no fused kernel.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
-
-# Names of what the backward pass needs, for rematerialisation policies.
-SAVED = ("attention_out", "attention_lse")
-
-# Finite, so that no difference of two masked scores is a NaN.
-MASKED = float(-0.7 * np.finfo(np.float32).max)
-
-# The xla form writes out up to this many tiles of queries, each against all the keys it sees; of
-# longer rows it loops over tiles of queries and keys.
-UNROLLED = 4
-
-# On a CPU, tiles that are written out keep their softmax weights for the backward pass where these
-# are at most so many times the size of the queries: there writing them costs less than the product
-# and the exponential that make them again, and memory is the host's. Elsewhere nothing of size
-# T x S is kept.
-KEPT = 4
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +56,7 @@ def attention(
     Raises:
       ValueError: for shapes that do not fit, or an implementation that cannot run here.
     """
-    (_, T, H, K), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
+    (_, T, H, _), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     if (causal or segments_BT is not None) and T != S:
@@ -93,17 +74,16 @@ def attention(
         return jax.nn.dot_product_attention(
             q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=causal, implementation="cudnn"
         )
-    # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
-    q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
-    k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    form = _Form(causal, block or _block(T), dropout, S)
-    rng = rng if dropout else None
-    if -(-T // form.block) <= UNROLLED:
-        run = _kept if _keeps(form, T, K, q.dtype) else _tiled
-        out_BGRTK = run(form, q, k, v, segments_BT, rng)
-    else:
-        out_BGRTK = _long(form, q, k, v, segments_BT, rng)
-    return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
+    return tiled_attention(
+        q_BTHK,
+        k_BSGK,
+        v_BSGK,
+        causal=causal,
+        segments_BT=segments_BT,
+        dropout=dropout,
+        rng=rng,
+        block=block,
+    )
 
 
 def choose(
@@ -212,7 +192,7 @@ def cached_attention(
     """
     (B, H, K), (_, G, S, _) = q_BHK.shape, k_BGSK.shape
     q_BGRK = q_BHK.reshape(B, G, H // G, K)
-    scores = _einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * K**-0.5
+    scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * K**-0.5
     seen = jnp.arange(S) <= positions_B[:, None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
@@ -248,315 +228,3 @@ def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float) -> str:
 @functools.cache
 def _say_once(message: str) -> None:
     _log.warning(message)
-
-
-def _block(T: int) -> int:
-    # A causal tile looks only at the keys up to its end: four tiles save 3/8 of the work, more
-    # save little and cost launches; beyond 2,048 positions the size of a tile's scores decides.
-    return min(max(64, -(-T // 4)), 512)
-
-
-class _Form(NamedTuple):
-    """What of a tiled computation is known while it is traced."""
-
-    causal: bool
-    block: int
-    dropout: float
-    keys: int
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    """Attention tiled over queries.
-
-    The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
-    https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, and both passes
-    multiply in the dtype they were given with float32 accumulation.
-    """
-    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
-
-
-def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    out_BGRTK, lse_BGRT1, _ = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
-
-
-def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    """Returns the result, the log-sum-exp of each row, and the scores of each tile."""
-    R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
-    outs, lses, tiles = [], [], []
-    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
-        q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
-        scores = _scores(form, q, k, rows.start, keys.start, segments_BT)
-        peak = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - peak)
-        total = weights.sum(axis=-1, keepdims=True)
-        weights = _drop(weights, form, rng, tile).astype(dtype)
-        out = _einsum("bgns,bgsk->bgnk", weights, v_BGSK[:, :, keys])
-        outs.append(_split((out / total).astype(dtype), R))
-        lses.append(_split(peak + jnp.log(total), R))
-        tiles.append(scores)
-    out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
-    lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
-    return out_BGRTK, lse_BGRT1, tiles
-
-
-def _backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
-
-    def d_tile(tile, rows, keys):
-        of_rows = [x[:, :, :, rows] for x in whole_rows]
-        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-        return _d_tile(form, of_rows, of_keys, (rows.start, keys.start), segments_BT, rng, tile)
-
-    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
-
-
-def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
-    """Puts the gradients together from ``d_tile(tile, rows, keys)``, those of each tile."""
-    dtype = q_BGRTK.dtype
-    d_q = []
-    d_k, d_v = (jnp.zeros(k_BGSK.shape, _wide(dtype)) for _ in range(2))
-
-    def to_all_keys(part, keys):
-        # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
-        return jnp.pad(part, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
-
-    for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
-        more_q, more_k, more_v = d_tile(tile, rows, keys)
-        d_q.append(more_q.astype(dtype))
-        d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
-    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
-
-
-_tiled.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kept(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    """Attention tiled over queries, which keeps its weights; see ``KEPT``."""
-    return _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
-
-
-def _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
-    # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
-    # and its log-sum-exp saved, they cost one product and one exponential.
-    weights = [
-        jnp.exp(tile - _merge(lse_BGRT1[:, :, :, rows]))
-        for tile, (rows, _) in zip(scores, _tiles(q_BGRTK.shape[3], form), strict=True)
-    ]
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, rng, weights)
-
-
-def _kept_backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, rng, weights = saved
-
-    def d_tile(tile, rows, keys):
-        q, d_out = q_BGRTK[:, :, :, rows], d_out_BGRTK[:, :, :, rows]
-        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-        return _d_weighted(form, weights[tile], q, d_out, None, of_keys, rng, tile)
-
-    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
-
-
-_kept.defvjp(_kept_forward, _kept_backward)
-
-
-def _keeps(form: _Form, T: int, K: int, dtype) -> bool:
-    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
-    sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
-    return platform() == "cpu" and dtype == _wide(dtype) and sum(sizes) <= KEPT * T * K
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    """Attention tiled over queries and keys, by a loop over the tiles in which any key is seen.
-
-    The softmax is put together from tiles (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682):
-    scores exist for one tile of ``block`` x ``block`` at a time.
-    """
-    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
-
-
-def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    (R, T), dtype = q_BGRTK.shape[2:4], q_BGRTK.dtype
-    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
-
-    def step(sums, place):
-        rows, keys, tile = place
-        out, total, peak = (_merge(_cut(form, rows, x)) for x in sums)
-        k_tile, v_tile = _cut(form, keys, k), _cut(form, keys, v)
-        scores = _scores(form, _cut(form, rows, q), k_tile, rows, keys, segments)
-        higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
-        weights = jnp.exp(scores - higher)
-        shrink = jnp.exp(peak - higher)
-        total = shrink * total + weights.sum(axis=-1, keepdims=True)
-        weights = _drop(weights, form, rng, tile).astype(dtype)
-        out = shrink * out + _einsum("bgns,bgsk->bgnk", weights, v_tile)
-        news = (_split(x, R) for x in (out, total, higher))
-        return tuple(_put(rows, x, new) for x, new in zip(sums, news, strict=True)), None
-
-    start = (
-        jnp.zeros(q.shape, _wide(dtype)),
-        jnp.zeros((*q.shape[:4], 1), _wide(dtype)),
-        jnp.full((*q.shape[:4], 1), MASKED, _wide(dtype)),
-    )
-    (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
-    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
-    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
-
-
-def _long_backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    T, dtype = q_BGRTK.shape[3], q_BGRTK.dtype
-    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
-    # Rows of padding have no gradient, so they add none, whatever their weights.
-    others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
-    whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
-
-    def step(sums, place):
-        d_q, d_k, d_v = sums
-        rows, keys, tile = place
-        of_rows = [_cut(form, rows, x) for x in whole_rows]
-        of_keys = _cut(form, keys, k), _cut(form, keys, v)
-        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, (rows, keys), segments, rng, tile)
-        d_q = _put(rows, d_q, _cut(form, rows, d_q) + more_q)
-        d_k = _put(keys, d_k, _cut(form, keys, d_k) + more_k)
-        d_v = _put(keys, d_v, _cut(form, keys, d_v) + more_v)
-        return (d_q, d_k, d_v), None
-
-    start = _pin(tuple(jnp.zeros(x.shape, _wide(dtype)) for x in (q, k, v)))
-    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T))
-    d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, : form.keys], d_v[:, :, : form.keys]
-    return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
-
-
-_long.defvjp(_long_forward, _long_backward)
-
-
-def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
-    """sum_s weight * d_weight, which is out . d_out, dropped or not: no T x S pass is needed."""
-    return (out_BGRTK.astype(_wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
-
-
-def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
-    """One tile's part of the gradients of its rows of q, and of its keys and values."""
-    q, d_out, delta, lse = of_rows
-    scores = _scores(form, q, of_keys[0], *starts, segments_BT)
-    weights = jnp.exp(scores - _merge(lse))
-    return _d_weighted(form, weights, q, d_out, delta, of_keys, rng, tile)
-
-
-def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
-    """The same from the tile's weights; ``delta_BGRT1`` None sums it from them."""
-    (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
-    q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
-    d_weights = _drop(_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
-    if delta_BGRT1 is None:
-        delta = (weights * d_weights).sum(axis=-1, keepdims=True)
-    else:
-        delta = _merge(delta_BGRT1)
-    d_scores = (scale * weights * (d_weights - delta)).astype(dtype)
-    weights = _drop(weights, form, rng, tile).astype(dtype)
-    d_q = _split(_einsum("bgns,bgsk->bgnk", d_scores, k), q_BGRTK.shape[2])
-    d_k = _einsum("bgns,bgnk->bgsk", d_scores, q_BGNK)
-    return d_q, d_k, _einsum("bgns,bgnk->bgsk", weights, d_out_BGNK)
-
-
-def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
-    """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
-    (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
-
-    # What is rematerialised, JAX does not compute ahead of loops. A mask is the same in every
-    # layer: broadcast to the shape of the scores, one of each tile would be held through the step.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def masked(scores_BGNS, first_row, first_key, segments_BT):
-        t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
-        if form.causal:
-            scores_BGNS = jnp.where(t_N1 >= s_S, scores_BGNS, MASKED)
-        elif form.keys % form.block and not whole:
-            scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
-        if segments_BT is not None:
-            row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
-            key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
-            same_BNS = row_BN[:, :, None] == key_BS[:, None, :]
-            scores_BGNS = jnp.where(same_BNS[:, None], scores_BGNS, MASKED)
-        return scores_BGNS
-
-    whole = isinstance(first_key, int)
-    scores = _einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
-    return masked(scores, first_row, first_key, segments_BT)
-
-
-def _merge(x_BGRTK: jax.Array) -> jax.Array:
-    """[B, G, R, T, K] to [B, G, R * T, K]: XLA:CPU is slow at products of rows with two axes."""
-    B, G, R, T, K = x_BGRTK.shape
-    return x_BGRTK.reshape(B, G, R * T, K)
-
-
-def _split(x_BGNK: jax.Array, R: int) -> jax.Array:
-    B, G, N, K = x_BGNK.shape
-    return x_BGNK.reshape(B, G, R, N // R, K)
-
-
-def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
-    """Rows of each tile, and the keys that any of them may see."""
-    ends = [min(start + form.block, T) for start in range(0, T, form.block)]
-    return [
-        (slice(i * form.block, end), slice(0, end if form.causal else form.keys))
-        for i, end in enumerate(ends)
-    ]
-
-
-def _places(form: _Form, T: int) -> jax.Array:
-    """First row, first key and number of every tile that has something to see, [tiles, 3]."""
-    rows, keys = (range(0, size, form.block) for size in (T, form.keys))
-    seen = [(row, key) for row in rows for key in keys if key <= row or not form.causal]
-    return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
-
-
-def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
-    q = _pad(form, q_BGRTK, axis=3)
-    k, v = (_pad(form, x, axis=2) for x in (k_BGSK, v_BGSK))
-    return q, k, v, None if segments_BT is None else _pad(form, segments_BT, axis=1)
-
-
-def _pad(form: _Form, x: jax.Array, *, axis: int) -> jax.Array:
-    """Fills an axis up to whole tiles."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % form.block)
-    return jnp.pad(x, widths)
-
-
-def _cut(form: _Form, start: jax.Array, x: jax.Array) -> jax.Array:
-    """A tile of rows or keys; they are the last axis but one."""
-    return jax.lax.dynamic_slice_in_dim(x, start, form.block, axis=x.ndim - 2)
-
-
-def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, tile, start, axis=x.ndim - 2)
-
-
-def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    # What a loop carries is as sharded as what it starts from, and zeros are not.
-    return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
-
-
-def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
-    """Inverted dropout of a tile; the same key and tile drop the same."""
-    if rng is None:
-        return weights
-    keep = jax.random.bernoulli(jax.random.fold_in(rng, tile), 1 - form.dropout, weights.shape)
-    return jnp.where(keep, weights / (1 - form.dropout), 0)
-
-
-def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=_wide(a.dtype))
-
-
-def _wide(dtype) -> jnp.dtype:
-    """At least float32 (float64 stays)."""
-    return jnp.promote_types(dtype, jnp.float32)

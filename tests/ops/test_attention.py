@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.ops import attention as ops
+from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
 from jaxtrain.ops.splash import obstacle, splash_attention
 from jaxtrain.parallel.mesh import make_mesh
@@ -163,7 +164,7 @@ def test_splash_is_the_definition(causal, documents, groups, mesh):
         splash_attention,
         causal=causal,
         segments_BT=segments,
-        saved_name=ops.SAVED[0],
+        saved_name=tiled.SAVED[0],
         interpret=True,
     )
     plain = functools.partial(definition, jnp, causal=causal, segments_BT=segments)
@@ -246,13 +247,13 @@ def test_weights_are_kept_on_a_cpu_up_to_a_bound_in_the_queries(monkeypatch):
     # Of four causal tiles, the fourth part of the keys, then two, three and four.
     assert kept_for_backward(T=256, K=64) == 2 + (1 + 2 + 3 + 4) / 16 * 4
     for accelerator in ("gpu", "tpu"):
-        monkeypatch.setattr(ops, "platform", lambda accelerator=accelerator: accelerator)
+        monkeypatch.setattr(tiled, "platform", lambda accelerator=accelerator: accelerator)
         assert kept_for_backward(T=16) == 2 + 1 + 1 / 4
 
 
 def test_a_rematerialised_block_makes_the_weights_from_the_saved_log_sum_exp():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in arrays(1, T=16)[:3])
-    saved = jax.checkpoint_policies.save_only_these_names(*ops.SAVED)
+    saved = jax.checkpoint_policies.save_only_these_names(*tiled.SAVED)
 
     def loss(q):
         return jax.checkpoint(attention, policy=saved)(q, k, v).sum()
