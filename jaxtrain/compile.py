@@ -159,8 +159,8 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     """Keeps compiled programs on disk, so that the next start of the same run does not compile.
 
     Programs of any size are kept: those of the initial state and around the step are small, and
-    many. What JAX has been told already (``JAX_COMPILATION_CACHE_DIR``,
-    ``JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS``) stays.
+    many. A directory that JAX has been told already stays, and so does a threshold that the
+    environment sets (``JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS``).
 
     Args:
       directory: where; left out, ``~/.cache/jaxtrain/programs`` (``$XDG_CACHE_HOME`` is heeded)

@@ -77,6 +77,32 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     assert jt.float32_products(step, state, batch) == []
 
 
+def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory():
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=gpu())
+
+    def compiled(attention, dtype):
+        config = dataclasses.replace(LLAMA, seq_len=1024, layers=1, attention=attention)
+        params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+        tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
+        batch = {"tokens": tokens, "targets": tokens, "segments": tokens}
+        batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, dtype)
+        rows = jax.sharding.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        loss = gpt.loss_fn(config)
+        gradient = jax.grad(lambda params, batch: loss(params, batch, None).total)
+        with jax.set_mesh(mesh):
+            return jax.jit(gradient, in_shardings=(None, rows)).lower(params, batch).compile()
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        program = compiled("pallas", dtype)
+        # Forward, and two of the backward pass.
+        assert program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+        # Rows of a device x heads of a device x T x T in float32.
+        scores = 8 * 2 * 1024 * 1024 * 4
+        fewer = compiled("xla", dtype).memory_analysis().temp_size_in_bytes
+        assert program.memory_analysis().temp_size_in_bytes < fewer - scores / 4
+
+
 def test_a_step_on_two_slices_gathers_weights_inside_each():
     """Whatever fsdp gathers or scatters stays on the fast links; what crosses is summed."""
     devices = two_slices()

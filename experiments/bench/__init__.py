@@ -59,12 +59,17 @@ class Work:
 
 
 def interleave(
-    variants: Mapping[str, Variant], *, rounds: int, work: Work | None = None
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    work: Work | None = None,
+    children: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Times every variant once per round, after one round that does not count.
 
     With ``work``, a chain of matrix products takes part as one more variant, and every other one
-    has its rates as well.
+    has its rates as well. With ``children`` the variants are processes of their own, which may need
+    the device to themselves: this one leaves it alone.
 
     Returns:
       Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
@@ -73,7 +78,8 @@ def interleave(
       with ``work`` also those times per step, tokens per second, and the share of the best rate of
       matrix products that the model's FLOPs reach (``mfu``).
     """
-    keep_freed_memory()
+    if not children:
+        keep_freed_memory()
     products = machine.MatrixProducts(work.dtype) if work else None
     variants = dict(variants) | ({MATRIX_PRODUCTS: Variant(products)} if products else {})
     wall: dict[str, list[float]] = {name: [] for name in variants}

@@ -59,8 +59,9 @@ def main(config: Config) -> None:
     model, rows = ours.model_and_rows("small")
     runs = {}
     for layers in config.layers:
-        unroll = layers if config.unrolled else 1
-        deep = dataclasses.replace(model, layers=layers, scan_unroll=unroll)
+        deep = dataclasses.replace(
+            model, layers=layers, scan_unroll=layers if config.unrolled else 1
+        )
         runs[f"{layers} layers"] = Compilation(deep, rows, config.optimizer)
     results = interleave({name: Variant(run) for name, run in runs.items()}, rounds=config.rounds)
     first = next(iter(runs.values()))
@@ -72,7 +73,8 @@ def main(config: Config) -> None:
             results[name][f"{part}_seconds"] = round(statistics.median(times), 3)
             results[name][f"{part}_ratio"] = round(statistics.median(ratios), 3)
     about = {
-        "model": dataclasses.asdict(model),
+        "model": dataclasses.asdict(model) | {"layers": config.layers, "scan_unroll": None},
+        "unrolled": config.unrolled,
         "batch": (rows, model.seq_len),
         "optimizer": config.optimizer,
     }

@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as filled:
         starts = {"empty cache": Start(), "filled cache": Start(filled)}
         variants = {name: Variant(start) for name, start in starts.items()}
-        results = interleave(variants, rounds=config.rounds)
+        results = interleave(variants, rounds=config.rounds, children=True)
     empty = starts["empty cache"].cpu_seconds[1:]
     for name, start in starts.items():
         # The CPU time of the runs in place of that of this process, which only waits.

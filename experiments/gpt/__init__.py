@@ -63,7 +63,7 @@ class Config:
     """Layers per iteration of the scan over layers; left out, few layers on one CPU device are
     unrolled and others are not."""
     attention: str | None = None
-    """Attention kernel: auto, xla, cudnn or splash."""
+    """Attention kernel: auto, xla, cudnn or pallas (GPUs), splash (TPUs)."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 

@@ -264,6 +264,7 @@ def blocks(
 def _unroll(config: GPTConfig, count: int) -> int:
     if config.scan_unroll is not None:
         return config.scan_unroll
+    # Without an ambient mesh nothing says that there are more devices.
     mesh = jax.sharding.get_abstract_mesh()
     alone = platform() == "cpu" and (mesh.empty or mesh.size == 1)
     return count if alone and config.remat == "none" and count <= UNROLLED else 1

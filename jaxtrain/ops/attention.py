@@ -10,13 +10,16 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import splash
+from jaxtrain.ops import pallas, splash
 from jaxtrain.ops.tiled import MASKED, SAVED, tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash", "pallas")
 
-# What "auto" takes where it can; elsewhere there is no fused kernel.
+# The platform of each fused kernel.
+PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
+
+# What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
 
 _log = logging.getLogger(__name__)
@@ -45,8 +48,9 @@ def attention(
       dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
         forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
       rng: key for dropout; None means none.
-      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs)
-        or ``"auto"``; see :func:`choose`.
+      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs),
+        ``"pallas"`` (JAX's for GPUs, which takes float32 and packs documents without a mask in
+        memory) or ``"auto"``; see :func:`choose`.
       block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
         over keys too, so that temporaries grow linearly with T.
 
@@ -63,8 +67,9 @@ def attention(
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
     dropout = 0.0 if rng is None else dropout
     chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout)
-    if chosen == "splash":
-        return splash.splash_attention(
+    if chosen in ("splash", "pallas"):
+        kernel = splash.splash_attention if chosen == "splash" else pallas.pallas_attention
+        return kernel(
             q_BTHK, k_BSGK, v_BSGK, causal=causal, segments_BT=segments_BT, saved_name=SAVED[0]
         )
     if chosen == "cudnn":
@@ -159,13 +164,15 @@ def _obstacle(
     sizes: tuple[int, int, int, int] | None = None,
 ) -> str | None:
     """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ..."."""
-    if FUSED.get(backend) != kernel:
-        chip = {"cudnn": "an NVIDIA GPU", "splash": "a TPU"}[kernel]
+    if PLATFORMS[kernel] != backend:
+        chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[PLATFORMS[kernel]]
         return f"{chip}, and the backend is {backend!r}"
     if dropout:
         return f"no dropout on attention weights, and its rate is {dropout}"
     if kernel == "splash":
         return splash.obstacle(length=length, sizes=sizes)
+    if kernel == "pallas":
+        return pallas.obstacle(head_dim=head_dim, length=length, sizes=sizes)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:

@@ -1,19 +1,12 @@
-"""Splash attention, JAX's fused kernel for TPUs, placed on a mesh.
-
-A Pallas kernel is opaque to XLA's partitioner, so it runs inside ``jax.shard_map``: each device
-takes its own rows of the batch and its own heads, and nothing is exchanged.
+"""Splash attention, JAX's fused kernel for TPUs.
 
 Shapes: B batch, T positions, H query heads, G key and value heads, K features.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Rules
+from jaxtrain.ops import local
 
 # A tile's rows and columns fill the 128 lanes of a vector register.
 LANES = 128
@@ -31,24 +24,7 @@ def obstacle(*, length: int | None, sizes: tuple[int, int, int, int] | None = No
     """
     if length is not None and length % LANES:
         return f"rows whose length is a multiple of {LANES}, and it is {length}"
-    if sizes is None:
-        return None
-    *shape, keys = sizes
-    if keys != length:
-        return f"as many keys as queries ({length}), and they are {keys}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get("context", 1) > 1:
-        return "whole rows on every device, and mesh axis 'context' splits them"
-    names = {"batch": "rows", "heads": "query heads", "kv_heads": "key heads"}
-    for size, logical in zip(shape, names, strict=True):
-        axes = _axes(mesh, logical)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
-            return (
-                f"{names[logical]} that mesh axes {' x '.join(axes)} of size {parts} divide, and "
-                f"they are {size}"
-            )
-    return None
+    return None if sizes is None else local.obstacle(length, sizes)
 
 
 def splash_attention(
@@ -84,22 +60,7 @@ def splash_attention(
         kernel = _kernel(T, H, causal=causal, saved_name=saved_name, interpret=interpret)
         return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    free = _free(mesh)
-    if not free:
-        return on_one_device(q_BTHK, k_BTGK, v_BTGK, segments_BT)
-    batch, heads = (_axes(mesh, logical) or None for logical in ("batch", "heads"))
-    split = P(batch, None, heads, None)
-    return jax.shard_map(
-        on_one_device,
-        in_specs=(split, split, split, None if segments_BT is None else P(batch, None)),
-        out_specs=split,
-        # All that surrounding code (a pipeline) has not taken: the kernel is compiled only where
-        # no axis is left to the partitioner.
-        axis_names=set(free),
-        # The kernel does not say over which axes its results differ.
-        check_vma=False,
-    )(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    return local.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
 
 
 def _kernels():
@@ -129,17 +90,3 @@ def _kernel(T: int, H: int, *, causal: bool, saved_name: str, interpret: bool):
         residual_checkpoint_name=saved_name,
         interpret=interpret,
     )
-
-
-def _free(mesh) -> list[str]:
-    """Axes of the ambient mesh that surrounding ``shard_map`` code has not taken over."""
-    if mesh.empty:
-        return []
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [axis for axis, kind in kinds if kind != AxisType.Manual]
-
-
-def _axes(mesh, logical: str) -> tuple[str, ...]:
-    """Free mesh axes, of size above 1, that carry a logical axis."""
-    free = _free(mesh)
-    return tuple(axis for axis in Rules().mesh_axes(logical, mesh) if axis in free) if free else ()

@@ -12,15 +12,16 @@ Memory at the peak is a sum of
 
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
 holds for any experiment, any optimizer and any loss, and no term is fitted: where compilers differ
-is in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 10 % on 14 steps for h100:1x8
+is in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 10 % on 15 steps for h100:1x8
 and within 14 % on 16 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
-choices of rematerialisation, and accumulation. tests/plan/test_aot_search.py holds 15 % on these.
+rematerialisation but offload, and accumulation. tests/plan/test_aot_search.py holds 15 % on these.
 
 Time is a roofline: see :class:`Prediction`.
 """
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
+from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.sharding import batch_shardings
@@ -146,6 +148,9 @@ def estimate(
       kind: whose compiler: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
       traced: what :func:`trace` returned for a like step, see there; None traces this one.
 
+    Returns:
+      Bytes of a call, with all its batches, where that is of several steps; all else of one step.
+
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
@@ -154,6 +159,12 @@ def estimate(
     if traced is None:
         traced = trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
     estimated = estimate_traced(traced, state, experiment.batch, mesh, kind=kind)
+    if (calls := experiment.steps_per_call) > 1:
+        # All batches of a call, and beside them as one stacked array.
+        batches = calls * estimated.batch_bytes
+        estimated = dataclasses.replace(
+            estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
+        )
     return estimated if mesh.shape["pipe"] == 1 else _pipelined(experiment, estimated)
 
 
@@ -195,7 +206,9 @@ def estimate_step(
 
 def trace_step(step: Callable, state: PyTree, batch: PyTree, mesh: AbstractMesh) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # Whoever compiles says it.
+        warnings.simplefilter("ignore", AheadOfTimeWarning)
         return jax.make_jaxpr(step)(state, batch)
 
 
@@ -238,8 +251,8 @@ def abstract_mesh(
     Args:
       sizes: of mesh axes, by name.
       devices: how many there are.
-      kind: ``"tpu"``: what is traced on the mesh takes the forms that it takes there (a GPU's own
-        kernels are compiled on a GPU alone, so for one that is the form of any platform).
+      kind: ``"tpu"``, ``"gpu"`` or ``"cpu"``: what is traced on the mesh takes the forms that it
+        takes there; None takes those of JAX's default backend.
 
     Raises:
       ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` does not
@@ -253,7 +266,7 @@ def abstract_mesh(
     filled = fill_sizes(dict.fromkeys(AXES, 1) | sizes, devices)
     check_dcn_data(filled["data"], dcn_data)
     shape = tuple(filled[axis] for axis in AXES)
-    device = AbstractDevice("TPU", num_cores=None, platform="tpu") if kind == "tpu" else None
+    device = AbstractDevice(kind, num_cores=None, platform=kind) if kind else None
     return AbstractMesh(
         shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device
     )

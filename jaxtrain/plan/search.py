@@ -25,9 +25,9 @@ import jax
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from jaxtrain.calls import compile_loop
 from jaxtrain.experiment import (
     Experiment,
-    compile_train,
     make_abstract_state,
     make_experiment_mesh,
 )
@@ -414,7 +414,8 @@ def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, targe
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AheadOfTimeWarning)
-            compiled = compile_train(experiment, state, mesh).compiled
+            calls = experiment.steps_per_call
+            compiled = compile_loop(experiment, state, mesh, 0, calls)[1][calls].compiled
     except jax.errors.JaxRuntimeError as error:
         used = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
         scale = {"K": 2**10, "M": 2**20, "G": 2**30}

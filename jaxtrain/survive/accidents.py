@@ -178,7 +178,9 @@ def diagnose(
     Args:
       experiment: what was trained.
       mesh: the mesh that ``state`` lies on.
-      state: after the skipped steps, which have not changed its parameters.
+      state: after the skipped steps, which have not changed its parameters; with several steps per
+        call it may be some finite steps further on, so that what is found is of those parameters
+        (``jaxtrain replay`` has the very ones).
       step: the last of them; its batch is computed once more.
       skips: how many there were in a row.
       run_dir: the run's folder.

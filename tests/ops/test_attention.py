@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
+from jaxtrain.ops.pallas import pallas_attention
 from jaxtrain.ops.splash import obstacle, splash_attention
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
@@ -150,18 +151,21 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
 
 
 @pytest.mark.parametrize(
-    ("causal", "documents", "groups", "mesh"),
+    ("kernel", "causal", "documents", "groups", "mesh"),
     [
-        (True, 3, (4, 2), {"data": 2, "tensor": 2}),
-        (True, None, (2, 2), None),
-        (False, 3, (2, 1), {"fsdp": 2}),
+        (splash_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
+        (splash_attention, True, None, (2, 2), None),
+        (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
+        (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
+        (pallas_attention, False, None, (2, 1), None),
     ],
 )
-def test_splash_is_the_definition(causal, documents, groups, mesh):
+def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mesh):
     H, G = groups
-    q, k, v, segments = arrays(6, T=256, H=H, G=G, K=8, documents=documents)
+    T = 256 if kernel is splash_attention else 128
+    q, k, v, segments = arrays(6, T=T, H=H, G=G, K=8, documents=documents)
     run = functools.partial(
-        splash_attention,
+        kernel,
         causal=causal,
         segments_BT=segments,
         saved_name=tiled.SAVED[0],
@@ -184,7 +188,7 @@ def test_splash_is_the_definition(causal, documents, groups, mesh):
     with jax.set_mesh(placed) if mesh else contextlib.nullcontext():
         got = gradient(run)(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     for a, b in zip(*(jax.tree.leaves((x[0][1], x[1])) for x in (got, expected)), strict=True):
-        np.testing.assert_allclose(a, b, atol=3e-6 * 256**0.5)
+        np.testing.assert_allclose(a, b, atol=3e-6 * T**0.5)
 
 
 def test_splash_takes_what_the_mesh_splits_evenly():

@@ -31,6 +31,7 @@ LLAMA = dataclasses.replace(
     gpt.llama_1b(), layers=8, width=1024, heads=16, kv_heads=4, mlp_width=2816, seq_len=1024
 )
 WIDE = dataclasses.replace(gpt.llama_7b(), layers=4)
+SHORT = dataclasses.replace(GPT2, layers=8, seq_len=256)
 PIPELINE = {"schedule": "1f1b", "microbatches": 8, "remat": "none"}
 
 # model, remat, mesh, rows, more
@@ -59,6 +60,8 @@ GPU = [
     (LLAMA, "dots", {"fsdp": 8}, 64, {}),
     (LLAMA, "full", {"data": 2, "fsdp": 2, "tensor": 2}, 128, {"accumulate": 4}),
     (LLAMA, "none", {"pipe": 2, "fsdp": 4}, 128, {"pipeline": PIPELINE}),
+    # Rows so short that on a CPU attention would keep its weights, in the dtype in which it would.
+    (SHORT, "none", {"data": 8}, 256, {"precision": "f32"}),
 ]
 GPU_SLOW = [
     (GPT2, "full", {"fsdp": 8}, 64, {}),
@@ -98,7 +101,7 @@ def make(model, remat, mesh, rows, more):
 
 def name(case):
     model, remat, mesh, _, more = case
-    kind = {id(GPT2): "gpt2", id(LLAMA): "llama", id(WIDE): "wide"}[id(model)]
+    kind = {id(GPT2): "gpt2", id(LLAMA): "llama", id(WIDE): "wide", id(SHORT): "short"}[id(model)]
     axes = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     return "-".join([kind, axes, remat, *map(str, more)])
 

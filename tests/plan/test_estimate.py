@@ -302,6 +302,22 @@ def test_more_rows_need_more_and_more_microbatches_less():
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_a_call_of_several_steps_holds_all_batches_twice():
+    one = estimate(tiny(), 8)
+    four = estimate(dataclasses.replace(tiny(), steps_per_call=4), 8)
+    # As they are given, and as one stacked array.
+    assert four.peak_bytes - one.peak_bytes == (4 + 4 - 1) * one.batch_bytes
+    assert four.cost == one.cost
+
+
+def test_a_step_takes_the_form_of_the_chip_that_is_asked_about():
+    # On a CPU attention keeps its weights in float32 for short rows, and elsewhere it does not.
+    sizes = {kind: estimate(tiny(precision="f32"), 8, kind=kind) for kind in ("cpu", "gpu")}
+    layers, rows, heads, T = 4, 32 // 8, 4, 64
+    kept = sizes["cpu"].working_bytes - sizes["gpu"].working_bytes
+    assert kept > 0
+
+
 def test_more_axes_leave_less_state_and_talk_more():
     whole, parts = estimate(tiny({"data": 8}), 8), estimate(tiny({"fsdp": 8}), 8)
     assert parts.state_bytes < whole.state_bytes / 6

@@ -1,0 +1,92 @@
+"""JAX's Pallas attention for GPUs, for what cuDNN does not take and for packed rows.
+
+cuDNN is given the mask of packed documents as an array [B, 1, T, T]; this kernel takes document
+numbers and makes its mask tile by tile.
+
+Shapes: B batch, T positions, H query heads, G key and value heads, K features.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.ops import local
+
+# Queries and keys per tile, forward and backward; the kernel's own 128 does not fit the shared
+# memory of every GPU in float32.
+BLOCK, BLOCK_BACKWARD = 64, 32
+WIDEST = 128
+
+
+def obstacle(
+    *, head_dim: int, length: int | None, sizes: tuple[int, int, int, int] | None = None
+) -> str | None:
+    """Says what keeps the kernel from running, as the end of a sentence "pallas needs ...".
+
+    Args:
+      head_dim: features of a head, K.
+      length: positions of a row, T; None leaves them unchecked.
+      sizes: (B, H, G, keys of a row), checked against the ambient mesh; None leaves them unchecked.
+    """
+    if importlib.util.find_spec("jax.experimental.pallas.ops.gpu.attention") is None:
+        return f"a kernel that jax {jax.__version__} lacks"
+    if head_dim > WIDEST:
+        return f"heads up to {WIDEST} wide, and they are {head_dim}"
+    if length is not None and length % BLOCK:
+        return f"rows whose length is a multiple of {BLOCK}, and it is {length}"
+    return None if sizes is None else local.obstacle(length, sizes)
+
+
+def pallas_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    causal: bool,
+    segments_BT: jax.Array | None,
+    saved_name: str,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it.
+
+    Keys and values of shared heads are repeated for the kernel, which has one per query head.
+
+    Args:
+      q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 64.
+      causal: position t sees positions up to t.
+      segments_BT: int32 document numbers, or None.
+      saved_name: name of the result, for rematerialisation policies.
+      interpret: True runs the kernel's arithmetic without a GPU, slowly.
+
+    Returns:
+      [B, T, H, K] in the dtype of ``q_BTHK``.
+    """
+    from jax.experimental.pallas.ops.gpu import attention as library
+
+    blocks = library.BlockSizes(
+        block_q=BLOCK,
+        block_k=BLOCK,
+        block_q_dkv=BLOCK_BACKWARD,
+        block_kv_dkv=BLOCK_BACKWARD,
+        block_q_dq=BLOCK_BACKWARD,
+        block_kv_dq=BLOCK_BACKWARD,
+    )
+
+    def on_one_device(q_BTHK, k_BTGK, v_BTGK, segments_BT):
+        H, K = q_BTHK.shape[2:]
+        k_BTHK, v_BTHK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
+        out_BTHK = library.mha(
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            segments_BT,
+            sm_scale=K**-0.5,
+            causal=causal,
+            block_sizes=blocks,
+            interpret=interpret,
+        )
+        return checkpoint_name(out_BTHK, saved_name)
+
+    return local.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
