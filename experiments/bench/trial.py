@@ -194,11 +194,16 @@ def _times(function: Callable[[], None], count: int) -> list[float]:
     return times
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return "RESOURCE_EXHAUSTED" in str(error)
+def _is_out_of_memory(error: BaseException | None) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return True
+        if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
+            return True
+        # torch.compile wraps what happens while it tries kernels.
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

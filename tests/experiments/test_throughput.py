@@ -4,12 +4,15 @@ import dataclasses
 import importlib.util
 import json
 import statistics
+import sys
+import time
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import throughput, trial
+from experiments.bench import Variant, throughput, trial
 from experiments.bench.throughput import Config
 from jaxtrain.models import gpt
 
@@ -128,6 +131,54 @@ def test_running_out_of_memory_is_a_result_and_other_failures_are_not(monkeypatc
     monkeypatch.setattr(trial, "_jaxtrain", wrong)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: no"):
         trial.measure(tiny)
+
+
+def test_an_error_in_torch_compile_s_wrapping_is_unwrapped(monkeypatch):
+    tiny = throughput.make_trial(TINY, throughput.make_model(TINY), "torch", "cpu")
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    cuda = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+    def wrapped(_):
+        raise RuntimeError("backend failed") from OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trial, "_torch", wrapped)
+    assert trial.measure(tiny) == {"out_of_memory": True}
+
+
+def test_a_step_is_timed_alone():
+    model = throughput.make_model(TINY)
+    tiny = throughput.make_trial(TINY, model, "torch", "cpu")
+    tiny = dataclasses.replace(tiny, calls=4, timings=3, rows=2, compiled=True)
+    order = []
+
+    def run():
+        order.append("step")
+        time.sleep(0.3 if len(order) == 1 else 0.02)  # the first compiles
+
+    class Products:
+        flops = 10**6
+
+        def __call__(self):
+            order.append("products")
+            time.sleep(1e-3)
+
+    def peak():
+        order.append("peak")
+        return 7
+
+    found = trial._measured(tiny, lambda: Variant(run), peak=peak, make_products=Products)
+    assert order[:6] == ["step"] * 4 + ["peak", "products"]
+    assert "step" not in order[5:]
+    # Of 4 steps in 20 ms or, on a busy machine, somewhat more, on 2 rows of 16 tokens.
+    assert 5 <= found["step_ms"] < 20
+    assert found["tokens_per_second"] == pytest.approx(32e3 / found["step_ms"], rel=0.01)
+    assert 0.1 < found["compile_seconds"] < 0.4
+    assert found["measured_peak_bytes"] == 7
+    assert found["products_flops_per_second"] <= 1e9
 
 
 def test_a_failed_process_is_an_error_with_its_last_lines():
