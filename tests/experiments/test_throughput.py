@@ -178,7 +178,7 @@ def test_a_step_is_timed_alone():
     assert found["tokens_per_second"] == pytest.approx(32e3 / found["step_ms"], rel=0.01)
     assert 0.1 < found["compile_seconds"] < 0.4
     assert found["measured_peak_bytes"] == 7
-    assert found["products_flops_per_second"] <= 1e9
+    assert 1e8 < found["products_flops_per_second"] <= 1e9
 
 
 def test_a_failed_process_is_an_error_with_its_last_lines():
