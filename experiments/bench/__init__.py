@@ -107,13 +107,7 @@ def interleave(
             "page_faults": round(statistics.median(faults[name])),
         }
         if work:
-            seconds = statistics.median(times) / work.steps
-            results[name] |= {
-                "step_ms": milliseconds(seconds),
-                "step_ms_quartiles": quartiles([t / work.steps for t in times]),
-                "tokens_per_second": round(work.tokens / seconds),
-                "mfu": round(work.flops / seconds / (rate * work.devices), 4),
-            }
+            results[name] |= rates(times, work, rate)
         results[name] |= variants[name].facts
     if work:
         results[MATRIX_PRODUCTS] = {
@@ -122,6 +116,21 @@ def interleave(
             "dtype": work.dtype,
         }
     return results
+
+
+def rates(times: Sequence[float], work: Work, products_rate: float) -> dict[str, Any]:
+    """What runs of ``work`` that took ``times`` (seconds) come to per step and per second.
+
+    Args:
+      products_rate: FLOP/s of matrix products on one device.
+    """
+    seconds = statistics.median(times) / work.steps
+    return {
+        "step_ms": milliseconds(seconds),
+        "step_ms_quartiles": quartiles([t / work.steps for t in times]),
+        "tokens_per_second": round(work.tokens / seconds),
+        "mfu": round(work.flops / seconds / (products_rate * work.devices), 4),
+    }
 
 
 def gpt_work(model: gpt.GPTConfig, rows: int, *, steps: int, dtype: str = "float32") -> Work:
@@ -147,7 +156,8 @@ def print_row(
 
     Args:
       name: of the row.
-      about: what it ran: model, shapes, mesh.
+      about: what it ran: model, shapes, mesh; ``measured_peak_bytes``, where the variants ran in
+        other processes.
       results: from :func:`interleave`.
       work: what that was given.
     """
@@ -167,7 +177,7 @@ def print_row(
             "matrix products of the same rounds x devices)",
         }
     # Since the process began, so of whichever variant needs most; None where it is not counted.
-    row["measured_peak_bytes"] = memory.device_memory().get("peak")
+    row.setdefault("measured_peak_bytes", memory.device_memory().get("peak"))
     print(json.dumps(row | {"variants": results}))
 
 

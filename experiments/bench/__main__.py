@@ -15,6 +15,7 @@ from experiments.bench import (
     pipeline,
     start,
     step,
+    throughput,
 )
 
 # A row is a module with a Config and main(config).
@@ -29,6 +30,7 @@ ROWS = {
     "pipeline": pipeline,
     "attention": attention,
     "torch": against_torch,
+    "throughput": throughput,
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ variant is PyTorch as it is most often run, eager.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,8 +37,6 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     try:
         import torch
-
-        from experiments.bench import torch_gpt
     except ImportError:
         raise SystemExit("this row needs PyTorch: pip install 'jaxtrain[bench]'") from None
     model, rows = ours.model_and_rows(config.shape)
@@ -47,41 +46,17 @@ def main(config: Config) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
 
-    def torch_variant(*, compiled: bool) -> Variant:
-        module = torch_gpt.GPT(
-            vocab_size=model.vocab_size,
-            seq_len=model.seq_len,
-            layers=model.layers,
-            width=model.width,
-            heads=model.heads,
-        )
-        torch_gpt.load(module, params)
-        step = torch_gpt.make_step(
-            module.to(device),
-            learning_rate=ours.LEARNING_RATE,
-            weight_decay=ours.WEIGHT_DECAY,
-            clip_norm=ours.CLIP_NORM,
-            compiled=compiled,
-            bf16=config.precision == "bf16",
-        )
-        tokens, targets = (
-            torch.from_numpy(batch[name].astype(np.int64)).to(device)
-            for name in ("tokens", "targets")
-        )
-
-        def run() -> None:
-            for _ in range(config.calls):
-                loss = step(tokens, targets)
-            loss.item()
-
-        return Variant(run, {})
-
     scanned = dataclasses.replace(model, scan_unroll=1)
     unrolled = dataclasses.replace(model, scan_unroll=model.layers)
     policy = Policy.named(config.precision)
+    bf16 = config.precision == "bf16"
     variants = {
-        "torch, eager": torch_variant(compiled=False),
-        "torch, compiled": torch_variant(compiled=True),
+        "torch, eager": torch_variant(
+            model, params, batch, config.calls, compiled=False, bf16=bf16, device=device
+        ),
+        "torch, compiled": torch_variant(
+            model, params, batch, config.calls, compiled=True, bf16=bf16, device=device
+        ),
         "jaxtrain, layers scanned": ours.jaxtrain_variant(
             scanned, params, batch, config.calls, policy
         ),
@@ -102,3 +77,47 @@ def main(config: Config) -> None:
     work = gpt_work(model, len(batch["tokens"]), steps=config.calls, dtype=dtype)
     results = interleave(variants, rounds=config.rounds, work=work)
     print_row("torch", about, results, work=work)
+
+
+def torch_variant(
+    model: gpt.GPTConfig,
+    params: Any,
+    batch: Mapping[str, np.ndarray],
+    calls: int,
+    *,
+    compiled: bool,
+    bf16: bool,
+    device: str,
+) -> Variant:
+    """PyTorch's step from jaxtrain's parameters (host arrays), for a model of the GPT-2 form."""
+    import torch
+
+    from experiments.bench import torch_gpt
+
+    module = torch_gpt.GPT(
+        vocab_size=model.vocab_size,
+        seq_len=model.seq_len,
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+    )
+    torch_gpt.load(module, params)
+    step = torch_gpt.make_step(
+        module.to(device),
+        learning_rate=ours.LEARNING_RATE,
+        weight_decay=ours.WEIGHT_DECAY,
+        clip_norm=ours.CLIP_NORM,
+        compiled=compiled,
+        bf16=bf16,
+    )
+    tokens, targets = (
+        torch.from_numpy(batch[name].astype(np.int64)).to(device) for name in ("tokens", "targets")
+    )
+
+    def run() -> None:
+        for _ in range(calls):
+            loss = step(tokens, targets)
+        # Waits for the device, the update of the last step with it.
+        loss.item()
+
+    return Variant(run, {})

@@ -72,6 +72,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def products_shape(backend: str) -> tuple[int, int]:
+    """Sides and number of the matrices of a chain of products that keeps a device busy."""
+    return (2048, 2) if backend == "cpu" else (8192, 8)
+
+
 class MatrixProducts:
     """A chain of square matrix products on one device, the yardstick of utilisation.
 
@@ -84,7 +89,7 @@ class MatrixProducts:
     """
 
     def __init__(self, dtype: Any):
-        self.size, self.count = (2048, 2) if jax.default_backend() == "cpu" else (8192, 8)
+        self.size, self.count = products_shape(jax.default_backend())
         self.flops = 2 * self.size**3 * self.count
         # Rows that sum to 1, so that the chain neither grows nor vanishes.
         self._matrix = jnp.full((self.size, self.size), 1 / self.size, dtype)

@@ -5,6 +5,7 @@ hand-written step is :mod:`experiments.bench.floor`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -110,17 +111,30 @@ def hand_written_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: i
 def jaxtrain_variant(
     model: gpt.GPTConfig, params: Any, batch: Any, calls: int, policy: jt.Policy | None = None
 ) -> Variant:
-    """The library's own step, built as the README builds one; float32 by default."""
-    optimizer = jt.make_optimizer(
-        "adamw",
+    """The library's own step from given parameters; float32 by default."""
+    params = jax.device_get(params)
+    return initialised_variant(model, lambda rng: params, batch, calls, policy=policy)
+
+
+def initialised_variant(
+    model: gpt.GPTConfig,
+    init_fn: Callable[[jax.Array], Any],
+    batch: Any,
+    calls: int,
+    *,
+    policy: jt.Policy | None = None,
+    optimizer: str = "adamw",
+) -> Variant:
+    """The library's own step, built as the README builds one, from ``init_fn(rng)``."""
+    chain = jt.make_optimizer(
+        optimizer,
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
         stacked=gpt.STACKED,
     )
-    params = jax.device_get(params)
-    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0), policy=policy)
-    step = jt.build_train_step(gpt.loss_fn(model), optimizer, policy=policy)
+    state = jt.init_state(init_fn, chain, jax.random.key(0), policy=policy)
+    step = jt.build_train_step(gpt.loss_fn(model), chain, policy=policy)
     train = jt.compile_step(step, state, batch)
     placed = train.place(batch)
 

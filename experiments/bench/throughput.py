@@ -1,0 +1,394 @@
+"""Throughput: tokens per second at the best batch of each side, jaxtrain against PyTorch.
+
+Every variant is tried with more and more rows until memory runs out or two batches in a row are
+more than 5 % slower than its best. Then the fastest variant of each side is measured again at its
+best batch, turn by turn. Every measurement is a process of its own
+(:mod:`experiments.bench.trial`). Compiled programs are kept for the row alone: the search compiles
+(a batch can reuse what XLA or Inductor found for a smaller one), the repetitions need not.
+
+PyTorch takes part where it is installed and has the same step: GPT-2's form, AdamW, f32 or bf16.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from experiments.bench import print_row, trial
+from experiments.bench import step as ours
+from jaxtrain import optim
+from jaxtrain.models import gpt
+from jaxtrain.models.remat import REMAT
+from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.refusal import refusing
+
+# Those of the row `step`, whose tables have no padding, by this row's names.
+OF_STEP = {"tiny": "small", "gpt2-124m": "gpt2-124m"}
+MODELS = (*OF_STEP, "llama-1b")
+
+# A batch this much slower than the best so far has fallen; so many in a row end the search.
+FALL, FALLS = 0.05, 2
+
+# In turn, where none is asked for, until one batch fits in memory.
+REMAT_TRIED = ("none", "dots", "full")
+
+# JAX takes three quarters of a GPU's memory unless told otherwise; PyTorch takes it all.
+MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+MOST_MEMORY = "0.95"
+
+# Of a measurement: what repetitions make surer, and what the search knows best.
+RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
+FACTS = (
+    "rows",
+    "compiled_bytes",
+    "temp_bytes",
+    "measured_peak_bytes",
+    "host_peak_bytes",
+    "compile_seconds",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tokens per second at the best batch, jaxtrain's step against PyTorch's, on one device."""
+
+    model: Literal[MODELS] = "gpt2-124m"  # type: ignore[valid-type]
+    """Which model; tiny is the row step's small one."""
+    seq_len: int | None = None
+    """Tokens per row; left out, the model's."""
+    precision: Literal[POLICIES] = "bf16"  # type: ignore[valid-type]
+    """Dtypes; bf16 keeps float32 parameters and moments on both sides."""
+    optimizer: Literal[tuple(optim.OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    """Which update rule."""
+    rows: tuple[int, ...] = ()
+    """Batches to try, in ascending order; left out, 1, 2, 4 and so on."""
+    most_rows: int = 1024
+    """Where the search ends, if neither memory nor a fall ends it."""
+    remat: tuple[Literal[REMAT], ...] = ()  # type: ignore[valid-type]
+    """A variant each; left out, none, and dots, then full, where not one batch fits in memory."""
+    scan_unroll: tuple[int, ...] = ()
+    """A variant each: layers per iteration of the scan; left out, the model's own choice."""
+    xla_flags: tuple[str, ...] = ("",)
+    """A variant each: flags to add to XLA_FLAGS, without their dashes, separated by spaces."""
+    rounds: int = 3
+    """Repetitions at the best batch."""
+    timings: int = 8
+    """Timings per process."""
+    calls: int = 4
+    """Steps per timing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A variant that takes part with any batch.
+
+    Args:
+      name: in the row.
+      trial: what is measured, but for its rows.
+      environment: variables of its processes.
+    """
+
+    name: str
+    trial: trial.Trial
+    environment: Mapping[str, str]
+
+    @property
+    def side(self) -> str:
+        """jaxtrain or torch."""
+        return self.trial.framework
+
+    def facts(self) -> dict[str, Any]:
+        """What is its own of the model and of the environment."""
+        if self.side == "torch":
+            return {"compiled": self.trial.compiled}
+        model = self.trial.model
+        flags = self.environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS"))
+        return {"remat": model.remat, "scan_unroll": model.scan_unroll, "xla_flags": flags}
+
+    def measure(self, rows: int) -> dict[str, Any]:
+        """Measures a batch in a process of its own."""
+        result = trial.run(dataclasses.replace(self.trial, rows=rows), self.environment)
+        rate = result.get("tokens_per_second")
+        found = "out of memory" if rate is None else f"{rate:,} tokens/s"
+        print(f"{self.name}, {rows} rows: {found}", file=sys.stderr, flush=True)
+        return result
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    with refusing():
+        model = make_model(config)
+        check(config, model)
+    # In a process of its own like the rest: a backend here would hold the device's memory.
+    ask = "import jax, json; print(json.dumps(jax.default_backend()))"
+    backend = trial.last_json_line([sys.executable, "-c", ask], {})
+    without_torch = why_not_torch(config, model, backend)
+    with tempfile.TemporaryDirectory() as programs:
+        fields = {"backend": backend, "environment": environment(programs, backend)}
+        found = search_jaxtrain(jaxtrain_contenders(config, model, **fields), config)
+        if without_torch is None:
+            for contender in torch_contenders(config, model, **fields):
+                found.append((contender, search(contender.measure, batches(config))))
+        best = repeat(best_of_each_side(found), config.rounds)
+    shape = dataclasses.asdict(model)
+    # Those of each variant are its own.
+    del shape["remat"], shape["scan_unroll"]
+    about = {
+        "model_name": config.model,
+        "model": shape,
+        "dtypes": str(Policy.named(config.precision)),
+        "optimizer": config.optimizer,
+        "timings": config.timings,
+        "calls_per_timing": config.calls,
+        "mem_fraction": fields["environment"].get(MEM_FRACTION),
+        "flops_per_token": gpt.flops_per_token(model),
+        "flops_formula": gpt.FLOPS_FORMULA,
+        "mfu_formula": "flops_per_token x tokens_per_second / products_flops_per_second, the "
+        "fastest matrix products of the same process",
+        "measured_peak_bytes": largest_peak(found),
+        **about_torch(without_torch),
+        "best": best,
+    }
+    if len(best) == 2:
+        ratio = best["jaxtrain"]["tokens_per_second"] / best["torch"]["tokens_per_second"]
+        about["ratio"] = round(ratio, 3)
+    results = {contender.name: contender.facts() | {"batches": b} for contender, b in found}
+    print_row("throughput", about, results)
+
+
+def make_model(config: Config) -> gpt.GPTConfig:
+    """The model, with rows as long as asked for.
+
+    Raises:
+      ValueError: for rows longer than the model's learned positions.
+    """
+    if config.model in OF_STEP:
+        model, _ = ours.model_and_rows(OF_STEP[config.model])
+    else:
+        model = gpt.PRESETS[config.model]()
+    if config.seq_len is None:
+        return model
+    if model.positions == "learned" and config.seq_len > model.seq_len:
+        raise ValueError(
+            f"--seq-len {config.seq_len} is longer than the {model.seq_len} learned positions of "
+            f"{config.model}; use {model.seq_len} or less, or a model with rotary positions"
+        )
+    return dataclasses.replace(model, seq_len=config.seq_len)
+
+
+def check(config: Config, model: gpt.GPTConfig) -> None:
+    """Raises ValueError for what cannot be measured."""
+    Policy.named(config.precision)
+    least = {"most-rows": 1, "rounds": 1, "timings": 2, "calls": 1}
+    for name, value in least.items():
+        given = getattr(config, name.replace("-", "_"))
+        if given < value:
+            raise ValueError(f"--{name} is {given}: give {value} or more")
+    for rows in config.rows:
+        if rows < 1:
+            raise ValueError(f"--rows has {rows}: a batch has 1 row or more")
+    for unroll in config.scan_unroll:
+        if not 1 <= unroll <= model.layers:
+            raise ValueError(
+                f"--scan-unroll has {unroll}: give 1 to {model.layers}, the model's layers"
+            )
+
+
+def environment(programs: str, backend: str) -> dict[str, str]:
+    """Variables of every process, which keeps compiled programs in a folder."""
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": f"{programs}/jax",
+        "TORCHINDUCTOR_CACHE_DIR": f"{programs}/torch",
+    }
+    if backend == "gpu":
+        variables[MEM_FRACTION] = os.environ.get(MEM_FRACTION, MOST_MEMORY)
+    return variables
+
+
+def jaxtrain_contenders(
+    config: Config, model: gpt.GPTConfig, *, backend: str, environment: Mapping[str, str]
+) -> list[list[Contender]]:
+    """The variants of jaxtrain, in lists that differ in rematerialisation alone."""
+    lists = []
+    for unroll, flags in itertools.product(config.scan_unroll or (None,), config.xla_flags):
+        added = ["--" + flag.lstrip("-") for flag in flags.split()]
+        variables = dict(environment)
+        if added:
+            variables["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *added]).strip()
+        alike = []
+        for remat in config.remat or REMAT_TRIED:
+            name = f"jaxtrain, remat {remat}"
+            name += "" if unroll is None else f", scan unroll {unroll}"
+            name += "".join(f", {flag}" for flag in added)
+            its_model = dataclasses.replace(model, remat=remat, scan_unroll=unroll)
+            alike.append(
+                Contender(name, make_trial(config, its_model, "jaxtrain", backend), variables)
+            )
+        lists.append(alike)
+    return lists
+
+
+def torch_contenders(
+    config: Config, model: gpt.GPTConfig, *, backend: str, environment: Mapping[str, str]
+) -> list[Contender]:
+    """PyTorch, eager and compiled."""
+    # JAX is there to make the parameters, and must leave the device alone.
+    variables = {**environment, "JAX_PLATFORMS": "cpu"}
+    eager = make_trial(config, model, "torch", backend)
+    compiled = dataclasses.replace(eager, compiled=True)
+    return [
+        Contender("torch, eager", eager, variables),
+        Contender("torch, compiled", compiled, variables),
+    ]
+
+
+def make_trial(config: Config, model: gpt.GPTConfig, framework: str, backend: str) -> trial.Trial:
+    """What a contender's processes measure, at one row."""
+    return trial.Trial(
+        framework=framework,
+        model=model,
+        rows=1,
+        precision=config.precision,
+        optimizer=config.optimizer,
+        compiled=False,
+        backend=backend,
+        calls=config.calls,
+        timings=config.timings,
+    )
+
+
+def why_not_torch(config: Config, model: gpt.GPTConfig, backend: str) -> str | None:
+    """Why PyTorch takes no part, in a sentence; None where it does."""
+    if model.positions != "learned":
+        return f"PyTorch's step here has the GPT-2 form alone, and {config.model} has another"
+    if config.optimizer != "adamw":
+        return f"PyTorch's step here has AdamW alone, not {config.optimizer}"
+    if config.precision not in ("f32", "bf16"):
+        return f"PyTorch's step here has f32 and bf16 alone, not {config.precision}"
+    if backend not in ("cpu", "gpu"):
+        return f"PyTorch does not run on JAX's {backend} here"
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed: pip install 'jaxtrain[bench]'"
+    import torch
+
+    if backend == "gpu" and not torch.cuda.is_available():
+        return "JAX sees a GPU and PyTorch does not: install its CUDA build"
+    return None
+
+
+def about_torch(without: str | None) -> dict[str, Any]:
+    """What the row says of PyTorch: its version, or None and why."""
+    if without is not None:
+        return {"torch": None, "torch_skipped": without}
+    import torch
+
+    return {"torch": torch.__version__}
+
+
+def batches(config: Config) -> Iterator[int]:
+    """Rows to try, ascending."""
+    if config.rows:
+        return iter(sorted(set(config.rows)))
+    doubled = (2**i for i in itertools.count())
+    return itertools.takewhile(lambda rows: rows <= config.most_rows, doubled)
+
+
+def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> list[dict[str, Any]]:
+    """Measures batches until memory runs out or two in a row are 5 % slower than the best.
+
+    Args:
+      measure: rows to what :func:`experiments.bench.trial.measure` returns.
+      rows: of the batches, ascending.
+
+    Returns:
+      Of each batch its ``rows`` and what was measured.
+    """
+    results: list[dict[str, Any]] = []
+    best, falls = 0.0, 0
+    for count in rows:
+        results.append({"rows": count, **measure(count)})
+        rate = results[-1].get("tokens_per_second")
+        if rate is None:
+            break
+        falls = falls + 1 if rate < (1 - FALL) * best else 0
+        best = max(best, rate)
+        if falls == FALLS:
+            break
+    return results
+
+
+def search_jaxtrain(
+    lists: Sequence[Sequence[Contender]], config: Config
+) -> list[tuple[Contender, list[dict[str, Any]]]]:
+    """Searches all variants; without ``--remat``, of each list up to the first that fits."""
+    found = []
+    for alike in lists:
+        for contender in alike:
+            found.append((contender, search(contender.measure, batches(config))))
+            if not config.remat and fastest(found[-1][1]):
+                break
+    return found
+
+
+def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the batches of a search, that of most tokens per second; None where none fitted."""
+    fitted = [result for result in measured if "tokens_per_second" in result]
+    return max(fitted, key=lambda result: result["tokens_per_second"], default=None)
+
+
+def best_of_each_side(
+    found: Sequence[tuple[Contender, list[dict[str, Any]]]],
+) -> list[tuple[Contender, Mapping[str, Any]]]:
+    """The fastest variant of each side that fitted, with its best batch."""
+    best: dict[str, tuple[Contender, Mapping[str, Any]]] = {}
+    for contender, measured in found:
+        result = fastest(measured)
+        if result is None:
+            continue
+        _, so_far = best.get(contender.side, (None, {"tokens_per_second": 0}))
+        if result["tokens_per_second"] > so_far["tokens_per_second"]:
+            best[contender.side] = contender, result
+    return list(best.values())
+
+
+def repeat(
+    best: Sequence[tuple[Contender, Mapping[str, Any]]], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Measures each side's best batch again, turn by turn.
+
+    Returns:
+      Per side the medians over the rounds, and the memory and compile seconds of the search.
+
+    Raises:
+      SystemExit: where a batch that fitted before does not now.
+    """
+    again: dict[str, list[dict[str, Any]]] = {contender.side: [] for contender, _ in best}
+    for _ in range(rounds):
+        for contender, result in best:
+            again[contender.side].append(contender.measure(result["rows"]))
+            if "tokens_per_second" not in again[contender.side][-1]:
+                raise SystemExit(
+                    f"{contender.name} ran out of memory with {result['rows']} rows, which fitted "
+                    "before: leave that batch out of --rows"
+                )
+    summary = {}
+    for contender, result in best:
+        measured = again[contender.side]
+        summary[contender.side] = {"variant": contender.name}
+        summary[contender.side] |= {name: result[name] for name in FACTS if name in result}
+        for name in RATES:
+            of_rounds = [each[name] for each in measured]
+            summary[contender.side][name] = statistics.median(of_rounds)
+            summary[contender.side][f"{name}_rounds"] = of_rounds
+    return summary
+
+
+def largest_peak(found: Sequence[tuple[Contender, list[dict[str, Any]]]]) -> float | None:
+    """The most device memory of any process; None where it is not counted."""
+    peaks = [r.get("measured_peak_bytes") for _, measured in found for r in measured]
+    return max((peak for peak in peaks if peak is not None), default=None)
