@@ -120,16 +120,23 @@ def _backward(form, saved, d_out_BGRTK):
     q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
     whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
 
-    def d_tile(tile, rows, keys):
+    def d_tile(tile, rows, keys, before):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+        if tile and platform() == "gpu":
+            # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
+            # rematerialised layer has computed for its forward pass as well.
+            of_rows, of_keys, _ = jax.lax.optimization_barrier((of_rows, of_keys, before))
         return _d_tile(form, of_rows, of_keys, (rows.start, keys.start), segments_BT, rng, tile)
 
     return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
 
 
 def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
-    """Puts the gradients together from ``d_tile(tile, rows, keys)``, those of each tile."""
+    """Puts the gradients together from ``d_tile(tile, rows, keys, before)``, those of each tile.
+
+    ``before`` are the gradients of keys and values so far.
+    """
     dtype = q_BGRTK.dtype
     d_q = []
     d_k, d_v = (jnp.zeros(k_BGSK.shape, _wide(dtype)) for _ in range(2))
@@ -139,7 +146,7 @@ def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
         return jnp.pad(part, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
 
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
-        more_q, more_k, more_v = d_tile(tile, rows, keys)
+        more_q, more_k, more_v = d_tile(tile, rows, keys, (d_k, d_v))
         d_q.append(more_q.astype(dtype))
         d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
     return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
@@ -168,7 +175,7 @@ def _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 def _kept_backward(form, saved, d_out_BGRTK):
     q_BGRTK, k_BGSK, v_BGSK, rng, weights = saved
 
-    def d_tile(tile, rows, keys):
+    def d_tile(tile, rows, keys, _):
         q, d_out = q_BGRTK[:, :, :, rows], d_out_BGRTK[:, :, :, rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
         return _d_weighted(form, weights[tile], q, d_out, None, of_keys, rng, tile)

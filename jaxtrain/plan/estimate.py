@@ -12,7 +12,7 @@ Memory at the peak is a sum of
 
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
 holds for any experiment, any optimizer and any loss, and no term is fitted: where compilers differ
-is in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 10 % on 15 steps for h100:1x8
+is in :data:`HABITS`. Against the compilers (jax 0.10.2) it was within 5 % on 15 steps for h100:1x8
 and within 14 % on 16 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
 rematerialisation but offload, and accumulation. tests/plan/test_aot_search.py holds 15 % on these.
 
