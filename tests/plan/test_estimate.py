@@ -25,6 +25,7 @@ from jaxtrain.plan.estimate import (
     estimate,
     predict,
     state_bytes,
+    trace,
     within_island,
 )
 from jaxtrain.plan.flops import count_flops
@@ -311,11 +312,10 @@ def test_a_call_of_several_steps_holds_all_batches_twice():
 
 
 def test_a_step_takes_the_form_of_the_chip_that_is_asked_about():
-    # On a CPU attention keeps its weights in float32 for short rows, and elsewhere it does not.
-    sizes = {kind: estimate(tiny(precision="f32"), 8, kind=kind) for kind in ("cpu", "gpu")}
-    layers, rows, heads, T = 4, 32 // 8, 4, 64
-    kept = sizes["cpu"].working_bytes - sizes["gpu"].working_bytes
-    assert kept > 0
+    # On a CPU attention keeps its weights in float32 for short rows: layers, rows, heads, T, T.
+    for kind in ("cpu", "gpu", "tpu"):
+        traced = str(trace(tiny(precision="f32", seq_len=32), 8, kind=kind))
+        assert ("f32[4,32,4,32,32]" in traced) == (kind == "cpu"), kind
 
 
 def test_more_axes_leave_less_state_and_talk_more():
