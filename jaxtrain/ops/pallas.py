@@ -30,7 +30,7 @@ def obstacle(
       length: positions of a row, T; None leaves them unchecked.
       sizes: (B, H, G, keys of a row), checked against the ambient mesh; None leaves them unchecked.
     """
-    if importlib.util.find_spec("jax.experimental.pallas.ops.gpu.attention") is None:
+    if not _is_there():
         return f"a kernel that jax {jax.__version__} lacks"
     if head_dim > WIDEST:
         return f"heads up to {WIDEST} wide, and they are {head_dim}"
@@ -90,3 +90,11 @@ def pallas_attention(
         return checkpoint_name(out_BTHK, saved_name)
 
     return local.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
+
+
+def _is_there() -> bool:
+    """Whether this JAX has the kernel, which is part of its experimental modules."""
+    try:
+        return importlib.util.find_spec("jax.experimental.pallas.ops.gpu.attention") is not None
+    except ModuleNotFoundError:  # a package above it
+        return False

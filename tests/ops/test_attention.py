@@ -297,6 +297,7 @@ def test_the_choice_is_by_backend_dtype_and_width():
         assert choose("auto", dtype="bfloat16", head_dim=64, backend=backend, dropout=0.1) == "xla"
     assert choose("xla", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "xla"
     assert choose("cudnn", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "cudnn"
+    assert choose("pallas", dtype=jnp.float32, head_dim=36, backend="gpu", length=64) == "pallas"
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,9 @@ def test_the_choice_is_by_backend_dtype_and_width():
         (dict(implementation="cudnn", dtype="float16", backend="gpu", head_dim=12), "it is 12"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", dropout=0.1), "rate is 0.1"),
         (dict(implementation="splash", dtype="float32", backend="gpu"), "a TPU, and the backend"),
+        (dict(implementation="pallas", dtype="float32", backend="tpu"), "NVIDIA GPU, and the back"),
+        (dict(implementation="pallas", dtype="float32", backend="gpu", head_dim=256), "are 256"),
+        (dict(implementation="pallas", dtype="float32", backend="gpu", length=100), "it is 100"),
         (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
         (dict(implementation="splash", dtype="float32", backend="tpu", dropout=0.1), "rate is 0.1"),
     ],
