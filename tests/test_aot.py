@@ -11,6 +11,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
+from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.tables import make_table
 from jaxtrain.parallel.sharding import constrain_tree
@@ -101,6 +102,28 @@ def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory():
         scores = 8 * 2 * 1024 * 1024 * 4
         fewer = compiled("xla", dtype).memory_analysis().temp_size_in_bytes
         assert program.memory_analysis().temp_size_in_bytes < fewer - scores / 4
+
+
+def test_tiles_of_attention_are_not_in_memory_at_once_on_gpus():
+    mesh = jt.make_mesh(data=8, devices=gpu())
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    heads, T = 8, 1024
+    x_BTHK = jax.ShapeDtypeStruct((8, T, heads, 16), jnp.float32, sharding=rows)
+    weights = jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)
+
+    def layers(x_BTHK, weights):
+        @jax.checkpoint
+        def layer(x_BTHK, weight):
+            return x_BTHK + attention(x_BTHK @ weight, x_BTHK, x_BTHK), None
+
+        return jax.lax.scan(layer, x_BTHK, weights)[0].sum()
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(layers, (0, 1))).lower(x_BTHK, weights).compile()
+    # Scores of the largest of four tiles, their gradient, and what is of the size of x; all tiles
+    # would be two and a half times the largest, and twice that with gradients.
+    largest = heads * (T // 4) * T * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * largest
 
 
 def test_a_step_on_two_slices_gathers_weights_inside_each():
