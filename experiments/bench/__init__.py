@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments.bench import machine
 from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import Experiment
 from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.models import gpt
 from jaxtrain.observe import memory
@@ -138,6 +139,17 @@ def gpt_work(model: gpt.GPTConfig, rows: int, *, steps: int, dtype: str = "float
     tokens = rows * model.seq_len
     flops = float(gpt.flops_per_token(model) * tokens)
     return Work(steps, tokens, flops, gpt.FLOPS_FORMULA, dtype)
+
+
+def experiment_work(experiment: Experiment, *, steps: int, devices: int) -> Work:
+    """The work of ``steps`` train steps of an experiment on so many devices, in float32."""
+    return Work(
+        steps=steps,
+        tokens=experiment.items_per_step,
+        flops=experiment.flops_per_step,
+        formula=experiment.flops_formula,
+        devices=devices,
+    )
 
 
 def step_facts(train: CompiledStep) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.bench import Variant, Work, interleave, print_row, step_facts
+from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
 from jaxtrain.parallel.mesh import describe_mesh
@@ -50,13 +50,7 @@ def main(config: Config) -> None:
         runs.append(Steps(experiment, mesh, config.steps, folder))
         names = ("no save", "one save")
         variants = {name: Variant(run, run.facts) for name, run in zip(names, runs, strict=True)}
-        work = Work(
-            steps=config.steps,
-            tokens=experiment.items_per_step,
-            flops=experiment.flops_per_step,
-            formula=experiment.flops_formula,
-            devices=mesh.size,
-        )
+        work = experiment_work(experiment, steps=config.steps, devices=mesh.size)
         results = interleave(variants, rounds=config.rounds, work=work)
         step = results["no save"]["ms"] / config.steps
         blocked = 1e3 * statistics.median(runs[1].blocked)

@@ -11,7 +11,7 @@ import itertools
 import jax
 
 from experiments import gpt
-from experiments.bench import Variant, Work, interleave, print_row, step_facts
+from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.sharding import batch_sharding
@@ -53,13 +53,7 @@ def main(config: Config) -> None:
             "one batch": stepping(itertools.repeat(one)),
             "loader": stepping(open_stream()),
         }
-        work = Work(
-            steps=config.calls,
-            tokens=experiment.items_per_step,
-            flops=experiment.flops_per_step,
-            formula=experiment.flops_formula,
-            devices=mesh.size,
-        )
+        work = experiment_work(experiment, steps=config.calls, devices=mesh.size)
         results = interleave(variants, rounds=config.rounds, work=work)
     about = {
         "model": experiment.config["model"],

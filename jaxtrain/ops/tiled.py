@@ -291,6 +291,7 @@ def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys
 def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
     """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
     (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
+    whole = isinstance(first_key, int)  # a tile that is written out sees all its keys
 
     # What is rematerialised, JAX does not compute ahead of loops. A mask is the same in every
     # layer: broadcast to the shape of the scores, one of each tile would be held through the step.
@@ -308,7 +309,6 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> 
             scores_BGNS = jnp.where(same_BNS[:, None], scores_BGNS, MASKED)
         return scores_BGNS
 
-    whole = isinstance(first_key, int)
     scores = wide_einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
     return masked(scores, first_row, first_key, segments_BT)
 
