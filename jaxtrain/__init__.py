@@ -4,6 +4,7 @@ The public names; everything else is importable from its module. ``import jaxtra
 """
 
 from jaxtrain import optim
+from jaxtrain.agreement import parity
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
@@ -11,7 +12,7 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
-from jaxtrain.parallel.sharding import Rules, constrain
+from jaxtrain.parallel.sharding import Rules, constrain, gather
 from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
@@ -48,11 +49,13 @@ __all__ = [
     "explain",
     "fit",
     "float32_products",
+    "gather",
     "gradient_shardings",
     "init_state",
     "make_mesh",
     "make_optimizer",
     "optim",
+    "parity",
     "pipeline",
     "plan",
     "scan_steps",

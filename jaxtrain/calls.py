@@ -55,7 +55,7 @@ def compile_loop(
     lengths = call_lengths(start, steps, experiment.steps_per_call)
     many = scan_steps(build_step(experiment, state, mesh))
     programs = {
-        n: compile_step(many, state, [experiment.batch] * n, mesh=mesh)
+        n: compile_step(many, state, [experiment.batch] * n, mesh=mesh, rules=experiment.rules)
         for n in lengths or [experiment.steps_per_call]
     }
 

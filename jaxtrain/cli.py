@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from jaxtrain import launch, parity
+from jaxtrain import agreement, launch
 from jaxtrain.experiment import Experiment
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
@@ -104,7 +104,7 @@ class ParityOptions:
 
     experiment: tyro.conf.Positional[str]
     """A module with Config and build(config), such as experiments.gpt."""
-    tolerance: float = parity.TOLERANCE
+    tolerance: float = agreement.TOLERANCE
     """The largest relative error of a leaf that counts as agreement."""
     compare_steps: int = 3
     """How many steps to compare."""
@@ -115,12 +115,12 @@ class ParityOptions:
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
-    layouts = [parity.parse_layout(text) for text in options.layout]
-    parity.simulate_devices()
+    layouts = [agreement.parse_layout(text) for text in options.layout]
+    agreement.simulate_devices()
     experiment = load_experiment(options.experiment, rest, command="parity")
-    layouts = layouts or parity.usual_layouts(experiment)
-    comparisons = parity.compare(experiment, layouts=layouts, steps=options.compare_steps)
-    return 0 if parity.report(comparisons, tolerance=options.tolerance) else 1
+    layouts = layouts or agreement.usual_layouts(experiment)
+    comparisons = agreement.compare(experiment, layouts=layouts, steps=options.compare_steps)
+    return 0 if agreement.report(comparisons, tolerance=options.tolerance) else 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import LARGE, batch_shardings
+from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings, tracing_on
 from jaxtrain.state import local_bytes
 from jaxtrain.tree import named_leaves
 
@@ -102,6 +103,7 @@ def compile_step(
     batch: PyTree,
     *,
     mesh: Mesh | None = None,
+    rules: Rules | Sequence[Rule] | None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
@@ -116,6 +118,8 @@ def compile_step(
       state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`).
       batch: an example, or its shapes; host arrays are welcome.
       mesh: the mesh that ``state`` lies on; None for one device.
+      rules: those of ``init_state``; their ``axes`` say what :func:`jaxtrain.constrain` splits
+        activations over.
       donate: False for a step that only reads the state and returns no new one (evaluation).
       compiler_options: XLA options for this program alone, by their flag's name.
 
@@ -129,23 +133,29 @@ def compile_step(
     """
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
+
+    @functools.wraps(step)
+    def traced(state: PyTree, batch: PyTree) -> Any:
+        # A function of its own: JAX would reuse the trace of ``step`` for other rules.
+        return step(state, batch)
+
     if mesh is None:
         state_in = batch_in = None
-        jitted = jax.jit(step, donate_argnums=donated)
+        jitted = jax.jit(traced, donate_argnums=donated)
     else:
         state_in = _shardings_on(state, mesh)
         batch_in = batch_shardings(batch_shapes, mesh)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
-            step,
+            traced,
             in_shardings=(state_in, batch_in),
             out_shardings=(state_in, copied) if donate else copied,
             donate_argnums=donated,
         )
     start = time.perf_counter()
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    with tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext():
         if donate:
-            _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
+            _check_returned(state_shapes, jax.eval_shape(traced, state_shapes, batch_shapes))
         compiled = jitted.lower(state_shapes, batch_shapes).compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []

@@ -18,7 +18,7 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
-from jaxtrain.parallel.sharding import Rules, constrain_tree
+from jaxtrain.parallel.sharding import Gather, Rules, constrain_tree
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update
@@ -53,6 +53,7 @@ class Experiment:
       eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
+      gather: as for :func:`jaxtrain.build_train_step`.
       policy: dtypes.
       accumulate: microbatches per step.
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
@@ -84,6 +85,7 @@ class Experiment:
     eval_loss_fn: Callable[..., Any] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
+    gather: Gather = "step"
     policy: Policy = dataclasses.field(default_factory=Policy)
     accumulate: int = 1
     steps_per_call: int = 1
@@ -162,7 +164,14 @@ def compile_train(
 ) -> CompiledStep:
     """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
     step = build_step(experiment, state, mesh)
-    return compile_step(step, state, experiment.batch, mesh=mesh, compiler_options=compiler_options)
+    return compile_step(
+        step,
+        state,
+        experiment.batch,
+        mesh=mesh,
+        rules=experiment.rules,
+        compiler_options=compiler_options,
+    )
 
 
 def build_step(
@@ -183,6 +192,7 @@ def build_step(
             accumulate=experiment.accumulate,
             has_model_state=experiment.has_model_state,
             gradient_shardings=shardings,
+            gather=experiment.gather,
             norms=True,
         )
     if experiment.stages is None or experiment.has_model_state:
@@ -200,6 +210,7 @@ def build_step(
         mesh=mesh,
         policy=experiment.policy,
         gradient_shardings=shardings,
+        gather=experiment.gather,
         **experiment.pipeline,
     )
     return build_update(
@@ -219,8 +230,9 @@ def compile_eval(
         experiment.eval_loss_fn or experiment.loss_fn,
         policy=experiment.policy,
         has_model_state=experiment.has_model_state,
+        gather=experiment.gather,
     )
-    return compile_step(step, state, batch, mesh=mesh, donate=False)
+    return compile_step(step, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
 
 
 def evaluate(

@@ -21,7 +21,7 @@ from jaxtrain.gradients import (
     select,
 )
 from jaxtrain.optim import current_learning_rate, spikes_skipped
-from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.parallel.sharding import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
 
@@ -37,6 +37,7 @@ def build_train_step(
     accumulate: int = 1,
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
+    gather: Gather = "step",
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds ``step(state, batch) -> (state, metrics)``.
@@ -51,6 +52,10 @@ def build_train_step(
         the whole batch's weight, and applied in one update.
       has_model_state: which of the two forms ``loss_fn`` has.
       gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin how gradients lie.
+      gather: who makes weights whole over ``data`` and ``fsdp`` on meshes that need it
+        (:func:`jaxtrain.parallel.sharding.enter_loss` says which and why): ``"step"``, all of them
+        as they enter the loss, or ``"model"``, which calls :func:`jaxtrain.gather` layer by layer,
+        or :func:`jaxtrain.constrain` on its activations.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
@@ -69,7 +74,9 @@ def build_train_step(
     constrain = (
         constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
     )
-    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+    loss_fn = with_policy(
+        normalize_loss(loss_fn, has_model_state), policy or Policy.f32(), gather, gradient_shardings
+    )
     if accumulate == 1:
         engine = gradients.plain(loss_fn)
     else:
@@ -168,7 +175,11 @@ def scan_steps(
 
 
 def build_eval_step(
-    loss_fn: Callable[..., Any], *, policy: Policy | None = None, has_model_state: bool = False
+    loss_fn: Callable[..., Any],
+    *,
+    policy: Policy | None = None,
+    has_model_state: bool = False,
+    gather: Gather = "step",
 ) -> Callable[[TrainState, PyTree], WeightedLoss]:
     """Builds ``evaluate(state, batch) -> WeightedLoss``, sums that can be added over batches.
 
@@ -177,13 +188,14 @@ def build_eval_step(
         knows that nothing is to be dropped.
       policy: dtypes; float32 by default.
       has_model_state: which of the two forms ``loss_fn`` has. New model state is discarded.
+      gather: as for :func:`build_train_step`.
 
     >>> evaluate = build_eval_step(lambda params, batch, rng: WeightedLoss(params * batch, 2.0))
     >>> state = TrainState(0, jnp.float32(3), None, None, None, None, 0)
     >>> (evaluate(state, 4.0) + evaluate(state, 8.0)).means()["loss"]
     Array(9., dtype=float32)
     """
-    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32(), gather)
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
@@ -205,13 +217,34 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
     return normalized
 
 
-def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Casts parameters to the compute dtype on their way into a normalized loss."""
+def with_policy(
+    loss_fn: Callable[..., Any],
+    policy: Policy,
+    gather: Gather = "step",
+    shardings: PyTree | None = None,
+) -> Callable[..., Any]:
+    """Brings parameters into a normalized loss: in the compute dtype, placed for the computation.
 
-    def cast(params, model_state, batch, rng):
-        return loss_fn(policy.cast_to_compute(params), model_state, batch, rng)
+    Args:
+      loss_fn: from :func:`normalize_loss`.
+      policy: dtypes.
+      gather: as for :func:`build_train_step`.
+      shardings: of the parameters or their gradients; None for what ``compile_step`` knows.
 
-    return cast
+    Raises:
+      ValueError: for another ``gather``.
+    """
+    if gather not in ("step", "model"):
+        raise ValueError(f"gather is {gather!r}: use 'step' or 'model'")
+
+    def entered(params, model_state, batch, rng):
+        params = policy.cast_to_compute(params)
+        if gather == "step":
+            return loss_fn(enter_loss(params, shardings), model_state, batch, rng)
+        with model_gathers():
+            return loss_fn(params, model_state, batch, rng)
+
+    return entered
 
 
 def _norm(tree: PyTree) -> jax.Array:

@@ -2,7 +2,7 @@
 
 Each case trains a small GPT for five steps with ragged masks and packed documents, and compares the
 loss, every gradient, every parameter and all optimizer state with the run on one device. Five steps
-are scanned in one call, so that a case compiles once. The error is that of jaxtrain.parity.
+are scanned in one call, so that a case compiles once. The error is that of jaxtrain.agreement.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.agreement import record_gradients, worst
 from jaxtrain.models import gpt
-from jaxtrain.parity import record_gradients, worst
 
 TOLERANCE = 1e-5
 STEPS, BATCH = 5, 32

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxtrain import cli, parity
+from jaxtrain import agreement, cli
 from jaxtrain.models import gpt
 from jaxtrain.parallel.sharding import Rules
 from tests import commands
@@ -155,8 +155,8 @@ def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, mod
 )
 def test_a_fault_is_found_and_its_leaf_named(module, fault, layout, off, leaf):
     experiment = cli.load_experiment(module, ["--fault", fault], command="parity")
-    layouts = [parity.Layout({"data": 1}), parity.parse_layout(layout)]
-    one, many = parity.compare(experiment, layouts=layouts, steps=2)
+    layouts = [agreement.Layout({"data": 1}), agreement.parse_layout(layout)]
+    one, many = agreement.compare(experiment, layouts=layouts, steps=2)
     assert one.agrees(1e-6)
     found = {part for part, (error, _) in many.worst.items() if error > 1e-5}
     assert found == off, many.worst
@@ -181,9 +181,9 @@ def test_tolerance_decides(capsys, module):
 def test_the_experiments_own_mesh_comes_first(module):
     def layouts(*flags):
         built = cli.load_experiment(module, flags, command="parity")
-        return [str(layout) for layout in parity.usual_layouts(built)]
+        return [str(layout) for layout in agreement.usual_layouts(built)]
 
-    usual = list(map(str, parity.LAYOUTS))
+    usual = list(map(str, agreement.LAYOUTS))
     assert layouts() == usual
     assert layouts("--zero", "2") == usual
     assert layouts("--tensor", "2") == ["data 4 x tensor 2", *usual]
@@ -240,25 +240,25 @@ def test_a_missing_import_of_the_experiment_is_its_own_error(tmp_path, monkeypat
 
 def test_worst_is_relative_and_sees_what_is_not_a_number():
     b = {"small": np.full(4, 1e-3), "large": np.full(4, 1.0)}
-    assert parity.worst(b, b)[0] == 0
-    error, name = parity.worst(b | {"large": b["large"] * 1.5}, b)
+    assert agreement.worst(b, b)[0] == 0
+    error, name = agreement.worst(b | {"large": b["large"] * 1.5}, b)
     assert (error, name) == (pytest.approx(0.5), "large")
     # A hundredth of the root mean square counts at least: 0.01 * sqrt(1 / 2) > 1e-3.
-    error, name = parity.worst(b | {"small": b["small"] * 2}, b)
+    error, name = agreement.worst(b | {"small": b["small"] * 2}, b)
     assert (error, name) == (pytest.approx(1e-3 / (0.01 * math.sqrt(0.5)), rel=1e-3), "small")
-    assert parity.worst(b | {"small": np.full(4, np.nan)}, b) == (math.inf, "small")
+    assert agreement.worst(b | {"small": np.full(4, np.nan)}, b) == (math.inf, "small")
 
 
 def test_stacked_parameters_are_those_whose_rule_says_layers():
     rules = Rules(gpt.RULES)
-    assert parity.is_stacked("blocks/attn/q/kernel", rules)
-    assert not parity.is_stacked("embed/tokens", rules)
-    assert not parity.is_stacked("anything", Rules())
+    assert agreement.is_stacked("blocks/attn/q/kernel", rules)
+    assert not agreement.is_stacked("embed/tokens", rules)
+    assert not agreement.is_stacked("anything", Rules())
 
 
 def test_layouts_read_back():
-    layout = parity.parse_layout("data=2, fsdp=4,zero=3")
-    assert layout == parity.Layout({"data": 2, "fsdp": 4}, zero=3)
+    layout = agreement.parse_layout("data=2, fsdp=4,zero=3")
+    assert layout == agreement.Layout({"data": 2, "fsdp": 4}, zero=3)
     assert (str(layout), layout.devices) == ("data 2 x fsdp 4, zero 3", 8)
-    assert dataclasses.replace(layout, zero=0) == parity.parse_layout("data=2,fsdp=4")
-    assert all(layout.devices == parity.DEVICES for layout in parity.LAYOUTS)
+    assert dataclasses.replace(layout, zero=0) == agreement.parse_layout("data=2,fsdp=4")
+    assert all(layout.devices == agreement.DEVICES for layout in agreement.LAYOUTS)

@@ -175,6 +175,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
         rules=Rules(virtual_rules(gpt.RULES, virtual)),
+        gather="model",
         stages=gpt.stages(model),
         pipeline=dataclasses.asdict(config.pipeline) | {"virtual": virtual},
         policy=policy,

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Rules
+from jaxtrain.parallel.sharding import free_axes
 
 
 def obstacle(length: int | None, sizes: tuple[int, int, int, int]) -> str | None:
@@ -31,7 +31,7 @@ def obstacle(length: int | None, sizes: tuple[int, int, int, int]) -> str | None
         return "whole rows on every device, and mesh axis 'context' splits them"
     names = {"batch": "rows", "heads": "query heads", "kv_heads": "key heads"}
     for size, logical in zip(shape, names, strict=True):
-        axes = _axes(mesh, logical)
+        axes = free_axes(mesh, logical)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             return (
@@ -53,7 +53,7 @@ def on_each_device(
     free = _free(mesh)
     if not free:
         return kernel(q_BTHK, k_BTGK, v_BTGK, segments_BT)
-    batch, heads = (_axes(mesh, logical) or None for logical in ("batch", "heads"))
+    batch, heads = (free_axes(mesh, logical) or None for logical in ("batch", "heads"))
     split = P(batch, None, heads, None)
     return jax.shard_map(
         kernel,
@@ -73,9 +73,3 @@ def _free(mesh) -> list[str]:
         return []
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [axis for axis, kind in kinds if kind != AxisType.Manual]
-
-
-def _axes(mesh, logical: str) -> tuple[str, ...]:
-    """Free mesh axes, of size above 1, that carry a logical axis."""
-    free = _free(mesh)
-    return tuple(axis for axis in Rules().mesh_axes(logical, mesh) if axis in free) if free else ()

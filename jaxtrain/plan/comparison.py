@@ -91,7 +91,7 @@ def predict(
     """Returns the roofline of a train step, from a compiled call of so many steps."""
     state = make_abstract_state(experiment, mesh)
     step = build_step(experiment, state, mesh)
-    flops = trace_flops(step, state, experiment.batch, mesh)
+    flops = trace_flops(step, state, experiment.batch, mesh, experiment.rules)
     program = read_program(train.compiled.as_text(), mesh).per_step(steps)
     hosts = len({device.process_index for device in mesh.devices.flat})
     island = mesh.size if chip.kind == "tpu" else max(1, mesh.size // hosts)

@@ -22,7 +22,7 @@ Time is a roofline: see :class:`Prediction`.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.parallel.sharding import batch_shardings
+from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.partition import Cost, Spec
 from jaxtrain.plan.roofline import wire_seconds
@@ -157,7 +157,9 @@ def estimate(
     mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
     if traced is None:
-        traced = trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
+        traced = trace_step(
+            build_step(experiment, state, mesh), state, experiment.batch, mesh, experiment.rules
+        )
     estimated = estimate_traced(traced, state, experiment.batch, mesh, kind=kind)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
@@ -181,7 +183,9 @@ def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
     """
     mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
-    return trace_step(build_step(experiment, state, mesh), state, experiment.batch, mesh)
+    return trace_step(
+        build_step(experiment, state, mesh), state, experiment.batch, mesh, experiment.rules
+    )
 
 
 def estimate_step(
@@ -204,9 +208,15 @@ def estimate_step(
     return estimate_traced(trace_step(step, state, batch, mesh), state, batch, mesh, kind=kind)
 
 
-def trace_step(step: Callable, state: PyTree, batch: PyTree, mesh: AbstractMesh) -> Any:
+def trace_step(
+    step: Callable,
+    state: PyTree,
+    batch: PyTree,
+    mesh: AbstractMesh,
+    rules: Rules | Sequence[Rule] | None = None,
+) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with tracing_on(mesh, state, rules), warnings.catch_warnings():
         # Whoever compiles says it.
         warnings.simplefilter("ignore", AheadOfTimeWarning)
         return jax.make_jaxpr(step)(state, batch)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import batch_shardings
+from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.flops import Flops, count_flops
 from jaxtrain.plan.hlo import Collective, Program, read_program
@@ -305,6 +305,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
         flops_formula=formula,
         layers=experiment.stages.stacked if experiment.stages else None,
         steps_per_call=experiment.steps_per_call,
+        rules=experiment.rules,
     )
 
 
@@ -319,6 +320,7 @@ def plan_step(
     flops_formula: tuple[float, str] | None = None,
     layers: str | None = None,
     steps_per_call: int = 1,
+    rules: Rules | Sequence[Rule] | None = None,
 ) -> Plan:
     """Like :func:`plan`, for a state that lies on the target's mesh.
 
@@ -327,6 +329,7 @@ def plan_step(
       flops_formula: model FLOPs of one step over all devices, and the formula's name.
       layers: the parameters' subtree that is stacked layer by layer.
       steps_per_call: steps that the compiled call runs, each with such a batch.
+      rules: as for :func:`jaxtrain.compile_step`.
     """
     called, given = step, batch
     if steps_per_call > 1:
@@ -335,13 +338,13 @@ def plan_step(
         warnings.simplefilter("always", AheadOfTimeWarning)
         shortage, train = 0, None
         try:
-            train = compile_step(called, state, given, mesh=mesh)
+            train = compile_step(called, state, given, mesh=mesh, rules=rules)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
-        flops = trace_flops(step, state, batch, mesh)
+        flops = trace_flops(step, state, batch, mesh, rules)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
     notes += _flops_notes(flops)
     if steps_per_call > 1:
@@ -447,9 +450,15 @@ def split_memory(
     )
 
 
-def trace_flops(step: Callable[..., Any], state: PyTree, batch: PyTree, mesh: Mesh) -> Flops:
-    """Counts a step's FLOPs as it is traced for a mesh."""
-    with jax.set_mesh(mesh):
+def trace_flops(
+    step: Callable[..., Any],
+    state: PyTree,
+    batch: PyTree,
+    mesh: Mesh,
+    rules: Rules | Sequence[Rule] | None = None,
+) -> Flops:
+    """Counts a step's FLOPs as it is traced for a mesh (arguments of ``compile_step``)."""
+    with tracing_on(mesh, state, rules):
         return count_flops(step, *jax.eval_shape(lambda *trees: trees, state, batch))
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.gradients import split_microbatches
-from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.parallel.sharding import batch_sharding, tracing_on
 from jaxtrain.state import TrainState
 from jaxtrain.step import normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
@@ -108,7 +108,9 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     """
     piped = mesh.shape["pipe"] > 1
     loss_fn = with_policy(
-        normalize_loss(experiment.loss_fn, experiment.has_model_state), experiment.policy
+        normalize_loss(experiment.loss_fn, experiment.has_model_state),
+        experiment.policy,
+        experiment.gather,
     )
     microbatches = 1 if piped else experiment.accumulate
 
@@ -149,7 +151,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         norms = jax.tree.map(optax.tree.norm, grads)
         return losses, _not_finite(state.params), _not_finite(grads), norms
 
-    with jax.set_mesh(mesh):
+    with tracing_on(mesh, state, experiment.rules):
         # The same on all devices, so that every process can read it.
         found = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))(state, batch)
     losses, bad_params, bad_grads, norms = jax.device_get(found)

@@ -24,8 +24,8 @@ from experiments.bench import (
 )
 from experiments.bench import attention as attention_row
 from experiments.bench import step as row
+from jaxtrain.agreement import worst
 from jaxtrain.models import gpt
-from jaxtrain.parity import worst
 
 
 def test_the_hand_written_step_is_the_same_step():

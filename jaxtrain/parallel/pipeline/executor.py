@@ -41,9 +41,15 @@ from jaxtrain.parallel.pipeline.buffers import (
     rows,
     write,
 )
-from jaxtrain.parallel.pipeline.stages import Stages, layers_per_chunk, run_layers
+from jaxtrain.parallel.pipeline.stages import (
+    Stages,
+    enter_stages,
+    layers_per_chunk,
+    run_layers,
+)
 from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
+from jaxtrain.parallel.sharding import Gather
 from jaxtrain.precision import Policy
 from jaxtrain.tree import path_name
 
@@ -63,6 +69,7 @@ def pipeline(
     skip_bubbles: bool = True,
     policy: Policy | None = None,
     gradient_shardings: PyTree | None = None,
+    gather: Gather = "step",
 ) -> GradientEngine:
     """Makes the gradient engine of a pipeline, for :func:`jaxtrain.step.build_update`.
 
@@ -85,6 +92,8 @@ def pipeline(
         misbehave.
       policy: dtypes, as for ``build_train_step``.
       gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin the running sums.
+      gather: as for :func:`jaxtrain.build_train_step`; ``"step"`` makes a stage's weights whole
+        over ``data`` and ``fsdp`` before the first tick.
 
     Returns:
       The engine, to be traced under ``jax.jit``. A step in which anything is not finite is left out
@@ -111,9 +120,11 @@ def pipeline(
             )
         chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
         batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
-        loss, grads = _run(
-            plan, mesh, chunk, policy.cast_to_compute(params), batch, rng, loss_scale
-        )
+        params, entered = policy.cast_to_compute(params), plan
+        if gather == "step":
+            params, pinned = enter_stages(stages, params, gradient_shardings)
+            entered = dataclasses.replace(plan, stages=pinned)
+        loss, grads = _run(entered, mesh, chunk, params, batch, rng, loss_scale)
         sums = GradientSums(grads, loss, None, jnp.int32(0))
         nothing = jax.tree.map(jnp.zeros_like, sums)
         nothing = dataclasses.replace(nothing, skipped=jnp.int32(microbatches))

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Rule
+from jaxtrain.parallel.sharding import Rule, entered_specs
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -129,6 +130,42 @@ def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int, virtual: i
             f"layers that is a multiple of {devices * virtual}, or another mesh axis 'pipe'"
         )
     return layers // (devices * virtual)
+
+
+def enter_stages(
+    stages: Stages, params: PyTree, shardings: PyTree | None = None
+) -> tuple[PyTree, Stages]:
+    """:func:`jaxtrain.parallel.sharding.enter_loss` for stages: weights are gathered before the
+    first tick, and stay so wherever a stage reads them and hands back their gradients.
+
+    Outer parameters are then whole on all axes: of a lookup in a table that is split by rows, XLA's
+    partitioner aborts within the map over ``pipe``, or exchanges rows within a branch that only one
+    stage takes, where all others wait for it.
+
+    Args:
+      stages, params: the model.
+      shardings: as for ``enter_loss``.
+    """
+    specs = entered_specs(params, shardings)
+    if specs is None:
+        return params, stages
+    pin = jax.lax.with_sharding_constraint
+
+    def outer(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: pin(x, P()), params)
+
+    def layer(x: jax.Array, spec: Any) -> jax.Array:
+        entries = getattr(spec, "spec", spec)
+        return pin(x, P(*entries[len(entries) - x.ndim :]))
+
+    return pin(params, specs), dataclasses.replace(
+        stages,
+        embed=lambda params, batch, rng: stages.embed(outer(params), batch, rng),
+        block=lambda params, x, batch, rng: stages.block(
+            jax.tree.map(layer, params, specs[stages.stacked]), x, batch, rng
+        ),
+        head_loss=lambda params, x, batch: stages.head_loss(outer(params), x, batch),
+    )
 
 
 def run_layers(

@@ -12,11 +12,14 @@ norm to speak of, so ``|b|`` counts as at least a hundredth of what the leaf wou
 its tree's root mean square.
 """
 
+import contextlib
 import dataclasses
+import functools
+import io
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +31,8 @@ from rich.table import Table
 
 from jaxtrain.experiment import Experiment, compile_train, make_abstract_state, make_state
 from jaxtrain.parallel.mesh import AXES, fill_sizes, make_mesh
-from jaxtrain.parallel.sharding import Rules, as_rules, batch_sharding
+from jaxtrain.parallel.pipeline import Stages
+from jaxtrain.parallel.sharding import Gather, Rule, Rules, as_rules, batch_sharding
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves
@@ -113,13 +117,103 @@ class Step:
     parts: Mapping[str, Mapping[str, np.ndarray]]
 
 
+def parity(
+    init_fn: Callable[[jax.Array], PyTree],
+    loss_fn: Callable[..., Any],
+    batch: PyTree,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | Sequence[Rule] | None = None,
+    layouts: Iterable[Layout | str] | None = None,
+    accumulate: int = 1,
+    stages: Stages | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+    has_model_state: bool = False,
+    gather: Gather = "step",
+    steps: int = 2,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+) -> str:
+    """Checks that a model of one's own trains on meshes as it does on one device, in float32.
+
+    Args:
+      init_fn, loss_fn, optimizer, rules, accumulate, has_model_state, gather: what
+        :func:`jaxtrain.init_state` and :func:`jaxtrain.build_train_step` are given; AdamW by
+        default.
+      batch: a global batch of arrays; every step trains on it.
+      layouts: meshes, such as ``"data=2,fsdp=2,tensor=2"`` or ``"data=8,zero=3"``; by default all
+        of :data:`LAYOUTS` that the devices suffice for (those with ``pipe`` if there are stages).
+      stages, pipeline: the model as :class:`jaxtrain.Stages` and the arguments of
+        :func:`jaxtrain.pipeline`, for layouts with an axis ``pipe``.
+      steps: how many steps are compared.
+      seed: of parameters and of the steps' randomness.
+      tolerance: the largest error of a leaf, relative in the 2-norm.
+
+    Returns:
+      A table of the worst leaf of loss, gradients, parameters and optimizer state on each mesh.
+
+    Raises:
+      AssertionError: where a mesh disagrees, with the leaf, the error and what to do about it.
+      ValueError: where nothing can be compared.
+
+    >>> init_fn = lambda rng: {"w": jax.random.normal(rng, (4,))}
+    >>> loss_fn = lambda params, batch, rng: ((batch @ params["w"]) ** 2).mean()
+    >>> print(parity(init_fn, loss_fn, np.ones((8, 4), "f"), layouts=["data=1"]).splitlines()[-1])
+    1 of 1 meshes agree with one device to 1e-05
+    """
+    if layouts is None:
+        fitting = [x for x in LAYOUTS if x.devices <= len(jax.devices())]
+        layouts = [x for x in fitting if stages is not None or "pipe" not in x.axes]
+        if not layouts:
+            raise ValueError(
+                f"JAX sees {len(jax.devices())} devices, too few for a mesh: simulate them with "
+                f"jax.config.update('jax_num_cpu_devices', {DEVICES}) before anything uses JAX, or "
+                "give layouts"
+            )
+    experiment = Experiment(
+        name="parity",
+        init_fn=init_fn,
+        loss_fn=loss_fn,
+        optimizer=optax.adamw(1e-3, eps=1e-6) if optimizer is None else optimizer,
+        batch=jax.eval_shape(lambda batch: batch, batch),
+        train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
+        steps=steps,
+        rules=as_rules(rules),
+        gather=gather,
+        accumulate=accumulate,
+        stages=stages,
+        pipeline=pipeline or {"microbatches": 4},
+        has_model_state=has_model_state,
+        seed=seed,
+    )
+    layouts = [parse_layout(layout) if isinstance(layout, str) else layout for layout in layouts]
+    comparisons = list(compare(experiment, layouts=layouts, steps=steps))
+    console = Console(file=io.StringIO(), width=120)
+    agree = report(comparisons, tolerance=tolerance, console=console)
+    table = console.file.getvalue().rstrip()
+    if not agree:
+        off = next(c for c in comparisons if not c.agrees(tolerance))
+        part, (error, leaf) = next(x for x in off.worst.items() if not x[1][0] <= tolerance)
+        raise AssertionError(
+            f"on mesh {off.layout} the {part} of {leaf!r} differ by {error:.1e} from one device's. "
+            "If the model uses shard_map, collectives or sizes of the mesh, look there first. "
+            "Otherwise pin its activations near that parameter with jaxtrain.constrain(x, 'batch', "
+            "...), or leave one of the axes data, fsdp and tensor at 1.\n\n" + table
+        )
+    return table
+
+
 def compare(
     experiment: Experiment, *, layouts: Iterable[Layout] = LAYOUTS, steps: int = 3
 ) -> Iterator[Comparison]:
     """Trains on one device, then on each layout, and compares; see the top of this module.
 
+    A pipeline is compared with as many accumulated microbatches on one device as it has: the same
+    rows, with the same randomness.
+
     Args:
-      experiment: what to train; its mesh, ZeRO stage and dtypes are replaced.
+      experiment: what to train; its mesh, ZeRO stage and dtypes are replaced. Where it accumulates,
+        that is the number of a pipeline's microbatches too.
       layouts: the meshes to compare, each over the first devices that JAX sees.
       steps: how many batches.
 
@@ -132,10 +226,22 @@ def compare(
     if steps < 1:
         raise ValueError(f"{steps} steps have nothing to compare: use 1 or more")
     experiment = dataclasses.replace(experiment, policy=Policy.f32())
-    reference = run_one_device(experiment, steps)
+    run = functools.cache(
+        lambda microbatches: run_one_device(
+            dataclasses.replace(experiment, accumulate=microbatches), steps
+        )
+    )
+    run(experiment.accumulate)  # what one device refuses is no layout's fault
     for layout in layouts:
+        piped = layout.axes.get("pipe", 1) > 1
+        microbatches, given = experiment.accumulate, experiment
+        if piped:
+            if microbatches == 1:
+                microbatches = experiment.pipeline.get("microbatches", 1)
+            options = dict(experiment.pipeline) | {"microbatches": microbatches}
+            given = dataclasses.replace(experiment, accumulate=1, pipeline=options)
         try:
-            errors = run_layout(experiment, layout, reference)
+            errors = run_layout(given, layout, run(microbatches))
         except ValueError as error:
             yield Comparison(layout, refusal=str(error))
         else:
