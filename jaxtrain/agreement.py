@@ -467,7 +467,8 @@ def report(
     compared = [c for c in comparisons if c.refusal is None]
     off = [c for c in compared if not c.agrees(tolerance)]
     if not compared:
-        raise ValueError("no mesh fits the experiment, so nothing was compared: choose a --layout")
+        reasons = "; ".join(f"{c.layout}: {c.refusal}" for c in comparisons)
+        raise ValueError(f"no mesh fits, so nothing was compared: choose other layouts ({reasons})")
     console.print()
     console.print(
         f"{len(compared) - len(off)} of {len(compared)} meshes agree with one device to "

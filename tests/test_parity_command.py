@@ -4,9 +4,12 @@ import dataclasses
 import math
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import agreement, cli
 from jaxtrain.models import gpt
 from jaxtrain.parallel.sharding import Rules
@@ -119,17 +122,70 @@ def run(capsys, *arguments):
     return status, [line.split() for line in out.splitlines()], error
 
 
-def test_gpt_agrees_on_two_layouts(capsys, tmp_path, monkeypatch):
+def test_gpt_agrees_on_a_mesh_and_in_a_pipeline(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "one.txt").write_text("a cat sat on a mat. " * 200)
     (tmp_path / "two.txt").write_text("the dog did not. " * 200)
     flags = "--layers 2 --width 16 --heads 4 --seq-len 8 --global-batch 8 --held-out-bytes 10"
-    layouts = "--compare-steps 2 --layout data=2,tensor=4 --layout data=8,zero=3"
+    layouts = "--compare-steps 2 --layout data=2,tensor=4 --layout pipe=2,data=2 --accumulate 2"
     arguments = ["experiments.gpt", *layouts.split(), "--data", str(tmp_path), *flags.split()]
     status, lines, _ = run(capsys, *arguments)
     assert status == 0
     assert sum("ok" in line for line in lines) == 8
     assert " ".join(lines[-1]) == "2 of 2 meshes agree with one device to 1e-05"
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """A model of two layers as loss and as stages, with noise in each, and a batch."""
+
+    def block(layer, x, batch, rng):
+        return x + jnp.tanh(x @ layer["w"]) * jax.random.bernoulli(rng, 0.5, x.shape)
+
+    def head_loss(params, x, batch):
+        error = jnp.square(x @ params["out"] - batch["y"]).mean(-1)
+        return jt.WeightedLoss((error * batch["mask"]).sum(), batch["mask"].sum())
+
+    stages = jt.Stages(lambda params, batch, rng: jnp.tanh(batch["x"]), block, head_loss)
+
+    def loss_fn(params, batch, rng):
+        x = stages.embed(params, batch, rng)
+        for i in range(2):
+            x = block({"w": params["blocks"]["w"][i]}, x, batch, jax.random.fold_in(rng, i))
+        return head_loss(params, x, batch)
+
+    def init_fn(rng):
+        return {"blocks": {"w": 0.3 * jax.random.normal(rng, (2, 8, 8))}, "out": jnp.ones((8, 2))}
+
+    n = np.random.default_rng(0)
+    batch = {"x": n.normal(size=(16, 8)), "y": n.normal(size=(16, 2)), "mask": n.random(16)}
+    return init_fn, loss_fn, stages, jax.tree.map(np.float32, batch)
+
+
+def test_a_pipeline_is_compared_with_as_many_accumulated_microbatches(layers):
+    init_fn, loss_fn, stages, batch = layers
+    rules = [("^blocks/", ("layers", None, None))]
+    more = {"stages": stages, "rules": rules, "layouts": ["pipe=2,data=2"]}
+    # The noise of the layers is another for every microbatch.
+    table = jt.parity(init_fn, loss_fn, batch, **more, accumulate=2)
+    assert "1 of 1 meshes agree with one device to 1e-05" in table
+    assert "pipe 2 x data 2" in table
+    table = jt.parity(init_fn, loss_fn, batch, **more, pipeline={"microbatches": 4})
+    assert "1 of 1 meshes agree" in table
+
+
+def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
+    init_fn, loss_fn, _, batch = layers
+
+    def wrong(params, batch, rng):
+        loss, size = loss_fn(params, batch, rng), jax.sharding.get_abstract_mesh().size
+        return jt.WeightedLoss(loss.total * (1 + 1e-3 * (size - 1)), loss.weight)
+
+    with pytest.raises(AssertionError, match=r"on mesh data 2 the loss .*jaxtrain.constrain") as e:
+        jt.parity(init_fn, wrong, batch, layouts=["data=1", "data=2"])
+    assert "1 of 2 meshes agree" in str(e.value)
+    with pytest.raises(ValueError, match=r"no mesh fits, .*it takes 16 devices"):
+        jt.parity(init_fn, loss_fn, batch, layouts=["data=16"])
 
 
 def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, module, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.sharding import param_shardings
+from jaxtrain.parallel.sharding import param_shardings, tracing_on
 from jaxtrain.tree import named_leaves
 
 RULES = [
@@ -173,3 +173,105 @@ def test_constrain_pins_activations_on_a_mesh_and_is_nothing_without_one():
         assert uneven.shape == (3, 4, 6)
         with pytest.raises(ValueError, match=r"2 axis names .* for an array of rank 3"):
             jax.jit(lambda x: jt.constrain(x, "batch", None))(x)
+
+
+def pins(function, *args):
+    """Specs of the constraints that a function is traced with."""
+    equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return [
+        e.params["sharding"].spec for e in equations if e.primitive.name == "sharding_constraint"
+    ]
+
+
+def test_activations_follow_the_axes_of_the_rules():
+    mesh, x = jt.make_mesh(data=2, fsdp=2, tensor=2), jnp.ones((8, 4))
+    with tracing_on(mesh, None, jt.Rules(axes={"heads": None})):
+        assert pins(lambda x: jt.constrain(x, "batch", "heads"), x) == [P(("data", "fsdp"), None)]
+    with tracing_on(mesh, None):
+        (spec,) = pins(lambda x: jt.constrain(x, "batch", "heads"), x)
+        assert spec == P(("data", "fsdp"), "tensor")
+
+
+def test_one_step_follows_the_rules_that_each_compilation_is_given():
+    mesh, seen = jt.make_mesh(data=4, tensor=2), []
+
+    def loss_fn(params, batch, rng):
+        hidden = jt.constrain(batch["x"] @ params["w"], "batch", "heads")
+        jax.debug.inspect_array_sharding(hidden, callback=lambda s: seen.append(s.spec))
+        return jnp.square(hidden).mean()
+
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(
+        lambda rng: {"w": jnp.ones((4, 4))}, optimizer, jax.random.key(0), mesh=mesh
+    )
+    step = jt.build_train_step(loss_fn, optimizer)
+    batch = {"x": jnp.ones((8, 4))}
+    for rules in (None, jt.Rules(axes={"heads": None})):
+        jt.compile_step(step, state, batch, mesh=mesh, rules=rules)
+    assert {len([e for e in spec if e]) for spec in seen} == {1, 2}
+
+
+@pytest.fixture(scope="module")
+def three_axes():
+    """An optimizer, a state on data x fsdp x tensor, and a batch."""
+    optimizer = optax.sgd(0.1)
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
+    state = jt.init_state(
+        lambda rng: {"layers": {"w": jnp.ones((3, 4, 8))}},
+        optimizer,
+        jax.random.key(0),
+        mesh=mesh,
+        rules=[("w", (None, "embed", "mlp"))],
+    )
+    return optimizer, mesh, state, jnp.ones((8, 4))
+
+
+def plain_loss(params, x, rng):
+    return jnp.square(x @ params["layers"]["w"][0]).mean()
+
+
+def gathering_loss(params, x, rng):
+    def layer(x, w):
+        w = jt.gather(w, "layers")["w"]
+        return jnp.tanh(x @ w) @ w.T, None
+
+    return jnp.square(jax.lax.scan(layer, x, params["layers"])[0]).mean()
+
+
+def test_weights_enter_a_loss_without_the_axes_of_the_batch(three_axes):
+    optimizer, mesh, state, x = three_axes
+    step = jt.build_train_step(plain_loss, optimizer)
+    with tracing_on(mesh, state):
+        assert P(None, None, "tensor") in pins(step, state, x)
+    shardings = jt.gradient_shardings(state, zero=2)
+    step = jt.build_train_step(plain_loss, optimizer, gradient_shardings=shardings)
+    assert P(None, None, "tensor") in pins(step, state, x)
+    step = jt.build_train_step(gathering_loss, optimizer, gather="model")
+    with tracing_on(mesh, state):
+        assert pins(step, state, x) == []  # in its loop
+        text = str(jax.make_jaxpr(step)(state, x))
+    assert "sharding_constraint" in text
+    assert "P(None, 'tensor')" in text
+    two = jt.make_mesh(fsdp=4, tensor=2)
+    assert pins(jt.build_train_step(plain_loss, optimizer), _on(state, two), x) == []
+
+
+def _on(state, mesh):
+    specs = jax.tree.map(lambda x: jax.NamedSharding(mesh, x.sharding.spec), state)
+    return jax.device_put(state, specs)
+
+
+def test_a_step_that_cannot_know_how_its_weights_lie_is_refused(three_axes):
+    optimizer, mesh, state, x = three_axes
+    step = jt.build_train_step(plain_loss, optimizer)
+    with pytest.raises(
+        ValueError, match=r"mesh data 2 x fsdp 2 x tensor 2 .*jaxtrain.compile_step"
+    ):
+        jax.jit(step)(state, x)
+    unpinned = jt.build_train_step(plain_loss, optimizer, gather="model")
+    with pytest.raises(ValueError, match=r"calls neither jaxtrain.gather nor"):
+        jt.compile_step(unpinned, state, x, mesh=mesh)
+    with pytest.raises(ValueError, match=r"gather is 'always': use 'step' or 'model'"):
+        jt.build_train_step(plain_loss, optimizer, gather="always")
+    with tracing_on(mesh, state), pytest.raises(ValueError, match=r"no parameter 'layer/w'"):
+        jt.gather({"w": x}, "layer")
