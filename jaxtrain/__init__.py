@@ -21,7 +21,7 @@ from jaxtrain.state import (
     gradient_shardings,
     init_state,
 )
-from jaxtrain.step import build_eval_step, build_train_step, scan_steps
+from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 from jaxtrain.survive.accidents import Diverged
 from jaxtrain.survive.preemption import Preempted
 
@@ -42,6 +42,7 @@ __all__ = [
     "abstract_state",
     "build_eval_step",
     "build_train_step",
+    "build_update",
     "compile_step",
     "constrain",
     "describe_sharding",

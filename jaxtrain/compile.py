@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import LARGE, batch_shardings
+from jaxtrain.precision import products_in
 from jaxtrain.state import local_bytes
 from jaxtrain.tree import named_leaves
 
@@ -89,7 +90,7 @@ class CompiledStep:
 
     def report(self) -> str:
         """Draws the checks as a table."""
-        width = max(len(check.promise) for check in self.checks)
+        width = max((len(check.promise) for check in self.checks), default=0)
         return "\n".join(
             f"{'ok ' if check.holds else 'NOT'}  {check.promise.ljust(width)}  {check.found}"
             for check in self.checks
@@ -146,9 +147,11 @@ def compile_step(
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         if donate:
             _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
-        compiled = jitted.lower(state_shapes, batch_shapes).compile(compiler_options)
+        traced = jitted.trace(state_shapes, batch_shapes)
+        compiled = traced.lower().compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
+    checks += _check_products(traced.jaxpr.jaxpr)
     result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
@@ -223,6 +226,15 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
         Check("state returned as it came", text, not moved),
         Check("largest leaf on every device", f"{name}, {size:,} bytes", True),
     ]
+
+
+def _check_products(jaxpr: Any) -> list[Check]:
+    """Names the float32 products of a program that computes in bfloat16 or float16 besides."""
+    count, lines, reduced = products_in(jaxpr)
+    if not reduced:
+        return []
+    promise = f"{len(lines)} of {count} products in float32"
+    return [Check(promise, "; ".join(dict.fromkeys(lines)) or "none", True)]
 
 
 def _check_returned(given: PyTree, result: Any) -> None:

@@ -19,7 +19,7 @@ from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.parallel.sharding import Rules, constrain_tree
-from jaxtrain.precision import Policy
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update
 
@@ -53,7 +53,7 @@ class Experiment:
       eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
-      policy: dtypes.
+      policy: dtypes; a policy's name will do.
       accumulate: microbatches per step.
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
@@ -106,6 +106,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.steps_per_call < 1:
             raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
+        object.__setattr__(self, "policy", as_policy(self.policy))
 
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import Rule, Rules, param_shardings, state_shardings
-from jaxtrain.precision import LossScale, Policy
+from jaxtrain.precision import LossScale, Policy, as_policy
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -51,7 +51,7 @@ def init_state(
     mesh: Mesh | None = None,
     rules: Rules | Sequence[Rule] | None = None,
     zero: int = 0,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     has_model_state: bool = False,
 ) -> TrainState:
     """Creates a train state, each leaf directly in its place on the mesh.
@@ -79,7 +79,7 @@ def init_state(
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
-    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
     if mesh is None:
         return jax.jit(create)(rng)
     shapes = jax.eval_shape(create, rng)
@@ -94,7 +94,7 @@ def abstract_state(
     mesh: Mesh | None = None,
     rules: Rules | Sequence[Rule] | None = None,
     zero: int = 0,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     has_model_state: bool = False,
 ) -> TrainState:
     """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
@@ -102,7 +102,7 @@ def abstract_state(
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
     """
-    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
     shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
     if mesh is None:
         return shapes

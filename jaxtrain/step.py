@@ -22,7 +22,7 @@ from jaxtrain.gradients import (
 )
 from jaxtrain.optim import current_learning_rate, spikes_skipped
 from jaxtrain.parallel.sharding import constrain_tree
-from jaxtrain.precision import Policy
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
 
 PyTree = Any
@@ -33,7 +33,7 @@ def build_train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     accumulate: int = 1,
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
@@ -46,7 +46,8 @@ def build_train_step(
         ``has_model_state``, ``(params, model_state, batch, rng) -> (loss, model_state)``.
       optimizer: any optax transformation. Its update also receives ``value`` (the mean loss) and
         ``weight`` (the batch's weight) for those that use them.
-      policy: dtypes, and whether the loss is scaled; float32 by default.
+      policy: dtypes, and whether the loss is scaled, or a policy's name (``"bf16"``); float32 by
+        default.
       accumulate: microbatches per step. Loss and gradients are summed over them, divided once by
         the whole batch's weight, and applied in one update.
       has_model_state: which of the two forms ``loss_fn`` has.
@@ -69,7 +70,7 @@ def build_train_step(
     constrain = (
         constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
     )
-    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), as_policy(policy))
     if accumulate == 1:
         engine = gradients.plain(loss_fn)
     else:
@@ -81,7 +82,7 @@ def build_update(
     engine: GradientEngine,
     optimizer: optax.GradientTransformation,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
@@ -91,7 +92,7 @@ def build_update(
     computed some other way (a pipeline) comes in here.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    policy = policy or Policy.f32()
+    policy = as_policy(policy)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_loss_scale(state, policy)
@@ -168,7 +169,10 @@ def scan_steps(
 
 
 def build_eval_step(
-    loss_fn: Callable[..., Any], *, policy: Policy | None = None, has_model_state: bool = False
+    loss_fn: Callable[..., Any],
+    *,
+    policy: Policy | str | None = None,
+    has_model_state: bool = False,
 ) -> Callable[[TrainState, PyTree], WeightedLoss]:
     """Builds ``evaluate(state, batch) -> WeightedLoss``, sums that can be added over batches.
 
@@ -183,7 +187,7 @@ def build_eval_step(
     >>> (evaluate(state, 4.0) + evaluate(state, 8.0)).means()["loss"]
     Array(9., dtype=float32)
     """
-    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32())
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), as_policy(policy))
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
@@ -206,10 +210,11 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
 
 
 def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Casts parameters to the compute dtype on their way into a normalized loss."""
+    """Casts parameters, and the batch leaves that the policy names, for a normalized loss."""
 
     def cast(params, model_state, batch, rng):
-        return loss_fn(policy.cast_to_compute(params), model_state, batch, rng)
+        params = policy.cast_to_compute(params)
+        return loss_fn(params, model_state, policy.cast_inputs(batch), rng)
 
     return cast
 

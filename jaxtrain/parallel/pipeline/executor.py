@@ -44,7 +44,7 @@ from jaxtrain.parallel.pipeline.buffers import (
 from jaxtrain.parallel.pipeline.stages import Stages, layers_per_chunk, run_layers
 from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
-from jaxtrain.precision import Policy
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.tree import path_name
 
 PyTree = Any
@@ -61,7 +61,7 @@ def pipeline(
     virtual: int = 1,
     remat: Literal["full", "none"] = "full",
     skip_bubbles: bool = True,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     gradient_shardings: PyTree | None = None,
 ) -> GradientEngine:
     """Makes the gradient engine of a pipeline, for :func:`jaxtrain.step.build_update`.
@@ -100,7 +100,7 @@ def pipeline(
     )
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
-    policy = policy or Policy.f32()
+    policy = as_policy(policy)
     plan = _Plan(stages, table, remat == "full", skip_bubbles, _without_pipe(gradient_shardings))
 
     def engine(params, model_state, batch, rng, loss_scale):
@@ -110,6 +110,7 @@ def pipeline(
                 "statistics, or build_train_step(accumulate=...)"
             )
         chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
+        batch = policy.cast_inputs(batch)
         batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
         loss, grads = _run(
             plan, mesh, chunk, policy.cast_to_compute(params), batch, rng, loss_scale
