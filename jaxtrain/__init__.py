@@ -8,6 +8,7 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
@@ -49,6 +50,8 @@ __all__ = [
     "explain",
     "fit",
     "float32_products",
+    "from_linen",
+    "from_nnx",
     "gradient_shardings",
     "init_state",
     "make_mesh",

@@ -174,6 +174,12 @@ def as_weighted(loss: Any) -> WeightedLoss:
     Raises:
       ValueError: where the loss or its weight is no scalar.
     """
+    if isinstance(loss, tuple):
+        raise ValueError(
+            f"the loss returned a tuple of {len(loss)}: return WeightedLoss(total, weight, "
+            "metrics={...}) to report more than a loss; only with has_model_state=True is it "
+            "(loss, model_state)"
+        )
     if not isinstance(loss, WeightedLoss):
         loss = WeightedLoss(loss, jnp.float32(1.0))
     if jnp.shape(loss.total) or jnp.shape(loss.weight):

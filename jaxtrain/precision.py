@@ -226,9 +226,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if _is_floating(x) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
 
 
 def _is_floating(x: Any) -> bool:

@@ -199,7 +199,14 @@ def local_bytes(tree: PyTree) -> int:
 def _creator(init_fn, optimizer, policy, has_model_state):
     def create(rng: jax.Array) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
-        params, model_state = init_fn(init_rng) if has_model_state else (init_fn(init_rng), None)
+        params, model_state = init_fn(init_rng), None
+        if has_model_state:
+            if not isinstance(params, tuple) or len(params) != 2:
+                raise ValueError(
+                    "with has_model_state=True init_fn returns (params, model_state), and it "
+                    f"returned {type(params).__name__}"
+                )
+            params, model_state = params
         params = policy.cast_to_param(params)
         return TrainState(
             step=jnp.int32(0),

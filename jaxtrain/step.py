@@ -5,6 +5,7 @@ population, ``jax.lax.scan`` it, differentiate through it, or hand it to
 :func:`jaxtrain.compile_step`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtrain.optim import current_learning_rate, spikes_skipped
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
+from jaxtrain.tree import named_leaves
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -197,14 +199,35 @@ def build_eval_step(
 
 
 def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
-    """Brings a loss to ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``."""
+    """Brings a loss to ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
+
+    Raises:
+      ValueError: where the loss cannot be called in the form that ``has_model_state`` says, and,
+        when it is traced, where state or result have another form.
+    """
+    _check_arguments(loss_fn, has_model_state)
 
     def normalized(params, model_state, batch, rng):
-        if has_model_state:
-            loss, model_state = loss_fn(params, model_state, batch, rng)
-        else:
-            loss = loss_fn(params, batch, rng)
-        return as_weighted(loss), model_state
+        if not has_model_state:
+            if model_state is not None:
+                raise ValueError(
+                    "the state holds model state, which this loss would leave as it is: pass "
+                    "has_model_state=True to the step builder, or create the state without it"
+                )
+            return as_weighted(loss_fn(params, batch, rng)), None
+        if model_state is None:
+            raise ValueError(
+                "has_model_state=True and the state holds no model state: pass "
+                "has_model_state=True to init_state, with init_fn returning (params, model_state)"
+            )
+        result = loss_fn(params, model_state, batch, rng)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"with has_model_state=True the loss returns (loss, model_state), and it returned "
+                f"{type(result).__name__}"
+            )
+        _check_model_state(model_state, result[1])
+        return as_weighted(result[0]), result[1]
 
     return normalized
 
@@ -221,6 +244,47 @@ def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 
 def _norm(tree: PyTree) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def _check_arguments(loss_fn: Callable[..., Any], has_model_state: bool) -> None:
+    forms = ("params, batch, rng", "params, model_state, batch, rng")
+    takes = [_takes(loss_fn, len(form.split(","))) for form in forms]
+    if not takes[has_model_state]:
+        mend = (
+            f"pass has_model_state={not has_model_state} where it is {forms[not has_model_state]}"
+            if takes[not has_model_state]
+            else "give it these arguments"
+        )
+        raise ValueError(
+            f"the loss is to be called as loss_fn({forms[has_model_state]}) and does not take "
+            f"that: {mend}"
+        )
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some builtins have none.
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _check_model_state(given: PyTree, returned: PyTree) -> None:
+    def kinds(tree: PyTree) -> dict[str, str]:
+        leaves = named_leaves(jax.eval_shape(lambda: tree)).items()
+        return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves}
+
+    before, after = kinds(given), kinds(returned)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"the loss was given model state {name!r} as {before.get(name, 'nothing')} and "
+                f"returned {after.get(name, 'nothing')}: return every leaf as it came"
+            )
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

@@ -1,5 +1,6 @@
 """Dtypes, loss scaling, and what no bf16 step may hold."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.models import convnet
 from jaxtrain.precision import LossScale
 from tests import problems
 
@@ -112,8 +114,18 @@ def test_the_compile_report_names_the_float32_products_of_a_bf16_step():
     assert "5 of 5 products in float32" in report
     assert "dot_general float32[8,8] x bfloat16[8,32] at" in report
     assert "test_precision.py" in report
-    wide = jt.compile_step(make(jt.Policy.f32())[1], make(jt.Policy.f32())[0], problems.make_batch())
-    assert "in float32" not in wide.report()
+    state, step = make("f32")
+    assert "in float32" not in jt.compile_step(step, state, problems.make_batch()).report()
+
+
+def test_the_convnet_multiplies_in_bfloat16_behind_its_norms_too():
+    config = convnet.ConvNetConfig(channels=(2, 4), hidden=8)
+    common = {"policy": "bf16", "has_model_state": True}
+    init_fn = functools.partial(convnet.init, config)
+    state = jt.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), **common)
+    batch = {"image": np.ones((2, 8, 8, 1), np.float32), "label": np.ones(2, int)}
+    step = jt.build_train_step(convnet.loss_fn(config), optax.sgd(0.1), **common)
+    assert jt.float32_products(step, state, batch | {"mask": np.ones(2, np.float32)}) == []
 
 
 def test_a_pipeline_casts_the_same_inputs():
@@ -128,9 +140,8 @@ def test_a_pipeline_casts_the_same_inputs():
     params = {"into": jnp.ones((problems.INPUTS, 4)), "blocks": {"w": jnp.ones((2, 4, 4))}}
     state = jt.init_state(lambda rng: params, optax.sgd(0.1), jax.random.key(0))
     engine = jt.pipeline(stages, mesh=mesh, microbatches=2, policy=policy)
-    assert jt.float32_products(
-        jt.build_update(engine, optax.sgd(0.1), policy=policy), state, problems.make_batch()
-    ) == []
+    step = jt.build_update(engine, optax.sgd(0.1), policy=policy)
+    assert jt.float32_products(step, state, problems.make_batch()) == []
 
 
 def test_a_batch_leaf_that_is_not_there_is_not_cast_in_silence():

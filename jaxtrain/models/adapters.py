@@ -23,9 +23,7 @@ InitFn = Callable[[jax.Array], Any]
 Apply = Callable[..., Any]
 
 
-def from_nnx(
-    make: Callable[[Any], Any], *, has_model_state: bool = False
-) -> tuple[InitFn, Apply]:
+def from_nnx(make: Callable[[Any], Any], *, has_model_state: bool = False) -> tuple[InitFn, Apply]:
     """Splits an NNX module into ``init_fn`` and ``apply``.
 
     Args:
