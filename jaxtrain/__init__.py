@@ -12,7 +12,7 @@ from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
-from jaxtrain.parallel.sharding import Rules, constrain
+from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, constrain, from_local_rows
 from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
@@ -27,6 +27,7 @@ from jaxtrain.survive.accidents import Diverged
 from jaxtrain.survive.preemption import Preempted
 
 __all__ = [
+    "LOGICAL_AXES",
     "CompiledStep",
     "Diverged",
     "Experiment",
@@ -51,6 +52,7 @@ __all__ = [
     "fit",
     "float32_products",
     "from_linen",
+    "from_local_rows",
     "from_nnx",
     "gradient_shardings",
     "init_state",

@@ -8,17 +8,19 @@ import os
 import pathlib
 import platform
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import LARGE, batch_shardings
 from jaxtrain.precision import products_in
-from jaxtrain.state import local_bytes
+from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -49,13 +51,27 @@ class CompiledStep:
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
+        self._compared = False
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.
 
         Raises:
-          ValueError: where a leaf has another shape or dtype than the step was compiled for.
+          ValueError: where a leaf has another shape or dtype than the step was compiled for, or the
+            state has been donated to an earlier call.
         """
+        # A program that reads donated buffers may end the process. All are donated together, and to
+        # look at one of them costs next to nothing.
+        first = (
+            state.step
+            if isinstance(state, TrainState)
+            else next(iter(jax.tree.leaves(state)), None)
+        )
+        if isinstance(first, jax.Array) and first.is_deleted():
+            raise ValueError(
+                "this state was donated to an earlier call of a compiled step and is gone: use the "
+                "one that the call returned, or compile with donate=False"
+            )
         try:
             return self.compiled(state, self.place(batch))
         except (TypeError, ValueError):
@@ -65,7 +81,16 @@ class CompiledStep:
             raise
 
     def place(self, batch: PyTree) -> PyTree:
-        """Puts a batch where the step expects it; arrays already there are passed on."""
+        """Puts a batch where the step expects it; arrays already there are passed on.
+
+        Host arrays are the global batch, the same in every process, whatever the number of
+        processes. Where each process reads rows of its own, make the batch with
+        :func:`jaxtrain.from_local_rows`.
+
+        Raises:
+          ValueError: where the processes give different host arrays; this is compared in the first
+            call alone, for it waits for all processes.
+        """
         leaves = jax.tree.leaves(batch)
         # device_put would take longer to find out that there is nothing to do.
         if self.batch_shardings is None:
@@ -75,6 +100,9 @@ class CompiledStep:
             return batch
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
+        if not self._compared:
+            self._compared = True
+            _check_same_rows(batch)
         return jax.tree.map(_place_global, batch, self.batch_shardings)
 
     @property
@@ -90,7 +118,7 @@ class CompiledStep:
 
     def report(self) -> str:
         """Draws the checks as a table."""
-        width = max((len(check.promise) for check in self.checks), default=0)
+        width = max(len(check.promise) for check in self.checks)
         return "\n".join(
             f"{'ok ' if check.holds else 'NOT'}  {check.promise.ljust(width)}  {check.found}"
             for check in self.checks
@@ -115,7 +143,8 @@ def compile_step(
     Args:
       step: a pure function, such as :func:`jaxtrain.build_train_step` returns.
       state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`).
-      batch: an example, or its shapes; host arrays are welcome.
+      batch: an example of a global batch, or its shapes. Host arrays are welcome and are the whole
+        batch in every process; see :func:`jaxtrain.from_local_rows` for rows of each process's own.
       mesh: the mesh that ``state`` lies on; None for one device.
       donate: False for a step that only reads the state and returns no new one (evaluation).
       compiler_options: XLA options for this program alone, by their flag's name.
@@ -151,6 +180,7 @@ def compile_step(
         compiled = traced.lower().compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
+    checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += _check_products(traced.jaxpr.jaxpr)
     result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
     if not all(check.holds for check in checks):
@@ -197,10 +227,7 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
     placed = state if shardings is None else jax.tree.map(_on, state, shardings)
     wanted = local_bytes(placed)
     checks = [
-        Check(
-            "state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted
-        ),
-        Check("no recompilation", "compiled ahead of time for fixed shapes", True),
+        Check("state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted)
     ]
     if shardings is None:
         return checks
@@ -299,6 +326,23 @@ def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _lies(x: Any, sharding: NamedSharding) -> bool:
     return isinstance(x, jax.Array) and x.sharding == sharding
+
+
+def _check_same_rows(batch: PyTree) -> None:
+    """Raises where the processes hold different host arrays."""
+    digest = 0
+    for x in jax.tree.leaves(batch):
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+            digest = zlib.crc32(x.tobytes(), zlib.crc32(str(x.shape).encode(), digest))
+    digests = multihost_utils.process_allgather(np.uint32(digest))
+    if (digests != digests[0]).any():
+        other = int(np.argmax(digests != digests[0]))
+        raise ValueError(
+            f"process {other} was given other rows than process 0: a compiled step takes host "
+            "arrays for the global batch, the same in every process; where each process reads its "
+            "own rows, pass jaxtrain.from_local_rows(batch, mesh)"
+        )
 
 
 def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:

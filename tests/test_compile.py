@@ -166,3 +166,20 @@ def test_a_batch_that_is_where_it_belongs_is_passed_on_and_any_other_is_moved():
     moved = train.place(elsewhere)
     assert jax.tree.map(lambda x: x.sharding, moved) == train.batch_shardings
     np.testing.assert_array_equal(moved["x"], batch["x"])
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 8}])
+def test_a_donated_state_is_refused_and_not_read(axes):
+    state, mesh = make(**axes)
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    new, _ = train(state, problems.make_batch())
+    with pytest.raises(ValueError, match=r"this state was donated .*: use the one that the call"):
+        train(state, problems.make_batch())
+    assert int(train(new, problems.make_batch())[0].step) == 2
+
+
+def test_a_step_without_donation_has_a_report_too():
+    state, _ = make()
+    step = jt.build_eval_step(problems.loss_fn)
+    report = jt.compile_step(step, state, problems.make_batch(), donate=False).report()
+    assert report.startswith("ok   no recompilation")

@@ -10,12 +10,14 @@ words, and takes that parameter's spec.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -130,7 +132,7 @@ def state_shardings(
         words = name.split("/")
         for start in range(len(words)):
             if (owner := "/".join(words[start:])) in by_path:
-                spec = _inherit(tuple(leaf.shape), *by_path[owner])
+                spec = _inherit(words[:start], tuple(leaf.shape), *by_path[owner])
                 break
         if zero >= 1:
             spec = spread(spec, leaf.shape, mesh, ("data",))
@@ -166,8 +168,48 @@ def batch_shardings(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array whose leading axis is the batch."""
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
     return NamedSharding(mesh, P(axes) if axes else P())
+
+
+def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Makes one global batch of the rows that each process has read for itself.
+
+    A compiled step takes host arrays for the global batch, the same in every process. Where each
+    process reads rows of its own, this puts them together without moving any.
+
+    Args:
+      batch: host arrays [b, ...], as many rows in every process; scalars are the same in all.
+        Processes between which the mesh does not split the batch (``tensor`` or ``pipe`` lies
+        across them) give the same rows.
+      mesh: the mesh of the step.
+
+    Returns:
+      Arrays [b x (parts of the batch that lie in different processes), ...] on the mesh.
+
+    Raises:
+      ValueError: where the devices of this process cannot share its rows evenly.
+
+    >>> from jaxtrain.parallel.mesh import make_mesh
+    >>> from_local_rows({"x": jax.numpy.ones((4, 2))}, make_mesh(data=-1))["x"].shape
+    (4, 2)
+    """
+    rows = batch_sharding(mesh)
+    parts = math.prod(mesh.shape[axis] for axis in _names(rows.spec[0] if rows.spec else None))
+    here = len({str(i) for i in rows.addressable_devices_indices_map((parts,)).values()})
+
+    def place(name: str, x: Any) -> jax.Array:
+        x = np.asarray(x)
+        if x.ndim == 0:
+            return jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x)
+        if x.shape[0] % here:
+            raise ValueError(
+                f"batch leaf {name!r} has {x.shape[0]} rows in this process, whose devices cut the "
+                f"batch into {here} parts: give a multiple of {here} rows per process"
+            )
+        return jax.make_array_from_process_local_data(rows, x)
+
+    return map_named(place, batch)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -251,18 +293,29 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
     return P(*entries)
 
 
-def _inherit(shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
-    """The owner's spec for a leaf that has some of the owner's dimensions, in order."""
-    entries, position = [], 0
-    owner_entries = list(spec) + [None] * (len(owner) - len(spec))
-    for size in shape:
-        while position < len(owner) and owner[position] != size:
-            position += 1
-        if position == len(owner):
-            return P()
-        entries.append(owner_entries[position])
-        position += 1
-    return P(*entries) if any(entries) else P()
+def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
+    """The owner's spec for a leaf that has some of the owner's dimensions, in order.
+
+    Where sizes alone do not say which (a square kernel), Adafactor's factors are told by their name
+    (``words``), and any other leaf is split along what all possibilities have in common.
+    """
+    if not spec or len(shape) > len(owner):
+        return P()
+    kept = [
+        dims
+        for dims in itertools.combinations(range(len(owner)), len(shape))
+        if tuple(owner[d] for d in dims) == shape
+    ]
+    if len(kept) > 1 and (factor := {"v_row", "v_col"} & set(words)):
+        # v_row is the mean over the largest dimension, v_col over the second largest; of equal ones
+        # the later counts as larger (optax, scale_by_factored_rms).
+        *_, second, largest = sorted(range(len(owner)), key=lambda d: owner[d])
+        gone = largest if factor == {"v_row"} else second
+        kept = [dims for dims in kept if gone not in dims] or kept
+    entries = list(spec) + [None] * (len(owner) - len(spec))
+    options = [{entries[dims[i]] for dims in kept} for i in range(len(shape))] if kept else []
+    found = [option.pop() if len(option) == 1 else None for option in options]
+    return P(*found) if len(shape) == len(owner) or any(found) else P()
 
 
 def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[str]) -> None:

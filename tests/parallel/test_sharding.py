@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.sharding import param_shardings
+from jaxtrain.parallel.sharding import param_shardings, state_shardings
 from jaxtrain.tree import named_leaves
 
 RULES = [
@@ -82,6 +82,44 @@ def test_optimizer_state_follows_its_parameter_by_path_factored_moments_too():
     shape = named_leaves(state.opt_state)[row].shape
     assert shape == (4, 16)
     assert found[row] == P(None, "fsdp")
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (4, 16, 16), (16, 16, 16)])
+def test_both_factors_of_a_square_kernel_follow_the_dimension_that_they_have(shape):
+    """What a factor holds is asked of the optimizer: a gradient that varies along one dimension."""
+    mesh = jt.make_mesh(pipe=2, fsdp=2, tensor=2)
+    names = ("layers", "embed", "heads")[-len(shape) :]
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    init = lambda rng: {"w": jnp.ones(shape)}  # noqa: E731
+    rules = [("w", names)]
+    state = jt.init_state(init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+    carried = {name: jt.Rules().mesh_axes(name, mesh)[0] for name in names}
+    leaves = {n.split("/")[-2]: n for n in named_leaves(state.opt_state) if "v_" in n}
+    expected = {factor: [] for factor in leaves}
+    for dimension, name in enumerate(names):
+        grad = jnp.arange(1.0, 17)[: shape[dimension]]
+        grad = grad.reshape([-1 if d == dimension else 1 for d in range(len(shape))])
+        grads = {"w": jnp.broadcast_to(grad, shape)}
+        _, after = jax.jit(optimizer.update)(grads, optimizer.init(init(None)), init(None))
+        for factor, path in leaves.items():
+            value = named_leaves(after)[path]
+            spread = [float(jnp.ptp(value, axis).max()) for axis in range(value.ndim)]
+            if max(spread) > 1e-3:
+                expected[factor].append((int(np.argmax(spread)), carried[name]))
+    assert sorted(expected) == ["v_col", "v_row"]
+    for factor, axes in expected.items():
+        assert len(axes) == len(shape) - 1
+        found = named_leaves(state.opt_state)[leaves[factor]].sharding.spec
+        assert tuple(found) == tuple(axis for _, axis in sorted(axes)), factor
+
+
+def test_a_factor_of_unknown_meaning_is_split_only_as_every_meaning_allows():
+    mesh = jt.make_mesh(pipe=2, fsdp=2, tensor=2)
+    params = {"w": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)}
+    shardings = param_shardings(params, mesh, [("w", ("layers", "embed", "heads"))])
+    state = {"rows": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}
+    found = state_shardings(state, params, shardings, mesh)
+    assert found["rows"]["w"].spec == P("pipe", None)
 
 
 def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
