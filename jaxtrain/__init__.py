@@ -4,6 +4,7 @@ The public names; everything else is importable from its module. ``import jaxtra
 """
 
 from jaxtrain import optim
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
@@ -28,6 +29,7 @@ from jaxtrain.survive.preemption import Preempted
 
 __all__ = [
     "LOGICAL_AXES",
+    "Checkpointer",
     "CompiledStep",
     "Diverged",
     "Experiment",

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.sharding import LARGE, batch_shardings
 from jaxtrain.precision import products_in
 from jaxtrain.state import TrainState, local_bytes
@@ -157,6 +158,7 @@ def compile_step(
         batch does not divide, or the step returns a state unlike the one it was given.
       RuntimeError: where the compiled program breaks a promise (see ``CompiledStep.checks``).
     """
+    mesh = mesh and automatic(mesh)
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
     if mesh is None:
@@ -302,22 +304,24 @@ def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
 
 def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
     """The state's shardings, having checked that it lies on the mesh and not whole by accident."""
-    splitting = [a for a in ("fsdp", "tensor") if mesh.shape[a] > 1]
+    splitting = [a for a in ("fsdp", "tensor") if mesh.shape.get(a, 1) > 1]
     for name, leaf in named_leaves(state).items():
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        if not isinstance(sharding, NamedSharding) or automatic(sharding.mesh) != mesh:
             place = "is on the host" if sharding is None else f"has {sharding}"
             raise ValueError(
                 f"state leaf {name!r} {place} and not on the mesh: create the state with "
                 "init_state(..., mesh=mesh)"
             )
-        if splitting and math.prod(leaf.shape) >= LARGE and sharding.is_fully_replicated:
+        # A spec that names every dimension, P(None, None), is whole on purpose.
+        accident = sharding.is_fully_replicated and len(sharding.spec) < leaf.ndim
+        if splitting and math.prod(leaf.shape) >= LARGE and accident:
             raise ValueError(
                 f"state leaf {name!r} of shape {tuple(leaf.shape)} is copied whole to all "
                 f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
-                "sharding rule for it"
+                f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
             )
-    return jax.tree.map(lambda x: x.sharding, state)
+    return jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), state)
 
 
 def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -176,7 +176,7 @@ def build_step(
         ``accumulate`` (a pipeline's microbatches are that).
     """
     shardings = gradient_shardings(state, zero=experiment.zero)
-    if mesh.shape["pipe"] == 1:
+    if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
             experiment.loss_fn,
             experiment.optimizer,

@@ -112,9 +112,8 @@ def build_update(
             "skipped": sums.skipped,
         }
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=metrics["loss"], weight=weight
-        )
+        extras = _taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
         params, opt_state = select(
             usable,
             (optax.apply_updates(state.params, updates), opt_state),
@@ -240,6 +239,14 @@ def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
         return loss_fn(params, model_state, policy.cast_inputs(batch), rng)
 
     return cast
+
+
+def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` takes: some transformations refuse all others."""
+    takes = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in takes}
 
 
 def _norm(tree: PyTree) -> jax.Array:

@@ -213,6 +213,17 @@ def test_a_loss_that_is_no_scalar_is_refused():
         step(state, problems.make_batch())
 
 
+def test_an_optimizer_that_takes_no_loss_is_given_none():
+    """optax.contrib.sam refuses arguments that it does not know."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+    state, step = make(optimizer=sam)
+    step, losses = jax.jit(step), []
+    for _ in range(5):
+        state, metrics = step(state, problems.make_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
 def test_accumulate_below_one_is_refused():
     with pytest.raises(ValueError, match="accumulate is 0: use 1 or more"):
         jt.build_train_step(problems.loss_fn, optax.sgd(0.1), accumulate=0)

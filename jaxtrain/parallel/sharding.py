@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.parallel.mesh import BATCH_AXES, automatic
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -50,7 +50,8 @@ class Rules:
     """Ordered sharding rules.
 
     Args:
-      params: pairs ``(path regex, axis name per dimension)``, first match wins.
+      params: pairs ``(path regex, axis name per dimension)``, first match wins. Each must match a
+        parameter, unless they are :class:`OptionalRules`.
       axes: logical axis to mesh axis, mesh axes or None; entries here override
         :data:`LOGICAL_AXES`.
     """
@@ -75,9 +76,15 @@ class Rules:
         return tuple(axis for axis in carried if mesh.shape.get(axis, 1) > 1)
 
 
+class OptionalRules(tuple):
+    """A table of rules for several configurations of a model: some may match no parameter."""
+
+
 def as_rules(rules: Rules | Sequence[Rule] | None) -> Rules:
     """Accepts :class:`Rules`, a plain sequence of pairs, or None for no rules."""
-    return rules if isinstance(rules, Rules) else Rules(tuple(rules or ()))
+    if isinstance(rules, Rules):
+        return rules
+    return Rules(rules if isinstance(rules, OptionalRules) else tuple(rules or ()))
 
 
 def param_shardings(
@@ -92,10 +99,13 @@ def param_shardings(
       zero: 3 also spreads parameters over ``data`` (see :func:`jaxtrain.init_state`).
 
     Raises:
-      ValueError: where a rule has another rank than its parameter, a dimension does not divide, or
-        a large parameter would stay whole although the mesh is to split parameters.
+      ValueError: where a rule has another rank than its parameter or matches none (but for
+        :class:`OptionalRules`), a dimension does not divide, or a large parameter would stay whole
+        although the mesh is to split parameters. One that is to stay whole says so by a rule with
+        None for every dimension.
     """
     rules = as_rules(rules)
+    _refuse_idle(rules, named_leaves(params))
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         spec = _rule_spec(name, tuple(leaf.shape), mesh, rules)
@@ -194,6 +204,7 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     >>> from_local_rows({"x": jax.numpy.ones((4, 2))}, make_mesh(data=-1))["x"].shape
     (4, 2)
     """
+    mesh = automatic(mesh)
     rows = batch_sharding(mesh)
     parts = math.prod(mesh.shape[axis] for axis in _names(rows.spec[0] if rows.spec else None))
     here = len({str(i) for i in rows.addressable_devices_indices_map((parts,)).values()})
@@ -251,7 +262,7 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
     Leaves the spec alone where the axes are in use, of size 1, or divide nothing.
     """
     used = {axis for entry in spec for axis in _names(entry)}
-    axes = tuple(a for a in axes if mesh.shape[a] > 1 and a not in used)
+    axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1 and a not in used)
     parts = math.prod(mesh.shape[a] for a in axes)
     if not axes:
         return spec
@@ -290,7 +301,19 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
                 )
         used.update(carried)
         entries.append(_tidy(carried))
-    return P(*entries)
+    table = LOGICAL_AXES | dict(rules.axes)
+    # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
+    on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
+    return P(*entries) if any(entries) or on_purpose else P()
+
+
+def _refuse_idle(rules: Rules, names: Iterable[str]) -> None:
+    for pattern, _ in () if isinstance(rules.params, OptionalRules) else rules.params:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"sharding rule {pattern!r} matches no parameter; there are {', '.join(names)}: "
+                "correct its regex, or give a table for several models as OptionalRules"
+            )
 
 
 def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
@@ -320,20 +343,20 @@ def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...
 
 def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[str]) -> None:
     """Raises where a large parameter stays whole on a mesh that is to split parameters."""
-    splitting = [a for a in (*axes, "tensor") if mesh.shape[a] > 1]
+    splitting = [a for a in (*axes, "tensor") if mesh.shape.get(a, 1) > 1]
     if not splitting:
         return
     for (name, leaf), sharding in zip(
         named_leaves(params).items(), jax.tree.leaves(shardings), strict=True
     ):
-        whole = all(not _names(entry) for entry in sharding.spec)
+        whole = not sharding.spec
         if whole and math.prod(leaf.shape) >= LARGE:
             axis = splitting[0]
             raise ValueError(
                 f"parameter {name!r} has shape {tuple(leaf.shape)} and would be copied whole to "
                 f"all {mesh.size} devices: no dimension takes mesh axis {axis!r} of size "
-                f"{mesh.shape[axis]}; add a sharding rule for it, or use a size that divides one "
-                "of its dimensions"
+                f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * leaf.ndim} where "
+                "it is to be whole), or use a size that divides one of its dimensions"
             )
 
 

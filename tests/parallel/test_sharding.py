@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.sharding import param_shardings, state_shardings
+from jaxtrain.parallel.pipeline import virtual_rules
+from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings
 from jaxtrain.tree import named_leaves
+from tests import problems
 
 RULES = [
     (r"blocks/.*/kernel$", ("layers", "embed", "heads")),
@@ -154,6 +156,11 @@ def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
         ({"fsdp": 8}, [(r"kernel$", ("embed",))], r"names 1 axes \('embed',\): name one axis, or"),
         (
             {"fsdp": 8},
+            [(r"kernal$", (None, None, None))],
+            r"sharding rule 'kernal\$' matches no parameter; there are blocks/q/kernel: correct",
+        ),
+        (
+            {"fsdp": 8},
             [(r"kernel$", ("a", "b", "c"))],
             "sharding axis 'a' is neither a logical axis",
         ),
@@ -172,6 +179,74 @@ def test_a_large_parameter_left_whole_is_an_error_that_names_it(axes):
         ValueError, match=r"'blocks/w' has shape \(1025, 1027\) and would be copied"
     ):
         param_shardings(tree, jt.make_mesh(**axes))
+
+
+def test_a_large_parameter_is_whole_where_a_rule_says_so():
+    optimizer, mesh = optax.adam(1e-3), jt.make_mesh(fsdp=2, tensor=4)
+    create = lambda rules: jt.abstract_state(  # noqa: E731
+        lambda rng: {"w": jnp.zeros((1025, 1027))}, optimizer, mesh=mesh, rules=rules
+    )
+    state = create([("w", (None, None))])
+    assert state.params["w"].sharding.is_fully_replicated
+    assert state.opt_state[0].mu["w"].sharding.is_fully_replicated
+    step = jt.build_train_step(
+        lambda params, batch, rng: params["w"].sum() * batch.sum(), optimizer
+    )
+    jt.compile_step(step, state, jnp.ones(8), mesh=mesh)
+    # Axes that this mesh does not have leave it whole by accident.
+    with pytest.raises(
+        ValueError, match=r"'w' has .* would be copied whole .*\(None, None\) where"
+    ):
+        create([("w", ("layers", None))])
+
+
+def test_a_table_for_several_models_may_hold_rules_for_others():
+    mesh, table = jt.make_mesh(fsdp=8), [("^w$", ("embed",)), ("^other$", ("embed",))]
+    tree = {"w": jax.ShapeDtypeStruct((16,), jnp.float32)}
+    for rules in (OptionalRules(table), jt.Rules(OptionalRules(table))):
+        assert specs(param_shardings(tree, mesh, rules)) == {"w": P("fsdp")}
+        two = {"w": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
+        layers = OptionalRules([("^w$", ("layers",)), ("^other$", ("embed",))])
+        cut = virtual_rules(jt.Rules(layers) if isinstance(rules, jt.Rules) else layers, 2)
+        assert type(cut) is type(rules)
+        piped = jt.make_mesh(pipe=8)
+        assert specs(param_shardings(two, piped, cut)) == {"w": P(None, "pipe")}
+
+
+def test_a_mesh_of_jax_with_one_axis_does_all_that_one_of_ours_does():
+    optimizer, batch = optax.adam(1e-2), problems.make_batch()
+    results = []
+    for mesh in (jt.make_mesh(data=8), jax.make_mesh((8,), ("data",))):
+        state = jt.init_state(problems.init, optimizer, jax.random.key(0), mesh=mesh, zero=2)
+        shardings = jt.gradient_shardings(state, zero=2)
+        assert "data" in shardings["up"]["kernel"].spec
+        options = {"accumulate": 2, "gradient_shardings": shardings}
+        step = jt.build_train_step(problems.loss_fn, optimizer, **options)
+        train = jt.compile_step(step, state, batch, mesh=mesh)
+        state, _ = train(state, jt.from_local_rows(batch, mesh))
+        results.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_state_without_a_mesh_pins_no_gradient():
+    state = jt.init_state(lambda rng: params(), optax.sgd(0.1), jax.random.key(0))
+    assert jt.gradient_shardings(state, zero=2) is None
+
+
+def test_the_key_of_shapes_is_of_the_kind_that_is_asked_for():
+    key = jax.random.key(0, impl="rbg")
+    shapes = jt.abstract_state(lambda rng: params(), optax.sgd(0.1), rng=key)
+    assert shapes == jax.eval_shape(
+        lambda key: jt.init_state(lambda rng: params(), optax.sgd(0.1), key), key
+    )
+
+
+def test_describe_sharding_lists_model_state():
+    init = lambda rng: ({"w": jnp.ones(3)}, {"norm": {"mean": jnp.ones(5)}})  # noqa: E731
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0), has_model_state=True)
+    lines = jt.describe_sharding(state).splitlines()
+    assert ["model_state/norm/mean", "5", "float32", "whole", "20"] in [x.split() for x in lines]
+    assert ["model", "state", "20"] in [x.split() for x in lines]
 
 
 def test_describe_sharding_adds_up():

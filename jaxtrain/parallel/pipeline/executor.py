@@ -30,7 +30,7 @@ from jaxtrain.gradients import (
     float32_loss,
     select,
 )
-from jaxtrain.parallel.mesh import platform
+from jaxtrain.parallel.mesh import automatic, platform
 from jaxtrain.parallel.pipeline import residuals
 from jaxtrain.parallel.pipeline.buffers import (
     leaves_read,
@@ -95,6 +95,7 @@ def pipeline(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide.
     """
+    mesh = automatic(mesh)
     table = make_table(
         schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual
     )
