@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.sharding import LARGE, batch_shardings
-from jaxtrain.precision import products_in
+from jaxtrain.parallel.sharding import LARGE, axes_of, batch_shardings
+from jaxtrain.precision import equations, products_in
 from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 
@@ -179,6 +179,8 @@ def compile_step(
         if donate:
             _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
         traced = jitted.trace(state_shapes, batch_shapes)
+        if mesh is not None:
+            _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
         compiled = traced.lower().compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
@@ -322,6 +324,29 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
                 f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
             )
     return jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), state)
+
+
+def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> None:
+    """Raises where an axis of the mesh splits nothing, so that its devices repeat each other."""
+    kept = {axis for s in jax.tree.leaves(state) for axis in axes_of(s.spec)}
+    used = kept | {axis for s in jax.tree.leaves(batch) for axis in axes_of(s.spec)}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
+            used |= set(axes_of(eqn.params["sharding"].spec))
+        elif eqn.primitive.name == "shard_map":
+            used |= {axis for spec in eqn.params["in_specs"] for axis in axes_of(spec)}
+    mends = {
+        "pipe": "give the stacked parameters a sharding rule whose first axis is 'layers'",
+        "context": "let the model constrain its activations along 'sequence' (jaxtrain.constrain)",
+        "expert": "give the parameters of experts a sharding rule with 'experts'",
+    }
+    for axis, mend in mends.items():
+        if mesh.shape.get(axis, 1) > 1 and axis not in (kept if axis == "pipe" else used):
+            raise ValueError(
+                f"mesh axis {axis!r} of size {mesh.shape[axis]} splits "
+                f"{'no leaf of the state' if axis == 'pipe' else 'nothing in this step'}, so its "
+                f"devices would repeat each other's work: {mend}, or use size 1"
+            )
 
 
 def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
-from jaxtrain.parallel.sharding import Rules, constrain_tree
+from jaxtrain.parallel.sharding import Rules, as_rules, constrain_tree
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update
@@ -244,7 +244,7 @@ def _stacked(experiment: Experiment) -> str:
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "rules": experiment.rules,
+        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=_stacked(experiment)),
         "zero": experiment.zero,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,

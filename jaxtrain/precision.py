@@ -193,7 +193,7 @@ def products_in(jaxpr: Any) -> tuple[int, list[str], bool]:
       whether the program computes anything in bfloat16 or float16 at all.
     """
     count, lines, reduced = 0, [], False
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
@@ -213,7 +213,8 @@ def _where(eqn: Any) -> str:
     return ""
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all within it, but for those of Pallas kernels."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive.name == "pallas_call":
@@ -222,7 +223,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from equations(inner)
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:

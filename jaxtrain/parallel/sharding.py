@@ -3,7 +3,8 @@
 A rule is a pair ``(path regex, axes)``; the first whose regex is found in a parameter's path
 decides. ``axes`` names each dimension by what it *is* (``"embed"``, ``"heads"``, ``"layers"``), and
 one table, :data:`LOGICAL_AXES`, says which mesh axes carry it. A parameter that no rule matches
-gets its largest divisible dimension over ``fsdp``.
+gets its largest divisible dimension over ``fsdp``; where it is stacked by layer, that is besides
+``pipe`` on the layers.
 
 Optimizer state is found by path: the moment of ``blocks/mlp/up/kernel`` has a path ending in those
 words, and takes that parameter's spec.
@@ -13,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +55,13 @@ class Rules:
         parameter, unless they are :class:`OptionalRules`.
       axes: logical axis to mesh axis, mesh axes or None; entries here override
         :data:`LOGICAL_AXES`.
+      stacked: as in :class:`jaxtrain.Stages`: the leading axis of parameters under this key is the
+        layer, and takes the logical axis ``layers`` where no rule matches them.
     """
 
     params: Sequence[Rule] = ()
     axes: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
+    stacked: str = "blocks"
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.
@@ -283,7 +287,9 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
     matching = (rule for rule in rules.params if re.search(rule[0], name))
     pattern, axes = next(matching, (None, None))
     if pattern is None:
-        return spread(P(), shape, mesh, ("fsdp",))
+        layers = rules.mesh_axes("layers", mesh) if name.startswith(f"{rules.stacked}/") else ()
+        divides = shape[:1] and shape[0] % math.prod(mesh.shape[a] for a in layers) == 0
+        return spread(P(_tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
     if len(axes) != len(shape):
         raise ValueError(
             f"parameter {name!r} has shape {shape} and sharding rule {pattern!r} names "
@@ -358,6 +364,11 @@ def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[
                 f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * leaf.ndim} where "
                 "it is to be whole), or use a size that divides one of its dimensions"
             )
+
+
+def axes_of(spec: P) -> Iterator[str]:
+    """The mesh axes that a spec names."""
+    return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in _names(entry))
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -200,6 +200,20 @@ def test_a_large_parameter_is_whole_where_a_rule_says_so():
         create([("w", ("layers", None))])
 
 
+def test_stacked_parameters_without_a_rule_lie_along_the_pipeline():
+    mesh = jt.make_mesh(pipe=2, fsdp=4)
+    state = jt.abstract_state(lambda rng: params(), optax.adam(1e-3), mesh=mesh)
+    for tree in (state.params, state.opt_state[0].mu):
+        assert specs(jax.tree.map(lambda x: x.sharding, tree)) == {
+            "blocks/q/bias": P("pipe", "fsdp"),
+            "blocks/q/kernel": P("pipe", None, "fsdp"),
+            "embed/tokens": P("fsdp", None),
+            "odd": P(),
+        }
+    other = param_shardings(params(), mesh, jt.Rules(stacked="layers"))
+    assert specs(other)["blocks/q/bias"] == P(None, "fsdp")
+
+
 def test_a_table_for_several_models_may_hold_rules_for_others():
     mesh, table = jt.make_mesh(fsdp=8), [("^w$", ("embed",)), ("^other$", ("embed",))]
     tree = {"w": jax.ShapeDtypeStruct((16,), jnp.float32)}
