@@ -51,8 +51,18 @@ def batches():
         yield {"x": x, "y": x[:, :1] - 2.9}
 
 
-@pytest.mark.parametrize("policy", ["f32", jt.Policy.bf16(cast_batch="^x$")], ids=["f32", "bf16"])
-@pytest.mark.parametrize("form", ["nnx", "linen"])
+BF16 = jt.Policy.bf16(cast_batch="^x$")
+
+
+@pytest.mark.parametrize(
+    ("form", "policy"),
+    [
+        pytest.param("nnx", "f32", id="nnx-f32"),
+        pytest.param("linen", BF16, id="linen-bf16"),
+        pytest.param("nnx", BF16, id="nnx-bf16", marks=pytest.mark.slow),
+        pytest.param("linen", "f32", id="linen-f32", marks=pytest.mark.slow),
+    ],
+)
 def test_statistics_are_tracked_dropout_follows_the_key_and_parameters_alone_learn(form, policy):
     init_fn, apply = adapted(form)
 
