@@ -323,7 +323,9 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
                 f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
                 f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
             )
-    return jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), state)
+    # The same, but for a mesh with explicit axes.
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.tree.map(lambda s: s if s.mesh == mesh else NamedSharding(mesh, s.spec), shardings)
 
 
 def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> None:

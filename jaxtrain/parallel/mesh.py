@@ -82,8 +82,9 @@ def make_mesh(
 def automatic(mesh: Mesh) -> Mesh:
     """Returns a mesh with every axis left to the compiler; ``jax.make_mesh`` makes explicit ones.
 
-    >>> automatic(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])).axis_types
-    (AxisType.Auto,)
+    >>> mesh = automatic(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    >>> mesh.axis_types == (AxisType.Auto,)
+    True
     """
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
