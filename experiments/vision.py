@@ -139,7 +139,7 @@ def load_digits() -> tuple[Images, Images]:
         from sklearn import datasets
     except ImportError:
         raise ValueError(
-            "the digits come with scikit-learn: install it with pip install 'jaxtrain[vision]'"
+            "the digits come with scikit-learn: install it with pip install -e '.[vision]'"
         ) from None
     digits = datasets.load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]

@@ -5,14 +5,16 @@ The public names; everything else is importable from its module. ``import jaxtra
 
 from jaxtrain import optim
 from jaxtrain.agreement import parity
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
-from jaxtrain.parallel.sharding import Rules, constrain, gather
+from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, constrain, from_local_rows, gather
 from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
@@ -22,11 +24,13 @@ from jaxtrain.state import (
     gradient_shardings,
     init_state,
 )
-from jaxtrain.step import build_eval_step, build_train_step, scan_steps
+from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 from jaxtrain.survive.accidents import Diverged
 from jaxtrain.survive.preemption import Preempted
 
 __all__ = [
+    "LOGICAL_AXES",
+    "Checkpointer",
     "CompiledStep",
     "Diverged",
     "Experiment",
@@ -43,12 +47,16 @@ __all__ = [
     "abstract_state",
     "build_eval_step",
     "build_train_step",
+    "build_update",
     "compile_step",
     "constrain",
     "describe_sharding",
     "explain",
     "fit",
     "float32_products",
+    "from_linen",
+    "from_local_rows",
+    "from_nnx",
     "gather",
     "gradient_shardings",
     "init_state",

@@ -22,11 +22,10 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -34,6 +33,20 @@ from jaxtrain import manifest as manifests
 from jaxtrain.manifest import DamagedCheckpointError
 from jaxtrain.paths import absolute
 from jaxtrain.tree import path_name
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+
+    class _Orbax:
+        """``orbax.checkpoint``, imported where it is first used: a fifth of ``import jaxtrain``."""
+
+        def __getattr__(self, name: str) -> Any:
+            import orbax.checkpoint
+
+            return getattr(orbax.checkpoint, name)
+
+    ocp = _Orbax()
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +295,7 @@ class Checkpointer:
         else:  # perhaps in this process alone: the others must not be asked how they fared
             self._abandon()
 
-    def _writer(self) -> ocp.CheckpointManager:
+    def _writer(self) -> "ocp.CheckpointManager":
         # Opened by the first save: only a writer may clear away what a killed save left behind, for
         # to a reader beside a running job that would be the save in progress.
         if self._manager is None:
@@ -642,7 +655,7 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 
-def _restore_args(entry: Mapping[str, Any], leaf: Any) -> ocp.RestoreArgs:
+def _restore_args(entry: Mapping[str, Any], leaf: Any) -> "ocp.RestoreArgs":
     sharding = _sharding(leaf)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)

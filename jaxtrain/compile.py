@@ -9,16 +9,20 @@ import os
 import pathlib
 import platform
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings, tracing_on
-from jaxtrain.state import local_bytes
+from jaxtrain.parallel.mesh import automatic
+from jaxtrain.parallel.sharding import LARGE, Rule, Rules, axes_of, batch_shardings, tracing_on
+from jaxtrain.precision import equations, products_in
+from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -49,13 +53,27 @@ class CompiledStep:
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
+        self._compared = False
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.
 
         Raises:
-          ValueError: where a leaf has another shape or dtype than the step was compiled for.
+          ValueError: where a leaf has another shape or dtype than the step was compiled for, or the
+            state has been donated to an earlier call.
         """
+        # A program that reads donated buffers may end the process. All are donated together, and to
+        # look at one of them costs next to nothing.
+        first = (
+            state.step
+            if isinstance(state, TrainState)
+            else next(iter(jax.tree.leaves(state)), None)
+        )
+        if isinstance(first, jax.Array) and first.is_deleted():
+            raise ValueError(
+                "this state was donated to an earlier call of a compiled step and is gone: use the "
+                "one that the call returned, or compile with donate=False"
+            )
         try:
             return self.compiled(state, self.place(batch))
         except (TypeError, ValueError):
@@ -65,7 +83,16 @@ class CompiledStep:
             raise
 
     def place(self, batch: PyTree) -> PyTree:
-        """Puts a batch where the step expects it; arrays already there are passed on."""
+        """Puts a batch where the step expects it; arrays already there are passed on.
+
+        Host arrays are the global batch, the same in every process, whatever the number of
+        processes. Where each process reads rows of its own, make the batch with
+        :func:`jaxtrain.from_local_rows`.
+
+        Raises:
+          ValueError: where the processes give different host arrays; this is compared in the first
+            call alone, for it waits for all processes.
+        """
         leaves = jax.tree.leaves(batch)
         # device_put would take longer to find out that there is nothing to do.
         if self.batch_shardings is None:
@@ -75,6 +102,9 @@ class CompiledStep:
             return batch
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
+        if not self._compared:
+            self._compared = True
+            _check_same_rows(batch)
         return jax.tree.map(_place_global, batch, self.batch_shardings)
 
     @property
@@ -116,7 +146,8 @@ def compile_step(
     Args:
       step: a pure function, such as :func:`jaxtrain.build_train_step` returns.
       state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`).
-      batch: an example, or its shapes; host arrays are welcome.
+      batch: an example of a global batch, or its shapes. Host arrays are welcome and are the whole
+        batch in every process; see :func:`jaxtrain.from_local_rows` for rows of each process's own.
       mesh: the mesh that ``state`` lies on; None for one device.
       rules: those of ``init_state``; their ``axes`` say what :func:`jaxtrain.constrain` splits
         activations over.
@@ -131,23 +162,24 @@ def compile_step(
         batch does not divide, or the step returns a state unlike the one it was given.
       RuntimeError: where the compiled program breaks a promise (see ``CompiledStep.checks``).
     """
+    mesh = mesh and automatic(mesh)
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
 
     @functools.wraps(step)
-    def traced(state: PyTree, batch: PyTree) -> Any:
+    def called(state: PyTree, batch: PyTree) -> Any:
         # A function of its own: JAX would reuse the trace of ``step`` for other rules.
         return step(state, batch)
 
     if mesh is None:
         state_in = batch_in = None
-        jitted = jax.jit(traced, donate_argnums=donated)
+        jitted = jax.jit(called, donate_argnums=donated)
     else:
         state_in = _shardings_on(state, mesh)
         batch_in = batch_shardings(batch_shapes, mesh)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
-            traced,
+            called,
             in_shardings=(state_in, batch_in),
             out_shardings=(state_in, copied) if donate else copied,
             donate_argnums=donated,
@@ -155,10 +187,15 @@ def compile_step(
     start = time.perf_counter()
     with tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext():
         if donate:
-            _check_returned(state_shapes, jax.eval_shape(traced, state_shapes, batch_shapes))
-        compiled = jitted.lower(state_shapes, batch_shapes).compile(compiler_options)
+            _check_returned(state_shapes, jax.eval_shape(called, state_shapes, batch_shapes))
+        traced = jitted.trace(state_shapes, batch_shapes)
+        if mesh is not None:
+            _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
+        compiled = traced.lower().compile(compiler_options)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
+    checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
+    checks += _check_products(traced.jaxpr.jaxpr)
     result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
@@ -204,10 +241,7 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
     placed = state if shardings is None else jax.tree.map(_on, state, shardings)
     wanted = local_bytes(placed)
     checks = [
-        Check(
-            "state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted
-        ),
-        Check("no recompilation", "compiled ahead of time for fixed shapes", True),
+        Check("state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted)
     ]
     if shardings is None:
         return checks
@@ -233,6 +267,15 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
         Check("state returned as it came", text, not moved),
         Check("largest leaf on every device", f"{name}, {size:,} bytes", True),
     ]
+
+
+def _check_products(jaxpr: Any) -> list[Check]:
+    """Names the float32 products of a program that computes in bfloat16 or float16 besides."""
+    count, lines, reduced = products_in(jaxpr)
+    if not reduced:
+        return []
+    promise = f"{len(lines)} of {count} products in float32"
+    return [Check(promise, "; ".join(dict.fromkeys(lines)) or "none", True)]
 
 
 def _check_returned(given: PyTree, result: Any) -> None:
@@ -273,22 +316,49 @@ def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
 
 def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
     """The state's shardings, having checked that it lies on the mesh and not whole by accident."""
-    splitting = [a for a in ("fsdp", "tensor") if mesh.shape[a] > 1]
+    splitting = [a for a in ("fsdp", "tensor") if mesh.shape.get(a, 1) > 1]
     for name, leaf in named_leaves(state).items():
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        if not isinstance(sharding, NamedSharding) or automatic(sharding.mesh) != mesh:
             place = "is on the host" if sharding is None else f"has {sharding}"
             raise ValueError(
                 f"state leaf {name!r} {place} and not on the mesh: create the state with "
                 "init_state(..., mesh=mesh)"
             )
-        if splitting and math.prod(leaf.shape) >= LARGE and sharding.is_fully_replicated:
+        # A spec that names every dimension, P(None, None), is whole on purpose.
+        accident = sharding.is_fully_replicated and len(sharding.spec) < leaf.ndim
+        if splitting and math.prod(leaf.shape) >= LARGE and accident:
             raise ValueError(
                 f"state leaf {name!r} of shape {tuple(leaf.shape)} is copied whole to all "
                 f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
-                "sharding rule for it"
+                f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
             )
-    return jax.tree.map(lambda x: x.sharding, state)
+    # The same, but for a mesh with explicit axes.
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.tree.map(lambda s: s if s.mesh == mesh else NamedSharding(mesh, s.spec), shardings)
+
+
+def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> None:
+    """Raises where an axis of the mesh splits nothing, so that its devices repeat each other."""
+    kept = {axis for s in jax.tree.leaves(state) for axis in axes_of(s.spec)}
+    used = kept | {axis for s in jax.tree.leaves(batch) for axis in axes_of(s.spec)}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
+            used |= set(axes_of(eqn.params["sharding"].spec))
+        elif eqn.primitive.name == "shard_map":
+            used |= {axis for spec in eqn.params["in_specs"] for axis in axes_of(spec)}
+    mends = {
+        "pipe": "give the stacked parameters a sharding rule whose first axis is 'layers'",
+        "context": "let the model constrain its activations along 'sequence' (jaxtrain.constrain)",
+        "expert": "give the parameters of experts a sharding rule with 'experts'",
+    }
+    for axis, mend in mends.items():
+        if mesh.shape.get(axis, 1) > 1 and axis not in (kept if axis == "pipe" else used):
+            raise ValueError(
+                f"mesh axis {axis!r} of size {mesh.shape[axis]} splits "
+                f"{'no leaf of the state' if axis == 'pipe' else 'nothing in this step'}, so its "
+                f"devices would repeat each other's work: {mend}, or use size 1"
+            )
 
 
 def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -297,6 +367,23 @@ def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _lies(x: Any, sharding: NamedSharding) -> bool:
     return isinstance(x, jax.Array) and x.sharding == sharding
+
+
+def _check_same_rows(batch: PyTree) -> None:
+    """Raises where the processes hold different host arrays."""
+    digest = 0
+    for x in jax.tree.leaves(batch):
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+            digest = zlib.crc32(x.tobytes(), zlib.crc32(str(x.shape).encode(), digest))
+    digests = multihost_utils.process_allgather(np.uint32(digest))
+    if (digests != digests[0]).any():
+        other = int(np.argmax(digests != digests[0]))
+        raise ValueError(
+            f"process {other} was given other rows than process 0: a compiled step takes host "
+            "arrays for the global batch, the same in every process; where each process reads its "
+            "own rows, pass jaxtrain.from_local_rows(batch, mesh)"
+        )
 
 
 def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:

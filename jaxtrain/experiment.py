@@ -18,8 +18,8 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
-from jaxtrain.parallel.sharding import Gather, Rules, constrain_tree
-from jaxtrain.precision import Policy
+from jaxtrain.parallel.sharding import Gather, Rules, as_rules, constrain_tree
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update
 
@@ -54,7 +54,7 @@ class Experiment:
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`.
-      policy: dtypes.
+      policy: dtypes; a policy's name will do.
       accumulate: microbatches per step.
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
@@ -108,6 +108,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.steps_per_call < 1:
             raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
+        object.__setattr__(self, "policy", as_policy(self.policy))
 
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
@@ -184,7 +185,7 @@ def build_step(
         ``accumulate`` (a pipeline's microbatches are that).
     """
     shardings = gradient_shardings(state, zero=experiment.zero)
-    if mesh.shape["pipe"] == 1:
+    if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
             experiment.loss_fn,
             experiment.optimizer,
@@ -255,7 +256,7 @@ def _stacked(experiment: Experiment) -> str:
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "rules": experiment.rules,
+        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=_stacked(experiment)),
         "zero": experiment.zero,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,

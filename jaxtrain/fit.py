@@ -72,7 +72,7 @@ class Hook:
 def train_loop(
     train: Callable[[TrainState, PyTree], tuple[TrainState, Mapping[str, jax.Array]]],
     state: TrainState,
-    batches: Iterator[PyTree],
+    batches: Iterable[PyTree],
     *,
     steps: int,
     steps_per_call: int = 1,
@@ -96,6 +96,10 @@ def train_loop(
 
     Returns:
       The last state.
+
+    Raises:
+      ValueError: where the batches end before ``steps``, when the hooks have had all metrics; and
+        for a metric that is no scalar.
     """
     pending: tuple[range, Mapping[str, jax.Array]] | None = None
 
@@ -106,16 +110,22 @@ def train_loop(
         metrics = jax.device_get(metrics)
         for i, number in enumerate(numbers):
             values = {
-                name: float(value if steps_per_call == 1 else value[i])
+                name: _number(name, value if steps_per_call == 1 else value[i])
                 for name, value in metrics.items()
             }
             for hook in hooks:
                 hook.on_metrics(number, values)
 
-    done = int(state.step)
+    done, batches = int(state.step), iter(batches)
     while done < steps:
         numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
-        given = [next(batches) for _ in numbers]
+        given = list(itertools.islice(batches, len(numbers)))
+        if len(given) < len(numbers):
+            read()
+            raise ValueError(
+                f"the batches ended after {done + len(given)} steps and steps is {steps}: give a "
+                "batch for every step, or fewer steps"
+            )
         state, metrics = train(state, given[0] if steps_per_call == 1 else given)
         read()
         pending = (numbers, metrics)
@@ -126,6 +136,15 @@ def train_loop(
             break
     read()
     return state
+
+
+def _number(name: str, value: Any) -> float:
+    if np.size(value) != 1:
+        raise ValueError(
+            f"metric {name!r} has shape {np.shape(value)}: hooks and logs take scalars, so report "
+            "each entry under a name of its own"
+        )
+    return float(np.reshape(value, ()))
 
 
 @dataclasses.dataclass(frozen=True)

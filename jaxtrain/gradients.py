@@ -7,11 +7,14 @@ few, on any number of microbatches and on any mesh.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.parallel.mesh import BATCH_AXES
 
 PyTree = Any
 
@@ -140,8 +143,11 @@ def split_microbatches(batch: PyTree, microbatches: int) -> PyTree:
     """Reshapes every leaf ``[B, ...]`` to ``[microbatches, B / microbatches, ...]``, rows strided.
 
     Raises:
-      ValueError: where a leading axis is missing or not a multiple of ``microbatches``.
+      ValueError: where a leading axis is missing, is not a multiple of ``microbatches``, or leaves
+        a microbatch that the devices of the ambient mesh cannot share evenly.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
     def split(path, x):
         if x.ndim == 0 or x.shape[0] % microbatches:
@@ -152,6 +158,14 @@ def split_microbatches(batch: PyTree, microbatches: int) -> PyTree:
                 f"multiple of {microbatches}"
             )
         rows = x.shape[0] // microbatches
+        if rows % parts:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"batch leaf {name!r} has {x.shape[0]} rows: accumulate={microbatches} "
+                f"microbatches of {rows} do not divide over the {parts} devices that split the "
+                "batch, and some would do the others' work again; use a global batch that is a "
+                f"multiple of {microbatches * parts}, or fewer microbatches"
+            )
         return jnp.moveaxis(x.reshape(rows, microbatches, *x.shape[1:]), 1, 0)
 
     return jax.tree_util.tree_map_with_path(split, batch)
@@ -174,6 +188,12 @@ def as_weighted(loss: Any) -> WeightedLoss:
     Raises:
       ValueError: where the loss or its weight is no scalar.
     """
+    if isinstance(loss, tuple):
+        raise ValueError(
+            f"the loss returned a tuple of {len(loss)}: return WeightedLoss(total, weight, "
+            "metrics={...}) to report more than a loss; only with has_model_state=True is it "
+            "(loss, model_state)"
+        )
     if not isinstance(loss, WeightedLoss):
         loss = WeightedLoss(loss, jnp.float32(1.0))
     if jnp.shape(loss.total) or jnp.shape(loss.weight):

@@ -2,17 +2,24 @@
 
 Reductions, softmax, normalisation and losses stay in float32 whatever the policy says; that is the
 model's part. The policy casts parameters on their way into the loss, so gradients come back in the
-dtype the parameters are kept in.
+dtype the parameters are kept in. A batch is cast only where the policy names its leaves, because a
+weight or a target loses bits in bfloat16 (257 becomes 256). A float32 input that is not cast makes
+every product that it meets float32: :func:`float32_products` and the report of a compiled step
+name those.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.tree import map_named, named_leaves
+
 PyTree = Any
+REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +60,8 @@ class Policy:
       compute_dtype: what the loss function sees.
       loss_scale: the initial dynamic loss scale, or None for none.
       growth_interval: steps without overflow after which the loss scale doubles.
+      cast_batch: a regex. Floating-point batch leaves in whose path it is found (``"^image$"``) are
+        cast to ``compute_dtype`` too; ``""`` casts all of them, None casts none.
 
     >>> Policy.bf16().compute_dtype
     dtype(bfloat16)
@@ -65,6 +74,7 @@ class Policy:
     compute_dtype: Any = jnp.float32
     loss_scale: float | None = None
     growth_interval: int = 2000
+    cast_batch: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "param_dtype", jnp.dtype(self.param_dtype))
@@ -76,19 +86,25 @@ class Policy:
         return cls()
 
     @classmethod
-    def bf16(cls) -> "Policy":
+    def bf16(cls, *, cast_batch: str | None = None) -> "Policy":
         """bfloat16 compute, float32 master parameters and optimizer state."""
-        return cls(jnp.float32, jnp.bfloat16)
+        return cls(jnp.float32, jnp.bfloat16, cast_batch=cast_batch)
 
     @classmethod
-    def pure_bf16(cls) -> "Policy":
+    def pure_bf16(cls, *, cast_batch: str | None = None) -> "Policy":
         """Everything in bfloat16: half the memory; updates below 1/256 of a parameter are lost."""
-        return cls(jnp.bfloat16, jnp.bfloat16)
+        return cls(jnp.bfloat16, jnp.bfloat16, cast_batch=cast_batch)
 
     @classmethod
-    def fp16(cls, loss_scale: float = 2.0**15, growth_interval: int = 2000) -> "Policy":
+    def fp16(
+        cls,
+        loss_scale: float = 2.0**15,
+        growth_interval: int = 2000,
+        *,
+        cast_batch: str | None = None,
+    ) -> "Policy":
         """float16 compute, float32 master parameters, dynamic loss scaling."""
-        return cls(jnp.float32, jnp.float16, loss_scale, growth_interval)
+        return cls(jnp.float32, jnp.float16, loss_scale, growth_interval, cast_batch)
 
     @classmethod
     def named(cls, name: str) -> "Policy":
@@ -109,6 +125,25 @@ class Policy:
         """Casts floating-point leaves to the compute dtype."""
         return _cast(tree, self.compute_dtype)
 
+    def cast_inputs(self, batch: PyTree) -> PyTree:
+        """Casts the batch leaves that ``cast_batch`` names to the compute dtype.
+
+        Raises:
+          ValueError: where it names no floating-point leaf.
+        """
+        if self.cast_batch is None:
+            return batch
+
+        def named(name: str, leaf: Any) -> bool:
+            return _is_floating(leaf) and re.search(self.cast_batch, name) is not None
+
+        if not any(named(name, leaf) for name, leaf in named_leaves(batch).items()):
+            raise ValueError(
+                f"cast_batch={self.cast_batch!r} matches no floating-point leaf of the batch, "
+                f"whose leaves are {sorted(named_leaves(batch))}: correct the regex"
+            )
+        return map_named(lambda n, x: x.astype(self.compute_dtype) if named(n, x) else x, batch)
+
     def initial_loss_scale(self) -> LossScale | None:
         """Returns the loss scale that a new state starts with, or None."""
         if self.loss_scale is None:
@@ -121,6 +156,17 @@ class Policy:
 
 
 POLICIES = ("f32", "bf16", "pure_bf16", "fp16")
+
+
+def as_policy(policy: Policy | str | None) -> Policy:
+    """Accepts a :class:`Policy`, a policy's name, or None for float32.
+
+    >>> as_policy("bf16") == Policy.bf16()
+    True
+    """
+    if policy is None:
+        return Policy.f32()
+    return Policy.named(policy) if isinstance(policy, str) else policy
 
 
 def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
@@ -136,16 +182,27 @@ def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
     Returns:
       One line per product: operand dtypes and shapes, and where in the source it stands.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    lines = []
-    for eqn in _equations(jaxpr):
+    return products_in(jax.make_jaxpr(function)(*args).jaxpr)[1]
+
+
+def products_in(jaxpr: Any) -> tuple[int, list[str], bool]:
+    """Counts the products of a traced program.
+
+    Returns:
+      How many there are, those with a float32 operand as :func:`float32_products` lists them, and
+      whether the program computes anything in bfloat16 or float16 at all.
+    """
+    count, lines, reduced = 0, [], False
+    for eqn in equations(jaxpr):
+        reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
+        count += 1
         operands = [v.aval for v in eqn.invars[:2]]
         if any(a.dtype in (jnp.float32, jnp.float64) for a in operands):
             shapes = " x ".join(a.str_short() for a in operands)
             lines.append(f"{eqn.primitive.name} {shapes}{_where(eqn)}")
-    return lines
+    return count, lines, reduced
 
 
 def _where(eqn: Any) -> str:
@@ -156,7 +213,8 @@ def _where(eqn: Any) -> str:
     return ""
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all within it, but for those of Pallas kernels."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive.name == "pallas_call":
@@ -165,10 +223,12 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from equations(inner)
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
+
+
+def _is_floating(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

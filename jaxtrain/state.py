@@ -11,8 +11,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.sharding import Rule, Rules, param_shardings, state_shardings
-from jaxtrain.precision import LossScale, Policy
+from jaxtrain.precision import LossScale, Policy, as_policy
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -51,7 +52,7 @@ def init_state(
     mesh: Mesh | None = None,
     rules: Rules | Sequence[Rule] | None = None,
     zero: int = 0,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     has_model_state: bool = False,
 ) -> TrainState:
     """Creates a train state, each leaf directly in its place on the mesh.
@@ -59,7 +60,8 @@ def init_state(
     Args:
       init_fn: ``rng -> params``, or ``rng -> (params, model_state)`` with ``has_model_state``.
       optimizer: any optax transformation.
-      rng: typed key, such as ``jax.random.key(0)``.
+      rng: typed key, such as ``jax.random.key(0)``. It is split in two: ``init_fn`` is given one
+        half (so ``state.params`` is not ``init_fn(rng)``), and the steps have the other.
       mesh: from :func:`jaxtrain.make_mesh`; None for one device (and under ``vmap``).
       rules: sharding rules by parameter path; without one, a parameter is split over ``fsdp`` along
         its largest dimension that divides.
@@ -79,7 +81,7 @@ def init_state(
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
-    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
     if mesh is None:
         return jax.jit(create)(rng)
     shapes = jax.eval_shape(create, rng)
@@ -91,19 +93,27 @@ def abstract_state(
     init_fn: Callable[[jax.Array], PyTree],
     optimizer: optax.GradientTransformation,
     *,
+    rng: jax.Array | None = None,
     mesh: Mesh | None = None,
     rules: Rules | Sequence[Rule] | None = None,
     zero: int = 0,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     has_model_state: bool = False,
 ) -> TrainState:
     """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
 
+    Args:
+      init_fn, optimizer, mesh, rules, zero, policy, has_model_state: as there.
+      rng: the key there, or its shape: the state holds one of its kind (``impl``); None stands for
+        ``jax.random.key(0)``.
+
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
     """
-    create = _creator(init_fn, optimizer, policy or Policy.f32(), has_model_state)
-    shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
+    shapes = jax.eval_shape(
+        create, jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
+    )
     if mesh is None:
         return shapes
     shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
@@ -120,6 +130,7 @@ def train_state_shardings(
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero is {zero!r}: use 0, 1, 2 or 3")
+    mesh = automatic(mesh)
     params = param_shardings(state.params, mesh, rules, zero=zero)
     copied = NamedSharding(mesh, P())
     return dataclasses.replace(
@@ -129,15 +140,20 @@ def train_state_shardings(
     )
 
 
-def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree:
+def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree | None:
     """Returns how gradients are to lie: like parameters, and with ``zero >= 2`` also over ``data``.
 
     Args:
       state: a state on a mesh (shapes with shardings suffice).
       zero: as in :func:`init_state`.
+
+    Returns:
+      A ``NamedSharding`` per parameter; None, which pins nothing, for a state without a mesh.
     """
     shardings = jax.tree.map(lambda p: p.sharding, state.params)
-    mesh = jax.tree.leaves(shardings)[0].mesh
+    mesh = getattr(jax.tree.leaves(shardings)[0], "mesh", None)
+    if mesh is None:
+        return None
     if zero < 2:
         return shardings
     return state_shardings(state.params, state.params, shardings, mesh, zero=zero)
@@ -147,17 +163,19 @@ def describe_sharding(state: PyTree) -> str:
     """Draws a table of what lies where: name, shape, dtype, spec, and bytes per device.
 
     Args:
-      state: any pytree of arrays, or of shapes with shardings; a ``TrainState`` also gets totals
-        for parameters and optimizer state.
+      state: any pytree of arrays, or of shapes with shardings; of a ``TrainState`` parameters and
+        model state are listed, with totals for these and for optimizer state.
 
     >>> print(describe_sharding({"w": jax.numpy.ones((2, 3))}))
     parameter  shape  dtype    spec   bytes/device
     w          2x3    float32  whole            24
     total                                       24
     """
-    listed = state.params if isinstance(state, TrainState) else state
+    listed = named_leaves(state.params if isinstance(state, TrainState) else state)
+    if isinstance(state, TrainState):
+        listed |= named_leaves({"model_state": state.model_state})
     rows = [("parameter", "shape", "dtype", "spec", "bytes/device")]
-    for name, leaf in named_leaves(listed).items():
+    for name, leaf in listed.items():
         spec = getattr(getattr(leaf, "sharding", None), "spec", P())
         text = ", ".join(
             "-" if e is None else "+".join((e,) if isinstance(e, str) else e) for e in spec
@@ -170,6 +188,8 @@ def describe_sharding(state: PyTree) -> str:
     if isinstance(state, TrainState):
         rows.append(("parameters", "", "", "", f"{local_bytes(state.params):,}"))
         rows.append(("optimizer state", "", "", "", f"{local_bytes(state.opt_state):,}"))
+        if state.model_state is not None:
+            rows.append(("model state", "", "", "", f"{local_bytes(state.model_state):,}"))
     rows.append(("total", "", "", "", f"{local_bytes(state):,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
@@ -199,7 +219,14 @@ def local_bytes(tree: PyTree) -> int:
 def _creator(init_fn, optimizer, policy, has_model_state):
     def create(rng: jax.Array) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
-        params, model_state = init_fn(init_rng) if has_model_state else (init_fn(init_rng), None)
+        params, model_state = init_fn(init_rng), None
+        if has_model_state:
+            if not isinstance(params, tuple) or len(params) != 2:
+                raise ValueError(
+                    "with has_model_state=True init_fn returns (params, model_state), and it "
+                    f"returned {type(params).__name__}"
+                )
+            params, model_state = params
         params = policy.cast_to_param(params)
         return TrainState(
             step=jnp.int32(0),

@@ -5,6 +5,7 @@ population, ``jax.lax.scan`` it, differentiate through it, or hand it to
 :func:`jaxtrain.compile_step`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from jaxtrain.gradients import (
 )
 from jaxtrain.optim import current_learning_rate, spikes_skipped
 from jaxtrain.parallel.sharding import Gather, constrain_tree, enter_loss, model_gathers
-from jaxtrain.precision import Policy
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
+from jaxtrain.tree import named_leaves
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -33,7 +35,7 @@ def build_train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     accumulate: int = 1,
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
@@ -47,7 +49,8 @@ def build_train_step(
         ``has_model_state``, ``(params, model_state, batch, rng) -> (loss, model_state)``.
       optimizer: any optax transformation. Its update also receives ``value`` (the mean loss) and
         ``weight`` (the batch's weight) for those that use them.
-      policy: dtypes, and whether the loss is scaled; float32 by default.
+      policy: dtypes, and whether the loss is scaled, or a policy's name (``"bf16"``); float32 by
+        default.
       accumulate: microbatches per step. Loss and gradients are summed over them, divided once by
         the whole batch's weight, and applied in one update.
       has_model_state: which of the two forms ``loss_fn`` has.
@@ -75,7 +78,7 @@ def build_train_step(
         constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
     )
     loss_fn = with_policy(
-        normalize_loss(loss_fn, has_model_state), policy or Policy.f32(), gather, gradient_shardings
+        normalize_loss(loss_fn, has_model_state), as_policy(policy), gather, gradient_shardings
     )
     if accumulate == 1:
         engine = gradients.plain(loss_fn)
@@ -88,7 +91,7 @@ def build_update(
     engine: GradientEngine,
     optimizer: optax.GradientTransformation,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
@@ -98,7 +101,7 @@ def build_update(
     computed some other way (a pipeline) comes in here.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    policy = policy or Policy.f32()
+    policy = as_policy(policy)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_loss_scale(state, policy)
@@ -116,9 +119,8 @@ def build_update(
             "skipped": sums.skipped,
         }
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=metrics["loss"], weight=weight
-        )
+        extras = _taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
         params, opt_state = select(
             usable,
             (optax.apply_updates(state.params, updates), opt_state),
@@ -177,7 +179,7 @@ def scan_steps(
 def build_eval_step(
     loss_fn: Callable[..., Any],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     has_model_state: bool = False,
     gather: Gather = "step",
 ) -> Callable[[TrainState, PyTree], WeightedLoss]:
@@ -195,7 +197,7 @@ def build_eval_step(
     >>> (evaluate(state, 4.0) + evaluate(state, 8.0)).means()["loss"]
     Array(9., dtype=float32)
     """
-    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), policy or Policy.f32(), gather)
+    loss_fn = with_policy(normalize_loss(loss_fn, has_model_state), as_policy(policy), gather)
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
@@ -205,14 +207,35 @@ def build_eval_step(
 
 
 def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
-    """Brings a loss to ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``."""
+    """Brings a loss to ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
+
+    Raises:
+      ValueError: where the loss cannot be called in the form that ``has_model_state`` says, and,
+        when it is traced, where state or result have another form.
+    """
+    _check_arguments(loss_fn, has_model_state)
 
     def normalized(params, model_state, batch, rng):
-        if has_model_state:
-            loss, model_state = loss_fn(params, model_state, batch, rng)
-        else:
-            loss = loss_fn(params, batch, rng)
-        return as_weighted(loss), model_state
+        if not has_model_state:
+            if model_state is not None:
+                raise ValueError(
+                    "the state holds model state, which this loss would leave as it is: pass "
+                    "has_model_state=True to the step builder, or create the state without it"
+                )
+            return as_weighted(loss_fn(params, batch, rng)), None
+        if model_state is None:
+            raise ValueError(
+                "has_model_state=True and the state holds no model state: pass "
+                "has_model_state=True to init_state, with init_fn returning (params, model_state)"
+            )
+        result = loss_fn(params, model_state, batch, rng)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"with has_model_state=True the loss returns (loss, model_state), and it returned "
+                f"{type(result).__name__}"
+            )
+        _check_model_state(model_state, result[1])
+        return as_weighted(result[0]), result[1]
 
     return normalized
 
@@ -238,7 +261,7 @@ def with_policy(
         raise ValueError(f"gather is {gather!r}: use 'step' or 'model'")
 
     def entered(params, model_state, batch, rng):
-        params = policy.cast_to_compute(params)
+        params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
         if gather == "step":
             return loss_fn(enter_loss(params, shardings), model_state, batch, rng)
         with model_gathers():
@@ -247,8 +270,57 @@ def with_policy(
     return entered
 
 
+def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` takes: some transformations refuse all others."""
+    takes = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in takes}
+
+
 def _norm(tree: PyTree) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def _check_arguments(loss_fn: Callable[..., Any], has_model_state: bool) -> None:
+    forms = ("params, batch, rng", "params, model_state, batch, rng")
+    takes = [_takes(loss_fn, len(form.split(","))) for form in forms]
+    if not takes[has_model_state]:
+        mend = (
+            f"pass has_model_state={not has_model_state} where it is {forms[not has_model_state]}"
+            if takes[not has_model_state]
+            else "give it these arguments"
+        )
+        raise ValueError(
+            f"the loss is to be called as loss_fn({forms[has_model_state]}) and does not take "
+            f"that: {mend}"
+        )
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some builtins have none.
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _check_model_state(given: PyTree, returned: PyTree) -> None:
+    def kinds(tree: PyTree) -> dict[str, str]:
+        leaves = named_leaves(jax.eval_shape(lambda: tree)).items()
+        return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves}
+
+    before, after = kinds(given), kinds(returned)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"the loss was given model state {name!r} as {before.get(name, 'nothing')} and "
+                f"returned {after.get(name, 'nothing')}: return every leaf as it came"
+            )
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

@@ -166,3 +166,58 @@ def test_a_batch_that_is_where_it_belongs_is_passed_on_and_any_other_is_moved():
     moved = train.place(elsewhere)
     assert jax.tree.map(lambda x: x.sharding, moved) == train.batch_shardings
     np.testing.assert_array_equal(moved["x"], batch["x"])
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 8}])
+def test_a_donated_state_is_refused_and_not_read(axes):
+    state, mesh = make(**axes)
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    new, _ = train(state, problems.make_batch())
+    with pytest.raises(ValueError, match=r"this state was donated .*: use the one that the call"):
+        train(state, problems.make_batch())
+    assert int(train(new, problems.make_batch())[0].step) == 2
+
+
+def test_a_step_without_donation_has_a_report_too():
+    state, _ = make()
+    step = jt.build_eval_step(problems.loss_fn)
+    report = jt.compile_step(step, state, problems.make_batch(), donate=False).report()
+    assert report.startswith("ok   no recompilation")
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("pipe", r"axis 'pipe' of size 2 splits no leaf of the state.* first axis is 'layers'"),
+        ("context", r"axis 'context' of size 2 splits nothing in this step.* along 'sequence'"),
+        ("expert", r"axis 'expert' of size 2 splits nothing in this step.* rule with 'experts'"),
+    ],
+)
+def test_a_mesh_axis_that_nothing_uses_is_refused(axis, message):
+    state, mesh = make(data=4, **{axis: 2})
+    with pytest.raises(ValueError, match=message):
+        jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+
+
+def test_a_constraint_or_a_rule_uses_an_axis():
+    def loss_fn(params, batch, rng):
+        hidden = jt.constrain(batch["x"], "batch", "sequence") @ params["experts"]
+        return jnp.square(hidden).mean()
+
+    mesh, optimizer = jt.make_mesh(data=2, context=2, expert=2), optax.sgd(0.1)
+    rules = [("experts", ("experts", None))]
+    init = lambda rng: {"experts": jnp.ones((problems.INPUTS, 4))}  # noqa: E731
+    state = jt.init_state(init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+    step = jt.build_train_step(loss_fn, optimizer)
+    jt.compile_step(step, state, problems.make_batch(), mesh=mesh)
+
+
+def test_microbatches_that_devices_cannot_share_are_refused():
+    state, mesh = make(data=2, fsdp=4)
+    step = jt.build_train_step(problems.loss_fn, OPTIMIZER, accumulate=4)
+    with pytest.raises(
+        ValueError,
+        match=r"'mask' has 16 rows: accumulate=4 microbatches of 4 do not divide over the 8 devices"
+        r".* multiple of 32, or fewer",
+    ):
+        jt.compile_step(step, state, problems.make_batch(), mesh=mesh)

@@ -109,6 +109,36 @@ def test_hooks_see_every_step_and_every_metric_once():
     assert [s for s in seen if s[0] == "metrics"] == [("metrics", i, float) for i in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_batches_that_end_too_early_lose_no_metrics(steps_per_call):
+    seen = []
+
+    class Record(jt.Hook):
+        def on_metrics(self, step, metrics):
+            seen.append((step, metrics["loss"]))
+
+    def train(state, given):
+        numbers = [given] if steps_per_call == 1 else given
+        loss = np.float32(given) if steps_per_call == 1 else np.array(numbers, np.float32)
+        return dataclasses.replace(state, step=state.step + len(numbers)), {"loss": loss}
+
+    state = dataclasses.make_dataclass("State", ["step"], frozen=True)(0)
+    with pytest.raises(ValueError, match="the batches ended after 3 steps and steps is 9: give a"):
+        jt.train_loop(
+            train, state, [1, 2, 3], steps=9, steps_per_call=steps_per_call, hooks=[Record()]
+        )
+    assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)][: 3 if steps_per_call == 1 else 2]
+
+
+def test_a_metric_that_is_no_scalar_is_named():
+    def train(state, batch):
+        return state, {"loss": 1.0, "per_class": np.ones(3)}
+
+    state = dataclasses.make_dataclass("State", ["step"])(0)
+    with pytest.raises(ValueError, match=r"metric 'per_class' has shape \(3,\): hooks and logs"):
+        jt.train_loop(train, state, [1], steps=1)
+
+
 def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=5, eval_every=4, save_every=4, keep=1)

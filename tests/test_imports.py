@@ -19,7 +19,11 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import experiments, jaxtrain
+import jaxtrain
+heavy = {"flax", "orbax", "tensorboardX", "torch", "grain", "tyro"} & set(sys.modules)
+assert not heavy, heavy
+assert all(hasattr(jaxtrain, name) for name in jaxtrain.__all__)
+import experiments
 names = [
     module.name
     for package in (jaxtrain, experiments)

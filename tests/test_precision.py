@@ -1,5 +1,6 @@
 """Dtypes, loss scaling, and what no bf16 step may hold."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.models import convnet
 from jaxtrain.precision import LossScale
 from tests import problems
 
@@ -75,6 +77,81 @@ def test_a_float32_product_is_found_and_named():
     assert len(lines) == 2  # forward, and the gradient of the kernel
     assert "dot_general float32[8,8] x float32[8,32]" in lines[0]
     assert "test_precision.py" in lines[0]
+
+
+def plain_loss(params, batch, rng):
+    """A loss that casts nothing, as a user writes it."""
+    hidden = jnp.tanh(batch["x"] @ params["up"]["kernel"] + params["up"]["bias"])
+    error = jnp.square(hidden @ params["down"]["kernel"] - batch["y"]).mean(-1)
+    return jt.WeightedLoss((error * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def weighted_batch():
+    # No bfloat16 is 257, and none is 0.30000001.
+    batch = problems.make_batch()
+    return batch | {"mask": np.full(problems.ROWS, 257, np.float32), "y": 0 * batch["y"] + 0.3}
+
+
+@pytest.mark.parametrize("name", ["bf16", "pure_bf16", "fp16"])
+def test_a_policy_casts_the_inputs_it_names_and_no_weight_and_no_target(name):
+    policy = getattr(jt.Policy, name)(cast_batch="^x$")
+    state = jt.init_state(problems.init, optax.sgd(0.1), jax.random.key(0), policy=policy)
+    step = jt.build_train_step(plain_loss, optax.sgd(0.1), policy=policy)
+    train = jt.compile_step(step, state, weighted_batch())
+    assert "ok   0 of 5 products in float32" in train.report()
+    exact = jt.build_eval_step(plain_loss)(state, weighted_batch()).means()["loss"]
+    loss = jt.build_eval_step(plain_loss, policy=policy)(state, weighted_batch())
+    assert float(loss.weight) == 257 * problems.ROWS
+    assert float(loss.means()["loss"]) == pytest.approx(float(exact), rel=0.03)
+    _, metrics = train(state, weighted_batch())
+    assert float(metrics["weight"]) == 257 * problems.ROWS
+
+
+def test_the_compile_report_names_the_float32_products_of_a_bf16_step():
+    state = jt.init_state(problems.init, optax.sgd(0.1), jax.random.key(0), policy="bf16")
+    step = jt.build_train_step(plain_loss, optax.sgd(0.1), policy="bf16", accumulate=2)
+    report = jt.compile_step(step, state, problems.make_batch()).report()
+    assert "5 of 5 products in float32" in report
+    assert "dot_general float32[8,8] x bfloat16[8,32] at" in report
+    assert "test_precision.py" in report
+    state, step = make("f32")
+    assert "in float32" not in jt.compile_step(step, state, problems.make_batch()).report()
+
+
+def test_the_convnet_multiplies_in_bfloat16_behind_its_norms_too():
+    config = convnet.ConvNetConfig(channels=(2, 4), hidden=8)
+    common = {"policy": "bf16", "has_model_state": True}
+    init_fn = functools.partial(convnet.init, config)
+    state = jt.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), **common)
+    batch = {"image": np.ones((2, 8, 8, 1), np.float32), "label": np.ones(2, int)}
+    step = jt.build_train_step(convnet.loss_fn(config), optax.sgd(0.1), **common)
+    assert jt.float32_products(step, state, batch | {"mask": np.ones(2, np.float32)}) == []
+
+
+def test_a_pipeline_casts_the_same_inputs():
+    def embed(params, batch, rng):
+        return batch["x"] @ params["into"]
+
+    def head_loss(params, x, batch):
+        return jt.WeightedLoss((x.mean(-1) * batch["mask"]).sum(), batch["mask"].sum())
+
+    stages = jt.Stages(embed, lambda layer, x, batch, rng: x @ layer["w"], head_loss)
+    policy, mesh = jt.Policy.bf16(cast_batch="x"), jt.make_mesh(pipe=2, data=4)
+    params = {"into": jnp.ones((problems.INPUTS, 4)), "blocks": {"w": jnp.ones((2, 4, 4))}}
+    state = jt.init_state(lambda rng: params, optax.sgd(0.1), jax.random.key(0))
+    engine = jt.pipeline(stages, mesh=mesh, microbatches=2, policy=policy)
+    step = jt.build_update(engine, optax.sgd(0.1), policy=policy)
+    assert jt.float32_products(step, state, problems.make_batch()) == []
+
+
+def test_a_batch_leaf_that_is_not_there_is_not_cast_in_silence():
+    state, _ = make("bf16")
+    policy = jt.Policy.bf16(cast_batch="^image$")
+    step = jt.build_train_step(plain_loss, optax.sgd(0.1), policy=policy)
+    with pytest.raises(ValueError, match=r"cast_batch='\^image\$' matches no .*'mask', 'x', 'y'"):
+        step(state, problems.make_batch())
+    with pytest.raises(ValueError, match="precision 'bf17' is not known: use one of f32, bf16"):
+        jt.build_eval_step(plain_loss, policy="bf17")
 
 
 def test_loss_scale_grows_backs_off_and_stays_within_bounds():

@@ -1,33 +1,101 @@
-"""The README's examples run as they stand."""
+"""The README's examples run as they stand, and its Flax models in float32 and in bf16."""
 
+import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.checkpoint import digest
+from jaxtrain.tree import named_leaves
+
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LIBRARY, LINEN, NNX = BLOCKS
+LIBRARY, LINEN, NNX, STATEFUL, LOOP = BLOCKS
+BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
 
-def loss_printed_by(code: str, capsys) -> float:
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    return float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1))
+def run(code, **names):
+    names |= {"__name__": "readme"}
+    exec(compile(code, "README.md", "exec"), names)
+    return names
 
 
-def with_model(model: str) -> str:
-    """The library example with its model replaced by another block of the README."""
+def with_model(*blocks: str, options: str = "") -> str:
+    """The library example with its model replaced by other blocks of the README."""
     imports, rest = LIBRARY.split("def init_fn", 1)
     data, train = rest.split("x = jax.random", 1)[1].split("mesh =", 1)
     assert "optimizer" not in data
-    return f"{imports}x = jax.random{data}\n{model}\nmesh ={train}"
+    train = train.replace("mesh=mesh)\nstep", f"mesh=mesh{options})\nstep", 1)
+    train = train.replace("accumulate=4)", f"accumulate=4{options})", 1)
+    return "\n".join([f"{imports}x = jax.random{data}", *blocks, f"mesh ={train}"])
 
 
 def test_the_library_example_learns(capsys):
-    assert loss_printed_by(LIBRARY, capsys) < 0.1
+    run(LIBRARY)
+    assert float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1)) < 0.1
 
 
-def test_a_linen_module_learns_through_the_same_builder(capsys):
-    assert loss_printed_by(with_model(LINEN), capsys) < 0.1
+@pytest.mark.parametrize("policy", ['"f32"', BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("form", ["linen", "nnx", "stateful"])
+def test_a_flax_module_learns_through_the_same_builder(form, policy, capsys):
+    blocks = {"linen": [LINEN], "nnx": [LINEN, NNX], "stateful": [LINEN, NNX, STATEFUL]}[form]
+    options = f", policy={policy}" + (", has_model_state=True" if form == "stateful" else "")
+    names = run(with_model(*blocks, options=options))
+    assert float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1)) < 0.1
+    if policy == BF16:
+        assert re.search(r"ok   0 of [56] products in float32", names["train"].report())
+    state, batch = names["state"], names["batch"]
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    if form == "stateful":
+        check_statistics_and_dropout(names, state, batch)
 
 
-def test_an_nnx_module_learns_through_the_same_builder(capsys):
-    assert loss_printed_by(with_model(NNX), capsys) < 0.1
+def check_statistics_and_dropout(names, state, batch):
+    """The example's BatchNorm has seen what its layer made, and its dropout follows the key."""
+    assert set(named_leaves(state.params)) == {
+        *("up/kernel", "up/bias", "norm/scale", "norm/bias", "down/kernel", "down/bias")
+    }
+    assert set(named_leaves(state.model_state)) == {"norm/mean", "norm/var"}
+    hidden = batch["x"] @ state.params["up"]["kernel"] + state.params["up"]["bias"]
+    found = np.asarray(state.model_state["norm"]["mean"])
+    np.testing.assert_allclose(found, hidden.mean(0), atol=0.2)  # the weights moved meanwhile
+    assert np.abs(found).max() > 0.5
+
+    def call(rng):
+        return names["apply"](state.params, state.model_state, batch["x"], rng=rng)
+
+    steps = [jax.random.fold_in(state.rng, number) for number in (1, 2)]
+    one, two, off = call(steps[0])[0], call(steps[1])[0], call(None)[0]
+    assert (one != two).mean() > 0.9
+    assert (one != off).mean() > 0.9
+    np.testing.assert_array_equal(off, call(None)[0])
+    jax.tree.map(np.testing.assert_array_equal, call(None)[1], state.model_state)
+    kept = jax.lax.fori_loop(
+        0,
+        100,
+        lambda _, kept: names["apply"](state.params, kept, batch["x"], rng=steps[0])[1],
+        state.model_state,
+    )
+    np.testing.assert_allclose(kept["norm"]["mean"], hidden.mean(0), atol=1e-4)
+
+
+def test_the_loop_of_your_own_learns_and_goes_on_where_it_was_interrupted(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    names = run(LIBRARY)
+    whole = run(LOOP, **names)
+    assert "0 of 2 products in float32" in whole["train"].report()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [25, 50, 75, 100]
+    assert rows[-1]["held out"] < 0.1 * rows[0]["held out"]
+    assert jt.Checkpointer(tmp_path / "checkpoints").steps() == [75, 100]
+    jt.Checkpointer(tmp_path / "checkpoints").drop_after(75)
+    again = run(LOOP, **names)
+    for one, other in ((again["ema"], whole["ema"]), (again["state"], whole["state"])):
+        assert digest(one) == digest(other)

@@ -213,6 +213,84 @@ def test_a_loss_that_is_no_scalar_is_refused():
         step(state, problems.make_batch())
 
 
+def test_an_optimizer_that_takes_no_loss_is_given_none():
+    """optax.contrib.sam refuses arguments that it does not know."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+    state, step = make(optimizer=sam)
+    step, losses = jax.jit(step), []
+    for _ in range(5):
+        state, metrics = step(state, problems.make_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
 def test_accumulate_below_one_is_refused():
     with pytest.raises(ValueError, match="accumulate is 0: use 1 or more"):
         jt.build_train_step(problems.loss_fn, optax.sgd(0.1), accumulate=0)
+
+
+def with_statistics(loss_of):
+    """A state with model state, and a step whose loss and statistics ``loss_of`` makes."""
+    init = lambda rng: ({"w": jnp.ones(3)}, {"mean": jnp.zeros(3), "n": jnp.int32(0)})  # noqa: E731
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(init, optimizer, jax.random.key(0), has_model_state=True)
+    step = jt.build_train_step(loss_of, optimizer, has_model_state=True, accumulate=2)
+    return lambda: step(state, jnp.ones((4, 3)))
+
+
+def plain_form(params, batch, rng):
+    return (params["w"] * batch).mean()
+
+
+def state_form(params, model_state, batch, rng):
+    return plain_form(params, batch, rng), model_state
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (
+            lambda: run(lambda p, b, rng: ((p["w"] * b).mean(), {"a": 1.0})),
+            r"the loss returned a tuple of 2: return WeightedLoss\(total, weight, metrics=",
+        ),
+        (
+            lambda: run(state_form),
+            r"called as loss_fn\(params, batch, rng\) .* pass has_model_state=True where it is",
+        ),
+        (
+            lambda: run(lambda params, batch: 0.0),
+            r"called as loss_fn\(params, batch, rng\) and does not take that: give it these",
+        ),
+        (
+            lambda: run(state_form, has_model_state=True),
+            r"has_model_state=True and the state holds no model state: pass .* to init_state",
+        ),
+        (
+            with_statistics(lambda p, s, b, rng: (0.0, {})),
+            r"'mean' as float32\[3\] and returned not",
+        ),
+        (
+            with_statistics(lambda p, s, b, rng: (0.0, s | {"mean": s["mean"].astype("bfloat16")})),
+            r"'mean' as float32\[3\] and returned bfloat16\[3\]: return every leaf as it came",
+        ),
+        (
+            with_statistics(lambda p, s, b, rng: plain_form(p, b, rng)),
+            r"the loss returns \(loss, model_state\), and it returned",
+        ),
+        (
+            lambda: jt.init_state(
+                lambda rng: {"w": 1.0}, optax.sgd(0.1), jax.random.key(0), has_model_state=True
+            ),
+            r"init_fn returns \(params, model_state\), and it returned dict",
+        ),
+    ],
+)
+def test_a_loss_of_another_form_is_refused_in_one_sentence(attempt, message):
+    with pytest.raises(ValueError, match=message):
+        attempt()
+
+
+def run(loss_fn, **options):
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(lambda rng: {"w": jnp.ones(3)}, optimizer, jax.random.key(0))
+    jt.build_train_step(loss_fn, optimizer, **options)(state, jnp.ones((4, 3)))

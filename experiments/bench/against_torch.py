@@ -38,7 +38,7 @@ def main(config: Config) -> None:
     try:
         import torch
     except ImportError:
-        raise SystemExit("this row needs PyTorch: pip install 'jaxtrain[bench]'") from None
+        raise SystemExit("this row needs PyTorch: pip install -e '.[bench]'") from None
     model, rows = ours.model_and_rows(config.shape)
     batch = ours.make_batch(model, config.rows or rows)
     params = jax.device_get(jax.jit(lambda: gpt.init(model, jax.random.key(0)))())

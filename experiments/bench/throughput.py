@@ -273,7 +273,7 @@ def why_not_torch(config: Config, model: gpt.GPTConfig, backend: str) -> str | N
     if backend not in ("cpu", "gpu"):
         return f"PyTorch does not run on JAX's {backend} here"
     if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed: pip install 'jaxtrain[bench]'"
+        return "PyTorch is not installed: pip install -e '.[bench]'"
     import torch
 
     if backend == "gpu" and not torch.cuda.is_available():

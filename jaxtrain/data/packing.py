@@ -251,7 +251,8 @@ def _write_cache(
 def _read_cache(folder: Path, dtype: np.dtype) -> Corpus:
     try:
         # Without pickles, NumPy's default: a cache holds numbers, and nothing to run.
-        with np.load(folder / "index.npz", allow_pickle=False) as index:
+        # NumPy leaves a file open that it opened and cannot read.
+        with (folder / "index.npz").open("rb") as f, np.load(f, allow_pickle=False) as index:
             starts, num_bytes, size = index["starts"], int(index["num_bytes"]), int(index["size"])
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(

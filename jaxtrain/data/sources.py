@@ -300,9 +300,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ImportError(
-            "reading Parquet files needs pyarrow: pip install 'jaxtrain[text]'"
-        ) from None
+        raise ImportError("reading Parquet files needs pyarrow: pip install -e '.[text]'") from None
     return pyarrow.parquet
 
 

@@ -276,7 +276,7 @@ def _import_tokenizers() -> Any:
         import tokenizers
     except ImportError:
         raise ImportError(
-            "byte-level BPE needs the package tokenizers: pip install 'jaxtrain[text]'"
+            "byte-level BPE needs the package tokenizers: pip install -e '.[text]'"
         ) from None
     return tokenizers
 

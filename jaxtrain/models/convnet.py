@@ -83,7 +83,9 @@ class ConvNet(nnx.Module):
             if i > 0:
                 x_NHWC = nnx.max_pool(x_NHWC, (2, 2), strides=(2, 2))
             x_NHWC = self.convolutions[str(i)](x_NHWC)
-            x_NHWC = jax.nn.relu(self.norms[str(i)](x_NHWC, use_running_average=rng is None))
+            # The norm promotes to the float32 of its statistics, and so would all that follows.
+            norm_NHWC = self.norms[str(i)](x_NHWC, use_running_average=rng is None)
+            x_NHWC = jax.nn.relu(norm_NHWC.astype(x_NHWC.dtype))
         hidden = jax.nn.relu(self.dense(x_NHWC.reshape(x_NHWC.shape[0], -1)))
         if rng is not None and self.rate:
             keep = jax.random.bernoulli(rng, 1 - self.rate, hidden.shape)

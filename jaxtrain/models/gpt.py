@@ -31,7 +31,7 @@ from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline.stages import Stages
-from jaxtrain.parallel.sharding import constrain
+from jaxtrain.parallel.sharding import OptionalRules, constrain
 from jaxtrain.tree import named_leaves
 
 __all__ = [
@@ -62,22 +62,24 @@ Batch = Mapping[str, jax.Array]
 # slower than up to so many layers written out, and compiling these takes little longer.
 UNROLLED = 8
 
-# Parameter path to logical axes, for jaxtrain.parallel.Rules; the first match decides.
-RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"^embed/tokens$", ("vocab", "embed")),
-    (r"^embed/positions$", (None, "embed")),
-    (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
-    (r"^blocks/attn/q/bias$", ("layers", "heads")),
-    (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
-    (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
-    (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
-    (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
-    (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
-    (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
-    (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
-    (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
-    (r"^final_norm/(scale|bias)$", (None,)),
-    (r"^head/kernel$", ("embed", "vocab")),
+# Parameter path to logical axes; the first match decides. Not every configuration has all of them.
+RULES = OptionalRules(
+    (
+        (r"^embed/tokens$", ("vocab", "embed")),
+        (r"^embed/positions$", (None, "embed")),
+        (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
+        (r"^blocks/attn/q/bias$", ("layers", "heads")),
+        (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
+        (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
+        (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
+        (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
+        (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
+        (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
+        (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
+        (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
+        (r"^final_norm/(scale|bias)$", (None,)),
+        (r"^head/kernel$", ("embed", "vocab")),
+    )
 )
 
 # Parameters whose leading axis is the layer: optimizers that take norms must take them per layer.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
-import tensorboardX
 from etils import epath
 
 # Seconds between uploads of a log that lives in a bucket.
@@ -107,6 +106,8 @@ class TensorBoardWriter:
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        import tensorboardX  # It imports PyTorch where there is one: seconds.
+
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
         self._bucket = epath.Path(directory) if _is_remote(directory) else None

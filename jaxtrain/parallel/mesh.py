@@ -79,6 +79,19 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """Returns a mesh with every axis left to the compiler; ``jax.make_mesh`` makes explicit ones.
+
+    >>> mesh = automatic(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    >>> mesh.axis_types == (AxisType.Auto,)
+    True
+    """
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
 def platform() -> str:
     """The platform of the devices that are being traced for.
 

@@ -3,7 +3,8 @@
 A rule is a pair ``(path regex, axes)``; the first whose regex is found in a parameter's path
 decides. ``axes`` names each dimension by what it *is* (``"embed"``, ``"heads"``, ``"layers"``), and
 one table, :data:`LOGICAL_AXES`, says which mesh axes carry it. A parameter that no rule matches
-gets its largest divisible dimension over ``fsdp``.
+gets its largest divisible dimension over ``fsdp``; where it is stacked by layer, that is besides
+``pipe`` on the layers.
 
 Optimizer state is found by path: the moment of ``blocks/mlp/up/kernel`` has a path ending in those
 words, and takes that parameter's spec.
@@ -12,16 +13,18 @@ words, and takes that parameter's spec.
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh
+from jaxtrain.parallel.mesh import BATCH_AXES, automatic, describe_mesh
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -50,13 +53,17 @@ class Rules:
     """Ordered sharding rules.
 
     Args:
-      params: pairs ``(path regex, axis name per dimension)``, first match wins.
+      params: pairs ``(path regex, axis name per dimension)``, first match wins. Each must match a
+        parameter, unless they are :class:`OptionalRules`.
       axes: logical axis to mesh axis, mesh axes or None; entries here override
         :data:`LOGICAL_AXES`.
+      stacked: as in :class:`jaxtrain.Stages`: the leading axis of parameters under this key is the
+        layer, and takes the logical axis ``layers`` where no rule matches them.
     """
 
     params: Sequence[Rule] = ()
     axes: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
+    stacked: str = "blocks"
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.
@@ -75,9 +82,15 @@ class Rules:
         return tuple(axis for axis in carried if mesh.shape.get(axis, 1) > 1)
 
 
+class OptionalRules(tuple):
+    """A table of rules for several configurations of a model: some may match no parameter."""
+
+
 def as_rules(rules: Rules | Sequence[Rule] | None) -> Rules:
     """Accepts :class:`Rules`, a plain sequence of pairs, or None for no rules."""
-    return rules if isinstance(rules, Rules) else Rules(tuple(rules or ()))
+    if isinstance(rules, Rules):
+        return rules
+    return Rules(rules if isinstance(rules, OptionalRules) else tuple(rules or ()))
 
 
 def param_shardings(
@@ -92,10 +105,13 @@ def param_shardings(
       zero: 3 also spreads parameters over ``data`` (see :func:`jaxtrain.init_state`).
 
     Raises:
-      ValueError: where a rule has another rank than its parameter, a dimension does not divide, or
-        a large parameter would stay whole although the mesh is to split parameters.
+      ValueError: where a rule has another rank than its parameter or matches none (but for
+        :class:`OptionalRules`), a dimension does not divide, or a large parameter would stay whole
+        although the mesh is to split parameters. One that is to stay whole says so by a rule with
+        None for every dimension.
     """
     rules = as_rules(rules)
+    _refuse_idle(rules, named_leaves(params))
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         spec = _rule_spec(name, tuple(leaf.shape), mesh, rules)
@@ -132,7 +148,7 @@ def state_shardings(
         words = name.split("/")
         for start in range(len(words)):
             if (owner := "/".join(words[start:])) in by_path:
-                spec = _inherit(tuple(leaf.shape), *by_path[owner])
+                spec = _inherit(words[:start], tuple(leaf.shape), *by_path[owner])
                 break
         if zero >= 1:
             spec = spread(spec, leaf.shape, mesh, ("data",))
@@ -168,7 +184,7 @@ def batch_shardings(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array whose leading axis is the batch."""
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
     return NamedSharding(mesh, P(axes) if axes else P())
 
 
@@ -224,6 +240,47 @@ def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
 
 def _mesh_axes(logical: str | None, mesh: Any) -> tuple[str, ...]:
     return _PLACEMENT.get().rules.mesh_axes(logical, mesh)
+
+
+def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Makes one global batch of the rows that each process has read for itself.
+
+    A compiled step takes host arrays for the global batch, the same in every process. Where each
+    process reads rows of its own, this puts them together without moving any.
+
+    Args:
+      batch: host arrays [b, ...], as many rows in every process; scalars are the same in all.
+        Processes between which the mesh does not split the batch (``tensor`` or ``pipe`` lies
+        across them) give the same rows.
+      mesh: the mesh of the step.
+
+    Returns:
+      Arrays [b x (parts of the batch that lie in different processes), ...] on the mesh.
+
+    Raises:
+      ValueError: where the devices of this process cannot share its rows evenly.
+
+    >>> from jaxtrain.parallel.mesh import make_mesh
+    >>> from_local_rows({"x": jax.numpy.ones((4, 2))}, make_mesh(data=-1))["x"].shape
+    (4, 2)
+    """
+    mesh = automatic(mesh)
+    rows = batch_sharding(mesh)
+    parts = math.prod(mesh.shape[axis] for axis in _names(rows.spec[0] if rows.spec else None))
+    here = len({str(i) for i in rows.addressable_devices_indices_map((parts,)).values()})
+
+    def place(name: str, x: Any) -> jax.Array:
+        x = np.asarray(x)
+        if x.ndim == 0:
+            return jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x)
+        if x.shape[0] % here:
+            raise ValueError(
+                f"batch leaf {name!r} has {x.shape[0]} rows in this process, whose devices cut the "
+                f"batch into {here} parts: give a multiple of {here} rows per process"
+            )
+        return jax.make_array_from_process_local_data(rows, x)
+
+    return map_named(place, batch)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -385,7 +442,7 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
     Leaves the spec alone where the axes are in use, of size 1, or divide nothing.
     """
     used = {axis for entry in spec for axis in _names(entry)}
-    axes = tuple(a for a in axes if mesh.shape[a] > 1 and a not in used)
+    axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1 and a not in used)
     parts = math.prod(mesh.shape[a] for a in axes)
     if not axes:
         return spec
@@ -406,7 +463,9 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
     matching = (rule for rule in rules.params if re.search(rule[0], name))
     pattern, axes = next(matching, (None, None))
     if pattern is None:
-        return spread(P(), shape, mesh, ("fsdp",))
+        layers = rules.mesh_axes("layers", mesh) if name.startswith(f"{rules.stacked}/") else ()
+        divides = shape[:1] and shape[0] % math.prod(mesh.shape[a] for a in layers) == 0
+        return spread(P(_tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
     if len(axes) != len(shape):
         raise ValueError(
             f"parameter {name!r} has shape {shape} and sharding rule {pattern!r} names "
@@ -424,40 +483,68 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
                 )
         used.update(carried)
         entries.append(_tidy(carried))
-    return P(*entries)
+    table = LOGICAL_AXES | dict(rules.axes)
+    # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
+    on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
+    return P(*entries) if any(entries) or on_purpose else P()
 
 
-def _inherit(shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
-    """The owner's spec for a leaf that has some of the owner's dimensions, in order."""
-    entries, position = [], 0
-    owner_entries = list(spec) + [None] * (len(owner) - len(spec))
-    for size in shape:
-        while position < len(owner) and owner[position] != size:
-            position += 1
-        if position == len(owner):
-            return P()
-        entries.append(owner_entries[position])
-        position += 1
-    return P(*entries) if any(entries) else P()
+def _refuse_idle(rules: Rules, names: Iterable[str]) -> None:
+    for pattern, _ in () if isinstance(rules.params, OptionalRules) else rules.params:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"sharding rule {pattern!r} matches no parameter; there are {', '.join(names)}: "
+                "correct its regex, or give a table for several models as OptionalRules"
+            )
+
+
+def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
+    """The owner's spec for a leaf that has some of the owner's dimensions, in order.
+
+    Where sizes alone do not say which (a square kernel), Adafactor's factors are told by their name
+    (``words``), and any other leaf is split along what all possibilities have in common.
+    """
+    if not spec or len(shape) > len(owner):
+        return P()
+    kept = [
+        dims
+        for dims in itertools.combinations(range(len(owner)), len(shape))
+        if tuple(owner[d] for d in dims) == shape
+    ]
+    if len(kept) > 1 and (factor := {"v_row", "v_col"} & set(words)):
+        # v_row is the mean over the largest dimension, v_col over the second largest; of equal ones
+        # the later counts as larger (optax, scale_by_factored_rms).
+        *_, second, largest = sorted(range(len(owner)), key=lambda d: owner[d])
+        gone = largest if factor == {"v_row"} else second
+        kept = [dims for dims in kept if gone not in dims] or kept
+    entries = list(spec) + [None] * (len(owner) - len(spec))
+    options = [{entries[dims[i]] for dims in kept} for i in range(len(shape))] if kept else []
+    found = [option.pop() if len(option) == 1 else None for option in options]
+    return P(*found) if len(shape) == len(owner) or any(found) else P()
 
 
 def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[str]) -> None:
     """Raises where a large parameter stays whole on a mesh that is to split parameters."""
-    splitting = [a for a in (*axes, "tensor") if mesh.shape[a] > 1]
+    splitting = [a for a in (*axes, "tensor") if mesh.shape.get(a, 1) > 1]
     if not splitting:
         return
     for (name, leaf), sharding in zip(
         named_leaves(params).items(), jax.tree.leaves(shardings), strict=True
     ):
-        whole = all(not _names(entry) for entry in sharding.spec)
+        whole = not sharding.spec
         if whole and math.prod(leaf.shape) >= LARGE:
             axis = splitting[0]
             raise ValueError(
                 f"parameter {name!r} has shape {tuple(leaf.shape)} and would be copied whole to "
                 f"all {mesh.size} devices: no dimension takes mesh axis {axis!r} of size "
-                f"{mesh.shape[axis]}; add a sharding rule for it, or use a size that divides one "
-                "of its dimensions"
+                f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * leaf.ndim} where "
+                "it is to be whole), or use a size that divides one of its dimensions"
             )
+
+
+def axes_of(spec: P) -> Iterator[str]:
+    """The mesh axes that a spec names."""
+    return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in _names(entry))
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def estimate(
         estimated = dataclasses.replace(
             estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
         )
-    return estimated if mesh.shape["pipe"] == 1 else _pipelined(experiment, estimated)
+    return estimated if mesh.shape.get("pipe", 1) == 1 else _pipelined(experiment, estimated)
 
 
 def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:

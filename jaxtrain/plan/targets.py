@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jaxtrain.plan.chips import CHIPS, Chip
 
 GPU_TARGETS = pathlib.Path(__file__).parent / "gpu_targets"
-INSTALL = "pip install 'jaxtrain[aot]'"
+INSTALL = "pip install -e '.[aot]'"
 
 # Without these libtpu looks for a TPU to talk to, is loud about it, and lets one process at a time
 # load it. Read when it is loaded.

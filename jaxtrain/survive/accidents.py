@@ -106,7 +106,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     Under a pipeline the batch is taken in one piece and the randomness of a step (dropout) is
     another than in training; otherwise both are as in training.
     """
-    piped = mesh.shape["pipe"] > 1
+    piped = mesh.shape.get("pipe", 1) > 1
     loss_fn = with_policy(
         normalize_loss(experiment.loss_fn, experiment.has_model_state),
         experiment.policy,

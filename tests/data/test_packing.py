@@ -1,6 +1,7 @@
 """Packing against its definition written out token by token."""
 
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -218,3 +219,12 @@ def test_cache_refusals(tmp_path):
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"tokens.bin' has 4 bytes, not 6; delete"):
         tokenize(documents_of([b"ab"]), ByteTokenizer(), cache_dir=tmp_path)
+
+
+def test_a_damaged_index_is_named_and_left_closed(tmp_path):
+    (tmp_path / "index.npz").write_bytes(b"PK\x03\x04 and no more of a zip file")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ResourceWarning)
+        with pytest.raises(ValueError, match=r"index.npz' is damaged .*; delete"):
+            packing._read_cache(tmp_path, np.dtype(np.uint16))
+    assert not [w for w in seen if w.category is ResourceWarning]

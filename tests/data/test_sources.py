@@ -285,7 +285,7 @@ def test_missing_things(tmp_path):
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     write(tmp_path, {"a.parquet": b"", "b.txt": b"b"})
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
         text_folder(tmp_path)
 
 

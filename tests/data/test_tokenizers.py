@@ -198,7 +198,7 @@ def test_bad_sizes_and_ids(tokenizer):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
         BPETokenizer.train(TEXT, 300)
-    with pytest.raises(ImportError, match=r"pip install 'jaxtrain\[text\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
         BPETokenizer.load("any.json")

@@ -9,13 +9,16 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+import jaxtrain as jt
 from experiments.gpt import Config, build
 from experiments.options import main, parse
 from jaxtrain import data
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from tests import problems
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS, ROWS = 4, 8
@@ -158,3 +161,21 @@ def test_processes_agree_on_the_next_free_number(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "runs/" in line]
     assert sorted(lines) == ["[0] runs/gpt-4 2", "[1] runs/gpt-4 2"]
+
+
+def test_rows_that_each_process_reads_for_itself_make_one_batch():
+    done = launch(2, 2, str(ROOT / "tests" / "workers" / "rows.py"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    # Half of the rows would have been lost without a word.
+    refused = "process 1 was given other rows than process 0: a compiled step takes host arrays"
+    assert sum(refused in line for line in lines) == 2, done.stdout
+    assert sum("'mask' has 3 rows in this process" in line for line in lines) == 2
+    found = [line.split("trained: ")[1].split() for line in lines if "trained: " in line]
+    assert len(found) == 2
+    assert found[0] == found[1]
+    params = jax.device_get(jt.init_state(problems.init, optax.sgd(0.5), jax.random.key(0)).params)
+    loss, grads, weight = problems.reference(params, problems.make_batch())
+    after = jax.tree.map(lambda p, g: np.abs(p - 0.5 * g).sum(), params, grads)
+    expected = [weight, loss, sum(jax.tree.leaves(after))]
+    np.testing.assert_allclose(np.array(found[0], float), expected, rtol=1e-5)

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.sharding import param_shardings, tracing_on
+from jaxtrain.parallel.pipeline import virtual_rules
+from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings, tracing_on
 from jaxtrain.tree import named_leaves
+from tests import problems
 
 RULES = [
     (r"blocks/.*/kernel$", ("layers", "embed", "heads")),
@@ -84,6 +86,44 @@ def test_optimizer_state_follows_its_parameter_by_path_factored_moments_too():
     assert found[row] == P(None, "fsdp")
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (4, 16, 16), (16, 16, 16)])
+def test_both_factors_of_a_square_kernel_follow_the_dimension_that_they_have(shape):
+    """What a factor holds is asked of the optimizer: a gradient that varies along one dimension."""
+    mesh = jt.make_mesh(pipe=2, fsdp=2, tensor=2)
+    names = ("layers", "embed", "heads")[-len(shape) :]
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    init = lambda rng: {"w": jnp.ones(shape)}  # noqa: E731
+    rules = [("w", names)]
+    state = jt.init_state(init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+    carried = {name: jt.Rules().mesh_axes(name, mesh)[0] for name in names}
+    leaves = {n.split("/")[-2]: n for n in named_leaves(state.opt_state) if "v_" in n}
+    expected = {factor: [] for factor in leaves}
+    for dimension, name in enumerate(names):
+        grad = jnp.arange(1.0, 17)[: shape[dimension]]
+        grad = grad.reshape([-1 if d == dimension else 1 for d in range(len(shape))])
+        grads = {"w": jnp.broadcast_to(grad, shape)}
+        _, after = jax.jit(optimizer.update)(grads, optimizer.init(init(None)), init(None))
+        for factor, path in leaves.items():
+            value = named_leaves(after)[path]
+            spread = [float(jnp.ptp(value, axis).max()) for axis in range(value.ndim)]
+            if max(spread) > 1e-3:
+                expected[factor].append((int(np.argmax(spread)), carried[name]))
+    assert sorted(expected) == ["v_col", "v_row"]
+    for factor, axes in expected.items():
+        assert len(axes) == len(shape) - 1
+        found = named_leaves(state.opt_state)[leaves[factor]].sharding.spec
+        assert tuple(found) == tuple(axis for _, axis in sorted(axes)), factor
+
+
+def test_a_factor_of_unknown_meaning_is_split_only_as_every_meaning_allows():
+    mesh = jt.make_mesh(pipe=2, fsdp=2, tensor=2)
+    params = {"w": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)}
+    shardings = param_shardings(params, mesh, [("w", ("layers", "embed", "heads"))])
+    state = {"rows": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}
+    found = state_shardings(state, params, shardings, mesh)
+    assert found["rows"]["w"].spec == P("pipe", None)
+
+
 def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
     def init(rng):
         names = sorted(named_leaves(params()))
@@ -116,6 +156,11 @@ def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
         ({"fsdp": 8}, [(r"kernel$", ("embed",))], r"names 1 axes \('embed',\): name one axis, or"),
         (
             {"fsdp": 8},
+            [(r"kernal$", (None, None, None))],
+            r"sharding rule 'kernal\$' matches no parameter; there are blocks/q/kernel: correct",
+        ),
+        (
+            {"fsdp": 8},
             [(r"kernel$", ("a", "b", "c"))],
             "sharding axis 'a' is neither a logical axis",
         ),
@@ -134,6 +179,88 @@ def test_a_large_parameter_left_whole_is_an_error_that_names_it(axes):
         ValueError, match=r"'blocks/w' has shape \(1025, 1027\) and would be copied"
     ):
         param_shardings(tree, jt.make_mesh(**axes))
+
+
+def test_a_large_parameter_is_whole_where_a_rule_says_so():
+    optimizer, mesh = optax.adam(1e-3), jt.make_mesh(fsdp=2, tensor=4)
+    create = lambda rules: jt.abstract_state(  # noqa: E731
+        lambda rng: {"w": jnp.zeros((1025, 1027))}, optimizer, mesh=mesh, rules=rules
+    )
+    state = create([("w", (None, None))])
+    assert state.params["w"].sharding.is_fully_replicated
+    assert state.opt_state[0].mu["w"].sharding.is_fully_replicated
+    step = jt.build_train_step(
+        lambda params, batch, rng: params["w"].sum() * batch.sum(), optimizer
+    )
+    jt.compile_step(step, state, jnp.ones(8), mesh=mesh)
+    # Axes that this mesh does not have leave it whole by accident.
+    with pytest.raises(
+        ValueError, match=r"'w' has .* would be copied whole .*\(None, None\) where"
+    ):
+        create([("w", ("layers", None))])
+
+
+def test_stacked_parameters_without_a_rule_lie_along_the_pipeline():
+    mesh = jt.make_mesh(pipe=2, fsdp=4)
+    state = jt.abstract_state(lambda rng: params(), optax.adam(1e-3), mesh=mesh)
+    for tree in (state.params, state.opt_state[0].mu):
+        assert specs(jax.tree.map(lambda x: x.sharding, tree)) == {
+            "blocks/q/bias": P("pipe", "fsdp"),
+            "blocks/q/kernel": P("pipe", None, "fsdp"),
+            "embed/tokens": P("fsdp", None),
+            "odd": P(),
+        }
+    other = param_shardings(params(), mesh, jt.Rules(stacked="layers"))
+    assert specs(other)["blocks/q/bias"] == P(None, "fsdp")
+
+
+def test_a_table_for_several_models_may_hold_rules_for_others():
+    mesh, table = jt.make_mesh(fsdp=8), [("^w$", ("embed",)), ("^other$", ("embed",))]
+    tree = {"w": jax.ShapeDtypeStruct((16,), jnp.float32)}
+    for rules in (OptionalRules(table), jt.Rules(OptionalRules(table))):
+        assert specs(param_shardings(tree, mesh, rules)) == {"w": P("fsdp")}
+        two = {"w": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
+        layers = OptionalRules([("^w$", ("layers",)), ("^other$", ("embed",))])
+        cut = virtual_rules(jt.Rules(layers) if isinstance(rules, jt.Rules) else layers, 2)
+        assert type(cut) is type(rules)
+        piped = jt.make_mesh(pipe=8)
+        assert specs(param_shardings(two, piped, cut)) == {"w": P(None, "pipe")}
+
+
+def test_a_mesh_of_jax_with_one_axis_does_all_that_one_of_ours_does():
+    optimizer, batch = optax.adam(1e-2), problems.make_batch()
+    results = []
+    for mesh in (jt.make_mesh(data=8), jax.make_mesh((8,), ("data",))):
+        state = jt.init_state(problems.init, optimizer, jax.random.key(0), mesh=mesh, zero=2)
+        shardings = jt.gradient_shardings(state, zero=2)
+        assert "data" in shardings["up"]["kernel"].spec
+        options = {"accumulate": 2, "gradient_shardings": shardings}
+        step = jt.build_train_step(problems.loss_fn, optimizer, **options)
+        train = jt.compile_step(step, state, batch, mesh=mesh)
+        state, _ = train(state, jt.from_local_rows(batch, mesh))
+        results.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_state_without_a_mesh_pins_no_gradient():
+    state = jt.init_state(lambda rng: params(), optax.sgd(0.1), jax.random.key(0))
+    assert jt.gradient_shardings(state, zero=2) is None
+
+
+def test_the_key_of_shapes_is_of_the_kind_that_is_asked_for():
+    key = jax.random.key(0, impl="rbg")
+    shapes = jt.abstract_state(lambda rng: params(), optax.sgd(0.1), rng=key)
+    assert shapes == jax.eval_shape(
+        lambda key: jt.init_state(lambda rng: params(), optax.sgd(0.1), key), key
+    )
+
+
+def test_describe_sharding_lists_model_state():
+    init = lambda rng: ({"w": jnp.ones(3)}, {"norm": {"mean": jnp.ones(5)}})  # noqa: E731
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0), has_model_state=True)
+    lines = jt.describe_sharding(state).splitlines()
+    assert ["model_state/norm/mean", "5", "float32", "whole", "20"] in [x.split() for x in lines]
+    assert ["model", "state", "20"] in [x.split() for x in lines]
 
 
 def test_describe_sharding_adds_up():

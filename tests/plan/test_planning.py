@@ -101,7 +101,7 @@ def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text, modu
         targets.importlib.util, "find_spec", lambda name: None if name == module else found(name)
     )
     targets._devices.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install 'jaxtrain\[aot\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[aot\]'"):
         parse_target(text).devices()
 
 

@@ -207,7 +207,7 @@ def save_png(
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            "a PNG needs matplotlib, which is not installed: pip install 'jaxtrain[plot]'"
+            "a PNG needs matplotlib, which is not installed: pip install -e '.[plot]'"
         ) from None
     path = Path(path)
     if not path.parent.is_dir():

@@ -30,7 +30,7 @@ from jaxtrain.gradients import (
     float32_loss,
     select,
 )
-from jaxtrain.parallel.mesh import platform
+from jaxtrain.parallel.mesh import automatic, platform
 from jaxtrain.parallel.pipeline import residuals
 from jaxtrain.parallel.pipeline.buffers import (
     leaves_read,
@@ -50,7 +50,7 @@ from jaxtrain.parallel.pipeline.stages import (
 from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.sharding import Gather
-from jaxtrain.precision import Policy
+from jaxtrain.precision import Policy, as_policy
 from jaxtrain.tree import path_name
 
 PyTree = Any
@@ -67,7 +67,7 @@ def pipeline(
     virtual: int = 1,
     remat: Literal["full", "none"] = "full",
     skip_bubbles: bool = True,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     gradient_shardings: PyTree | None = None,
     gather: Gather = "step",
 ) -> GradientEngine:
@@ -104,12 +104,13 @@ def pipeline(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide.
     """
+    mesh = automatic(mesh)
     table = make_table(
         schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual
     )
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
-    policy = policy or Policy.f32()
+    policy = as_policy(policy)
     plan = _Plan(stages, table, remat == "full", skip_bubbles, _without_pipe(gradient_shardings))
 
     def engine(params, model_state, batch, rng, loss_scale):
@@ -119,6 +120,7 @@ def pipeline(
                 "statistics, or build_train_step(accumulate=...)"
             )
         chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
+        batch = policy.cast_inputs(batch)
         batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
         params, entered = policy.cast_to_compute(params), plan
         if gather == "step":

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import Rule, entered_specs
+from jaxtrain.parallel.sharding import OptionalRules, Rule, Rules, entered_specs
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -85,15 +85,20 @@ def from_virtual(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict:
     return dict(params) | {stacked: joined}
 
 
-def virtual_rules(rules: Sequence[Rule], virtual: int) -> tuple[Rule, ...]:
-    """Fits sharding rules to the shapes of :func:`to_virtual`.
+def virtual_rules(
+    rules: Rules | Sequence[Rule], virtual: int
+) -> Rules | OptionalRules | tuple[Rule, ...]:
+    """Fits sharding rules to the shapes of :func:`to_virtual`; :class:`Rules` stay such.
 
     >>> virtual_rules([("^blocks/w$", ("layers", "embed")), ("^head$", ("embed",))], 2)
     (('^blocks/w$', (None, 'layers', 'embed')), ('^head$', ('embed',)))
     """
+    if isinstance(rules, Rules):
+        return dataclasses.replace(rules, params=virtual_rules(rules.params, virtual))
+    kind = OptionalRules if isinstance(rules, OptionalRules) else tuple
     if virtual == 1:
-        return tuple(rules)
-    return tuple(
+        return kind(rules)
+    return kind(
         (pattern, (None, *axes) if axes and axes[0] == "layers" else tuple(axes))
         for pattern, axes in rules
     )

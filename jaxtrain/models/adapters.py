@@ -1,0 +1,179 @@
+"""Flax modules, NNX and Linen, as the two pure functions that the step builders are made of.
+
+Both adapters return ``init_fn`` for :func:`jaxtrain.init_state` and ``apply`` to be called in a
+loss. Parameters are what is differentiated and optimized: ``nnx.Param`` in NNX, the collection
+``params`` in Linen. Everything else that a module keeps (BatchNorm's running statistics) is model
+state, which needs ``has_model_state=True`` here and in the builders. Random numbers (dropout) come
+from the key that the loss is given; without a key, as in an evaluation, the module is called in its
+evaluation form, and its state stays as it is.
+
+Flax is imported when an adapter is called.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.tree import named_leaves
+
+PyTree = Any
+InitFn = Callable[[jax.Array], Any]
+Apply = Callable[..., Any]
+
+
+def from_nnx(make: Callable[[Any], Any], *, has_model_state: bool = False) -> tuple[InitFn, Apply]:
+    """Splits an NNX module into ``init_fn`` and ``apply``.
+
+    Args:
+      make: ``nnx.Rngs -> module``.
+      has_model_state: whether the module keeps anything besides parameters and keys.
+
+    Returns:
+      ``init_fn(rng) -> params`` and ``apply(params, *inputs, rng, **options) -> outputs``; with
+      ``has_model_state``, ``init_fn(rng) -> (params, model_state)`` and
+      ``apply(params, model_state, *inputs, rng, **options) -> (outputs, model_state)``. With a key
+      the module is called in its training form (``module.train()``) and each of its random streams
+      draws from that key; with ``rng=None`` in its evaluation form (``module.eval()``).
+
+    Raises:
+      ValueError: where the module keeps state and ``has_model_state`` is False.
+
+    >>> from flax import nnx
+    >>> init_fn, apply = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
+    >>> apply(init_fn(jax.random.key(0)), jnp.ones((4, 2)), rng=None).shape
+    (4, 3)
+    """
+    from flax import nnx
+
+    def is_state(path: Any, value: Any) -> bool:
+        return not isinstance(value, nnx.Param | nnx.RngState)
+
+    def state_of(module: Any) -> PyTree:
+        return nnx.to_pure_dict(nnx.state(module, is_state))
+
+    shapes = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    definition, _, keys, state = nnx.split(shapes, nnx.Param, nnx.RngState, ...)
+    _check_state(nnx.to_pure_dict(state), has_model_state)
+
+    def init_fn(rng: jax.Array) -> Any:
+        module = make(nnx.Rngs(rng))
+        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        return (params, state_of(module)) if has_model_state else params
+
+    def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
+        start = jax.random.key(0) if rng is None else rng
+        leaves, tree = jax.tree.flatten(keys)
+        streams = [_stream(start, i, leaf) for i, leaf in enumerate(leaves)]
+        parts = [nnx.to_pure_dict(jax.tree.unflatten(tree, streams)), params, model_state]
+        module = nnx.merge(definition, _joined(*parts))
+        module.eval() if rng is None else module.train()
+        outputs = module(*inputs, **options)
+        return outputs, model_state if rng is None else _like(state_of(module), model_state)
+
+    return init_fn, _form(call, has_model_state)
+
+
+def from_linen(
+    module: Any,
+    *inputs: Any,
+    training: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    has_model_state: bool = False,
+) -> tuple[InitFn, Apply]:
+    """Splits a Linen module into ``init_fn`` and ``apply``.
+
+    Args:
+      module: the module.
+      *inputs: what it is called with, to initialize it; shapes suffice.
+      training, evaluation: arguments of its call that differ between the two, such as
+        ``{"train": True}`` and ``{"train": False}``.
+      has_model_state: whether it has collections besides ``params``.
+
+    Returns:
+      As :func:`from_nnx`.
+
+    Raises:
+      ValueError: where the module has other collections and ``has_model_state`` is False.
+
+    >>> import flax.linen as nn
+    >>> init_fn, apply = from_linen(nn.Dense(3), jnp.ones((4, 2)))
+    >>> apply(init_fn(jax.random.key(0)), jnp.ones((4, 2)), rng=None).shape
+    (4, 3)
+    """
+    from flax.core import meta
+
+    def variables(rng: jax.Array) -> dict[str, Any]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+        return dict(meta.unbox(module.init(rng, *zeros, **(evaluation or {}))))
+
+    shapes = jax.eval_shape(variables, jax.random.key(0))
+    _check_state({name: tree for name, tree in shapes.items() if name != "params"}, has_model_state)
+
+    def init_fn(rng: jax.Array) -> Any:
+        model_state = variables(rng)
+        params = model_state.pop("params", {})
+        return (params, model_state) if has_model_state else params
+
+    def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
+        given = {"params": params, **model_state}
+        if rng is None:
+            return module.apply(given, *inputs, **(evaluation or {}), **options), model_state
+        # A stream without a key of its own, such as "dropout", draws from that of "params".
+        outputs, updated = module.apply(
+            given,
+            *inputs,
+            rngs={"params": rng},
+            mutable=list(model_state),
+            **(training or {}),
+            **options,
+        )
+        return outputs, _like({**model_state, **meta.unbox(updated)}, model_state)
+
+    return init_fn, _form(call, has_model_state)
+
+
+def _form(call: Apply, has_model_state: bool) -> Apply:
+    """``apply`` with model state, or without any."""
+    if has_model_state:
+        return call
+
+    def apply(params: PyTree, *inputs: Any, rng: jax.Array | None, **options: Any) -> Any:
+        return call(params, {}, *inputs, rng=rng, **options)[0]
+
+    return apply
+
+
+def _check_state(state: PyTree, has_model_state: bool) -> None:
+    if not has_model_state and (kept := named_leaves(state)):
+        raise ValueError(
+            f"the module keeps state besides its parameters ({next(iter(kept))!r}): pass "
+            "has_model_state=True here, to init_state and to the step builders"
+        )
+
+
+def _stream(rng: jax.Array, index: int, leaf: Any) -> jax.Array:
+    """The key, or the count of draws so far, of a random stream (or of several, stacked)."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    key = jax.random.fold_in(rng, index)
+    return jax.random.split(key, leaf.shape) if leaf.shape else key
+
+
+def _like(new: PyTree, old: PyTree) -> PyTree:
+    """Model state in the dtypes that it came in; a model that computes in bfloat16 may return it
+    in that."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new  # The step builder names what differs.
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
+
+
+def _joined(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Merges nested dicts with no leaf in common."""
+    result: dict[Any, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            nested = key in result and isinstance(value, Mapping)
+            result[key] = _joined(result[key], value) if nested else value
+    return result
