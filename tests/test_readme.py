@@ -16,6 +16,7 @@ from jaxtrain.tree import named_leaves
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 LIBRARY, LINEN, NNX, STATEFUL, LOOP = BLOCKS
+F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
 
@@ -31,6 +32,8 @@ def with_model(*blocks: str, options: str = "") -> str:
     data, train = rest.split("x = jax.random", 1)[1].split("mesh =", 1)
     assert "optimizer" not in data
     train = train.replace("mesh=mesh)\nstep", f"mesh=mesh{options})\nstep", 1)
+    # Two devices: eight take longer, and show the same.
+    train = train.replace("data=-1", "data=2, devices=jax.devices()[:2]", 1)
     train = train.replace("accumulate=4)", f"accumulate=4{options})", 1)
     return "\n".join([f"{imports}x = jax.random{data}", *blocks, f"mesh ={train}"])
 
@@ -40,8 +43,17 @@ def test_the_library_example_learns(capsys):
     assert float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1)) < 0.1
 
 
-@pytest.mark.parametrize("policy", ['"f32"', BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("form", ["linen", "nnx", "stateful"])
+@pytest.mark.parametrize(
+    ("form", "policy"),
+    [
+        pytest.param("linen", BF16, id="linen-bf16"),
+        pytest.param("nnx", F32, id="nnx-f32"),
+        pytest.param("stateful", BF16, id="stateful-bf16"),
+        pytest.param("linen", F32, id="linen-f32", marks=pytest.mark.slow),
+        pytest.param("nnx", BF16, id="nnx-bf16", marks=pytest.mark.slow),
+        pytest.param("stateful", F32, id="stateful-f32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_flax_module_learns_through_the_same_builder(form, policy, capsys):
     blocks = {"linen": [LINEN], "nnx": [LINEN, NNX], "stateful": [LINEN, NNX, STATEFUL]}[form]
     options = f", policy={policy}" + (", has_model_state=True" if form == "stateful" else "")
@@ -66,8 +78,9 @@ def check_statistics_and_dropout(names, state, batch):
     np.testing.assert_allclose(found, hidden.mean(0), atol=0.2)  # the weights moved meanwhile
     assert np.abs(found).max() > 0.5
 
-    def call(rng):
-        return names["apply"](state.params, state.model_state, batch["x"], rng=rng)
+    @jax.jit
+    def call(rng, kept=state.model_state):
+        return names["apply"](state.params, kept, batch["x"], rng=rng)
 
     steps = [jax.random.fold_in(state.rng, number) for number in (1, 2)]
     one, two, off = call(steps[0])[0], call(steps[1])[0], call(None)[0]
@@ -75,12 +88,9 @@ def check_statistics_and_dropout(names, state, batch):
     assert (one != off).mean() > 0.9
     np.testing.assert_array_equal(off, call(None)[0])
     jax.tree.map(np.testing.assert_array_equal, call(None)[1], state.model_state)
-    kept = jax.lax.fori_loop(
-        0,
-        100,
-        lambda _, kept: names["apply"](state.params, kept, batch["x"], rng=steps[0])[1],
-        state.model_state,
-    )
+    kept = state.model_state
+    for _ in range(100):
+        _, kept = call(steps[0], kept)
     np.testing.assert_allclose(kept["norm"]["mean"], hidden.mean(0), atol=1e-4)
 
 
