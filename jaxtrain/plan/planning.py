@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -551,10 +551,18 @@ def _flops_notes(flops: Flops) -> list[str]:
     if flops.unknown_loops:
         notes.append(f"FLOPs of {flops.unknown_loops} while loops are counted once")
     if flops.kernels:
-        notes.append("FLOPs of Pallas kernels are those of all their tiles, masked ones too")
-    if flops.fused:
-        notes.append(f"FLOPs inside {', '.join(flops.fused)} are not counted")
+        notes.append("FLOPs of fused kernels are those of all their tiles, masked ones too")
+    if flops.unknown:
+        notes.append(unknown_note(flops.unknown))
     return notes
+
+
+def unknown_note(names: Iterable[str]) -> str:
+    """Says how primitives of unknown cost are counted."""
+    return (
+        f"FLOPs of {', '.join(sorted(names))} are not known: counted as one per element that they "
+        "read and write"
+    )
 
 
 def _notes(program: Program, memory: Memory, target: Target) -> list[str]:

@@ -46,6 +46,7 @@ from jaxtrain.plan.estimate import (
     state_bytes,
     trace,
 )
+from jaxtrain.plan.planning import unknown_note
 from jaxtrain.plan.targets import Target
 
 WIDTH = 100
@@ -382,7 +383,9 @@ def make_row(
     mfu = None
     if experiment.flops_per_step and peak:
         mfu = experiment.flops_per_step / (prediction.step_s * target.size * peak)
-    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu)
+    unknown = estimated.cost.unknown
+    note = unknown_note(unknown) if unknown else None
+    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, note=note)
 
 
 def compile_rows(
@@ -432,7 +435,7 @@ def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, targe
         row,
         compiled_bytes=compiled.memory_analysis().peak_memory_in_bytes,
         compile_s=time.perf_counter() - start,
-        note=notes[0] if notes else None,
+        note=notes[0] if notes else row.note,
     )
 
 

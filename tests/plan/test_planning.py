@@ -166,6 +166,16 @@ def test_a_step_of_ones_own():
         jt.plan(step, jax.device_get(state), batch, target="cpu:8")
 
 
+def test_a_plan_names_what_it_cannot_count():
+    def step(state, batch):
+        return state, jnp.linalg.qr(batch)[1]
+
+    shape = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+    plan = jt.plan(step, jnp.ones(()), shape, target="cpu:1", mesh={"data": 1})
+    assert plan.flops.total > 0
+    assert "FLOPs of qr are not known: counted as one" in plan.report()
+
+
 class Box:
     """The simulated devices, with as much memory as a test gives them."""
 
