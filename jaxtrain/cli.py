@@ -22,7 +22,7 @@ from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.plan import search
 from jaxtrain.plan.command import run_plan as plan_and_print
-from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.plan.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.refusal import refusing
 from jaxtrain.survive import replay
 
@@ -184,6 +184,7 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
 def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     if options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    stay_on_cpu()
     module, config = _load_config(options.experiment, rest, command="plan")
     build = getattr(module, "outline", module.build)
     if options.json:

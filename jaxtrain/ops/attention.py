@@ -22,6 +22,10 @@ PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
 # What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
 
+# Entered with True where a step is traced for chips that are described and not here; a step that
+# trains afterwards is traced again.
+ahead_of_time = jax.make_user_context(False)
+
 _log = logging.getLogger(__name__)
 
 
@@ -248,11 +252,11 @@ def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bo
     )
     if reason:
         _say_once(f"attention: xla, because {reason}")
-    if chosen == "cudnn" and jax.default_backend() != "gpu":
+    if chosen == "cudnn" and (ahead_of_time.value or jax.default_backend() != "gpu"):
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
         warnings.warn(
-            "attention: cudnn cannot be compiled without a GPU; compiled with xla, which keeps as "
+            "attention: cudnn cannot be compiled ahead of time; compiled with xla, which keeps as "
             "much for its backward pass and moves more through memory",
             AheadOfTimeWarning,
             stacklevel=3,

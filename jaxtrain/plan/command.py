@@ -11,7 +11,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.plan import mend
 from jaxtrain.plan.planning import Plan, plan_experiment
 from jaxtrain.plan.report import print_plan
-from jaxtrain.plan.targets import Target
+from jaxtrain.plan.targets import Target, stay_on_cpu
 
 
 def run_plan(
@@ -31,6 +31,7 @@ def run_plan(
       as_json: prints one JSON object instead of the tables.
       save_hlo: also saves the compiled program's text there.
     """
+    stay_on_cpu()
     target.devices()  # before anything asks JAX for devices
     experiment = load(flags)
     plan = plan_experiment(experiment, target)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
-from jaxtrain.ops.attention import AheadOfTimeWarning
+from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.sharding import batch_shardings
 from jaxtrain.plan.chips import Chip
@@ -331,7 +331,7 @@ def plan_step(
     called, given = step, batch
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
-    with warnings.catch_warnings(record=True) as caught:
+    with ahead_of_time(True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AheadOfTimeWarning)
         shortage, train = 0, None
         try:

@@ -8,6 +8,7 @@ extra ``aot`` installs; no chip is looked for.
 import contextlib
 import dataclasses
 import functools
+import glob
 import importlib.util
 import math
 import os
@@ -132,10 +133,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
 
 
 def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _need("libtpu", "TPU")
-    _stay_on_cpu()
-    for variable, value in LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
+    _need("TPU", "libtpu")
     options = {"num_slices": target.slices} if target.slices > 1 else {}
     if target.chip.name == "v4":
         # A device is a chip, as on the machines themselves, and not one of its cores.
@@ -147,8 +145,7 @@ def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
 
 
 def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _need("jax_cuda12_plugin", "GPU")
-    _stay_on_cpu()
+    _need("GPU", "jax_cuda12_plugin", "jax_cuda13_plugin")
     config = (GPU_TARGETS / f"{target.chip.name}.txtpb").read_text()
     hosts, gpus = target.topology
     return _describe(target, platform="cuda", target_config=config, topology=f"1x{hosts}x{gpus}")
@@ -157,8 +154,7 @@ def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
 def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
     try:
         with _quiet():
-            # The plugins of all accelerators are loaded with the first device.
-            jax.devices("cpu")
+            _start()
             return tuple(topologies.get_topology_desc(**options).devices)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -168,11 +164,11 @@ def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
 
 
 def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _stay_on_cpu()
     # Too late where JAX has its devices already: then what is there has to do.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", target.size)
     with _quiet():
+        _start()
         devices = jax.devices("cpu")
     if len(devices) < target.size:
         raise ValueError(
@@ -182,12 +178,26 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     return tuple(devices[: target.size])
 
 
-def _stay_on_cpu() -> None:
-    """Keeps JAX itself on the CPU: compiling for a chip must not take hold of one.
+def stay_on_cpu() -> None:
+    """Keeps JAX itself on the CPU: a program that only plans must not take hold of a chip.
 
     Without effect where JAX has its devices already.
     """
     jax.config.update("jax_platforms", "cpu")
+
+
+def _start() -> None:
+    """Lets JAX find its own devices, those that this process may train on after it has planned.
+
+    With them, the plugins of all accelerators are loaded. What libtpu is told would keep it from a
+    TPU that is here.
+    """
+    platforms = jax.config.jax_platforms
+    here = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    if not here or (platforms and "tpu" not in platforms):
+        for variable, value in LIBTPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+    jax.devices()
 
 
 @contextlib.contextmanager
@@ -204,8 +214,8 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _need(module: str, compiler: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _need(compiler: str, *modules: str) -> None:
+    if not any(map(importlib.util.find_spec, modules)):
         raise ValueError(f"the {compiler} compiler is not installed: {INSTALL}")
 
 

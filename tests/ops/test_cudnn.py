@@ -120,6 +120,17 @@ def test_each_device_runs_the_kernel_on_its_own_rows_and_heads(on_gpus, sizes, G
     assert "CustomSPMDPartitioning" not in text
 
 
+def test_a_step_that_was_planned_trains_with_its_own_kernel(on_gpus):
+    q, k, v, _ = arrays(2, packed=False)
+    traced = jax.jit(functools.partial(loss, segments_BT=None))
+    with jax.set_mesh(make_mesh(data=4, tensor=2)):
+        with ops.ahead_of_time(True), pytest.warns(ops.AheadOfTimeWarning):
+            planned = str(traced.trace(q, k, v).jaxpr)
+        trained = str(traced.trace(q, k, v).jaxpr)
+    assert "dot_product_attention" in trained
+    assert "dot_product_attention" not in planned
+
+
 def test_queries_may_differ_from_keys_in_number(on_gpus):
     q, k, v, _ = arrays(2, packed=False, S=12)
     run = functools.partial(loss, segments_BT=None, causal=False)

@@ -92,17 +92,24 @@ def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "module"), [("v5e:2x2", "libtpu"), ("h100:8", "jax_cuda12_plugin")]
-)
-def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text, module):
-    found = targets.importlib.util.find_spec
-    monkeypatch.setattr(
-        targets.importlib.util, "find_spec", lambda name: None if name == module else found(name)
-    )
+@pytest.mark.parametrize("text", ["v5e:2x2", "h100:8"])
+def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     targets._devices.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'jaxtrain\[aot\]'"):
         parse_target(text).devices()
+
+
+@pytest.mark.parametrize("version", ["12", "13"])
+def test_the_compiler_of_either_cuda_will_do(monkeypatch, version):
+    only = f"jax_cuda{version}_plugin"
+    monkeypatch.setattr(targets.importlib.util, "find_spec", {only: only}.get)
+    asked = []
+    monkeypatch.setattr(targets, "_describe", lambda target, **how: asked.append(how) or ())
+    targets._devices.cache_clear()
+    parse_target("h100:8").devices()
+    targets._devices.cache_clear()
+    assert [how["platform"] for how in asked] == ["cuda"]
 
 
 def test_simulated_devices_need_no_preparation():
@@ -113,6 +120,38 @@ def test_simulated_devices_need_no_preparation():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.stdout == "5\n", done.stderr
+
+
+PLAN_THEN_TRAIN = """
+import os, sys, types
+import jax, jax.numpy as jnp
+from jax.extend import backend
+from jaxlib import xla_client
+
+# A chip that JAX prefers to the CPU, of three devices.
+make = lambda: xla_client.make_cpu_client(num_devices=3)
+backend.register_backend_factory("abacus", make, priority=900)
+import jaxtrain as jt
+from jaxtrain.plan import targets
+
+targets.glob = types.SimpleNamespace(glob=lambda p: [p] if "tpu" in sys.argv else [])
+shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+step = lambda state, batch: (state, batch + state.sum())
+jt.plan(step, shape, shape, target="cpu:2", mesh={"data": 2})
+print(len(jax.devices()), jax.config.jax_platforms, "TPU_SKIP_MDS_QUERY" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("here", ["tpu", "none"])
+def test_a_process_that_has_planned_trains_on_its_own_chips(here):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TPU"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_THEN_TRAIN, here],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["3", "None", str(here == "none")], done.stderr
 
 
 def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
