@@ -138,7 +138,7 @@ targets.glob = types.SimpleNamespace(glob=lambda p: [p] if "tpu" in sys.argv els
 shape = jax.ShapeDtypeStruct((4,), jnp.float32)
 step = lambda state, batch: (state, batch + state.sum())
 jt.plan(step, shape, shape, target="cpu:2", mesh={"data": 2})
-print(len(jax.devices()), jax.config.jax_platforms, "TPU_SKIP_MDS_QUERY" in os.environ)
+print(len(jax.devices()), jax.config.jax_platforms, "TPU_LOG_DIR" in os.environ)
 """
 
 
