@@ -3,6 +3,10 @@
 The public names; everything else is importable from its module. ``import jaxtrain as jt``.
 """
 
+# isort: off
+import jaxtrain.quiet  # noqa: F401  before JAX is imported
+
+# isort: on
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment

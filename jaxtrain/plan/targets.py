@@ -8,19 +8,17 @@ extra ``aot`` installs; no chip is looked for.
 import contextlib
 import dataclasses
 import functools
-import glob
 import importlib.util
 import math
 import os
 import pathlib
 import re
-import sys
-from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
 
 from jaxtrain.plan.chips import CHIPS, Chip
+from jaxtrain.quiet import has_tpu, quiet
 
 GPU_TARGETS = pathlib.Path(__file__).parent / "gpu_targets"
 INSTALL = "pip install 'jaxtrain[aot]'"
@@ -153,7 +151,7 @@ def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
 
 def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
     try:
-        with _quiet():
+        with quiet():
             _start()
             return tuple(topologies.get_topology_desc(**options).devices)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -167,7 +165,7 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     # Too late where JAX has its devices already: then what is there has to do.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", target.size)
-    with _quiet():
+    with quiet():
         _start()
         devices = jax.devices("cpu")
     if len(devices) < target.size:
@@ -193,25 +191,10 @@ def _start() -> None:
     TPU that is here.
     """
     platforms = jax.config.jax_platforms
-    here = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
-    if not here or (platforms and "tpu" not in platforms):
+    if not has_tpu() or (platforms and "tpu" not in platforms):
         for variable, value in LIBTPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
     jax.devices()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Lets compilers look for their chips without saying on standard error that there are none."""
-    sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(nowhere)
 
 
 def _need(compiler: str, *modules: str) -> None:

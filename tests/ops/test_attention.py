@@ -158,21 +158,29 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
         (splash_attention, True, None, (2, 2), None),
         (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
         (splash_attention, True, None, (4, 2), {"tensor": 4}),
+        (splash_attention, True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
         (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
         (pallas_attention, False, None, (2, 1), None),
+        pytest.param(
+            *(pallas_attention, True, 3, (4, 1), {"pipe": 2, "tensor": 2}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mesh):
     H, G = groups
     T = 256 if kernel is splash_attention else 128
     q, k, v, segments = arrays(6, T=T, H=H, G=G, K=8, documents=documents)
-    run = functools.partial(
-        kernel,
-        causal=causal,
-        segments_BT=segments,
-        saved_name=tiled.SAVED[0],
-        interpret=True,
-    )
+
+    def run(*qkvs):
+        *qkv, segments_BT = qkvs
+        settings = {"saved_name": tiled.SAVED[0], "interpret": True}
+        return kernel(*qkv, causal=causal, segments_BT=segments_BT, **settings)
+
+    if mesh and "pipe" in mesh:
+        # Rows go to the stages, as microbatches do.
+        rows = jax.P("pipe")
+        stages = {"in_specs": rows, "out_specs": rows, "axis_names": {"pipe"}}
+        run = jax.shard_map(run, check_vma=False, **stages)
     plain = functools.partial(definition, jnp, causal=causal, segments_BT=segments)
 
     def loss(function, *qkv):
@@ -188,7 +196,9 @@ def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mes
     size = math.prod((mesh or {}).values())
     placed = make_mesh(**mesh, devices=jax.devices()[:size]) if mesh else None
     with jax.set_mesh(placed) if mesh else contextlib.nullcontext():
-        got = gradient(run)(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+        got = gradient(lambda *qkv: run(*qkv, segments))(
+            *(jnp.asarray(x, jnp.float32) for x in (q, k, v))
+        )
     for a, b in zip(*(jax.tree.leaves((x[0][1], x[1])) for x in (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6 * T**0.5)
 

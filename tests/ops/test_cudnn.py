@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
+from experiments import gpt as experiment_gpt
+from experiments import options
+from jaxtrain.experiment import build_step, make_abstract_state
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.mesh import make_mesh
@@ -118,6 +121,32 @@ def test_each_device_runs_the_kernel_on_its_own_rows_and_heads(on_gpus, sizes, G
     assert calls == [(name, local), (f"{name}Backward", local)]
     # Neither the rule of the binding nor the partitioner has a say in it.
     assert "CustomSPMDPartitioning" not in text
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipe": 2, "data": 2, "tensor": 2},
+        pytest.param({"pipe": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_step_is_lowered_with_the_kernel_in_it(on_gpus, sizes):
+    config = experiment_gpt.Config(
+        **{"layers": 2, "width": 32, "heads": 4, "seq_len": 16, "global_batch": 16},
+        mesh=options.MeshOptions(**{"data": 1} | sizes),
+        optimizer=options.OptimizerOptions(name="sgd"),
+        precision="bf16",
+    )
+    experiment = experiment_gpt.outline(config)
+    mesh = make_mesh(**sizes)
+    state = make_abstract_state(experiment, mesh)
+    with jax.set_mesh(mesh):
+        step = jax.jit(build_step(experiment, state, mesh))
+        text = step.trace(state, experiment.batch).lower(lowering_platforms=("cuda",)).as_text()
+    # Forward, and in the backward pass; a stage is run again there.
+    assert text.count("custom_call @__cudnn$fmhaScaleBiasSoftmaxBackward(") == 1
+    assert text.count("custom_call @__cudnn$fmhaScaleBiasSoftmax(") == 1 + ("pipe" in sizes)
 
 
 def test_a_step_that_was_planned_trains_with_its_own_kernel(on_gpus):
