@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.observe.memory import human_bytes
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.sharding import batch_shardings
@@ -161,6 +162,13 @@ class Plan:
 
         return render(self, width=width)
 
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        needed = "" if self.memory is None else f", {human_bytes(self.memory.needed)} per device"
+        return f"<Plan of {self.name} on {self.target}: fits={self.fits}{needed}>"
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as data that ``json.dumps`` takes, without the program's text."""
         plain = dataclasses.asdict(dataclasses.replace(self, hlo=""))
@@ -192,6 +200,9 @@ class Explanation:
     hbm_bytes: float
     loops: tuple[int | None, ...]
     warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.report()
 
     def report(self, width: int = 100) -> str:
         """Draws it as text of at most ``width`` columns."""

@@ -34,7 +34,10 @@ LIBTPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "v5lite": "v5e"}
+_ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "v5lite": "v5e", "v5litepod": "v5e"}
+
+# TPUs whose chips lie in a plane; those of the others lie in a cube.
+_FLAT = ("v5e", "v6e")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +105,17 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
     >>> parse_target("v5e:4x4").size, parse_target("h100:4x8").hosts, parse_target("7x:2x2x1").size
     (16, 4, 8)
     """
-    name, _, layout = text.strip().lower().partition(":")
+    name, mark, layout = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text.strip().lower()).groups()
     name = _ALIASES.get(name, name)
     if name not in CHIPS:
         raise ValueError(f"target {text!r} names no chip that is known: use {_known()}")
     chip = CHIPS[name]
+    if mark == "-":
+        layout = _accelerator_layout(text, chip, layout)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", layout):
         raise ValueError(f"target {text!r} has no size: write it like {_example(chip)}")
     sizes = tuple(int(size) for size in layout.split("x"))
-    wanted = {"cpu": (1,), "gpu": (2,)}.get(
-        chip.kind, (2,) if chip.name in ("v5e", "v6e") else (3,)
-    )
+    wanted = {"cpu": (1,), "gpu": (2,)}.get(chip.kind, (2,) if chip.name in _FLAT else (3,))
     if chip.kind == "gpu" and len(sizes) == 1:
         sizes = (1, *sizes)
     if len(sizes) not in wanted:
@@ -120,9 +123,49 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
             f"target {text!r} has {len(sizes)} sizes and {name} takes {wanted[0]}: write it like "
             f"{_example(chip)}"
         )
+    if chip.kind == "tpu" and not _is_slice(chip, sizes):
+        raise ValueError(f"target {text!r} is no slice that Google has: {_SLICES[name in _FLAT]}")
     if slices < 1 or (slices > 1 and chip.kind != "tpu"):
         raise ValueError(f"{slices} slices of {text!r}: only TPU targets have slices, at least 1")
     return Target(f"{name}:{layout}", chip, sizes, slices)
+
+
+# By cloud.google.com/tpu/docs; the compiler itself takes any.
+_SLICES = {
+    True: "both sides are 1, 2, 4, 8 or 16, one at most twice the other",
+    False: "all sides are multiples of 4, or all are 1, 2 or 4",
+}
+
+
+def _is_slice(chip: Chip, sizes: tuple[int, ...]) -> bool:
+    if chip.name in _FLAT:
+        return {*sizes} <= {1, 2, 4, 8, 16} and max(sizes) <= 2 * min(sizes)
+    return all(n % 4 == 0 for n in sizes) or {*sizes} <= {1, 2, 4}
+
+
+def grown(topology: tuple[int, ...]) -> tuple[int, ...]:
+    """The topology of twice as many TPU chips: its shortest side doubles.
+
+    >>> grown((2, 2, 4)), grown((4, 8))
+    ((2, 4, 4), (8, 8))
+    """
+    shortest, *others = sorted(topology)
+    return tuple(sorted((2 * shortest, *others)))
+
+
+def _accelerator_layout(text: str, chip: Chip, number: str) -> str:
+    """The topology of an accelerator type: v5litepod-16 has 16 chips, v5p-16 has 16 cores."""
+    cores = 1 if chip.name in _FLAT else 2
+    if chip.kind == "tpu" and re.fullmatch(r"[1-9]\d*", number) and int(number) % cores == 0:
+        chips = int(number) // cores
+        sizes = (2, 2) if chip.name in _FLAT else (1, 2, 2)
+        while math.prod(sizes) < chips:
+            sizes = grown(sizes)
+        if chips == 1:
+            sizes = (1,) * len(sizes)
+        if math.prod(sizes) == chips and _is_slice(chip, sizes):
+            return "x".join(map(str, sizes if chips > 4 else sizes[::-1]))
+    raise ValueError(f"target {text!r} has no known topology: write it like {_example(chip)}")
 
 
 @functools.cache

@@ -199,6 +199,8 @@ def test_a_step_of_ones_own():
     assert plan.mesh == {"data": 2, "fsdp": 4}
     assert max(len(line) for line in plan.report().splitlines()) <= 100
     assert json.dumps(plan.to_json())
+    assert str(plan) == plan.report()
+    assert repr(plan).startswith("<Plan of step on cpu:8: fits=True, ")
     other = jt.plan(step, state, batch, target="cpu:8", mesh={"data": 8})
     assert other.mesh == {"data": 8}
     with pytest.raises(ValueError, match="lies on no mesh"):
@@ -213,6 +215,44 @@ def test_a_plan_names_what_it_cannot_count():
     plan = jt.plan(step, jnp.ones(()), shape, target="cpu:1", mesh={"data": 1})
     assert plan.flops.total > 0
     assert "FLOPs of qr are not known: counted as one" in plan.report()
+
+
+MODULE = """
+import dataclasses
+import jax, jax.numpy as jnp, jaxtrain as jt
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int = 8
+
+def build(config):
+    shape = jax.ShapeDtypeStruct((8, config.width), jnp.float32)
+    return jt.Experiment(
+        name="own", batch={"x": shape}, steps=1, train_batches=None, mesh={},
+        init_fn=lambda rng: {"w": jnp.ones(config.width)}, optimizer=jt.make_optimizer("sgd", 0.1),
+        loss_fn=lambda params, batch, rng: jt.WeightedLoss(
+            (batch["x"] @ params["w"]).sum(), jnp.float32(8)),
+    )
+"""
+
+
+def test_a_module_without_mesh_flags(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = run(capsys, "plan", "own_module", "--target", "cpu:8")
+    assert status == 2
+    assert "'own' is made for 1 devices and its Config has no field 'mesh'" in err
+    status, out, _ = run(capsys, "plan", "own_module", "--target", "cpu:1")
+    assert (status, "own on cpu:1" in out) == (0, True)
+
+
+def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
+    experiment = small()
+    whole = plan_experiment(experiment, parse_target("cpu:8"))
+    box = Box(monkeypatch, whole.memory.needed - 1).target
+    monkeypatch.setattr(mend, "_larger", lambda target: iter(()))
+    found = mend.nearest_fit(experiment, box, has_flag=lambda flag: flag.startswith("mesh"))
+    assert found[0].flags == "--mesh.fsdp 8 --mesh.data 1"
 
 
 class Box:
