@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxtrain import exit_codes, optim
+from jaxtrain import exit_codes, optim, quiet
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
@@ -177,6 +177,7 @@ def main(
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
         distributed.initialize(**dataclasses.asdict(processes))
+        quiet.start()
         keep_freed_memory()
         try:
             fit(build(config), config.run)

@@ -3,6 +3,10 @@
 The public names; everything else is importable from its module. ``import jaxtrain as jt``.
 """
 
+# isort: off
+import jaxtrain.quiet  # noqa: F401  before JAX is imported
+
+# isort: on
 from jaxtrain import optim
 from jaxtrain.agreement import parity
 from jaxtrain.checkpoint import Checkpointer

@@ -6,7 +6,6 @@ them. What cannot be done is one sentence on standard error and exit status 2.
 
 import dataclasses
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,14 +14,14 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from jaxtrain import agreement, launch
+from jaxtrain import agreement, launch, quiet
 from jaxtrain.experiment import Experiment
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.plan import search
 from jaxtrain.plan.command import run_plan as plan_and_print
-from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.plan.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.refusal import refusing
 from jaxtrain.survive import replay
 
@@ -154,7 +153,7 @@ class PlanOptions:
     experiment: tyro.conf.Positional[str]
     """A module with Config and build(config), such as experiments.gpt."""
     target: str
-    """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x; any topology), h100:4x8 (hosts x GPUs;
+    """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x) or v5litepod-16, h100:4x8 (hosts x GPUs;
     also a100, h200), or cpu:8."""
     slices: int = 1
     """TPU slices of that topology."""
@@ -177,20 +176,29 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
     def load(flags: Sequence[str]) -> Experiment:
         return load_experiment(options.experiment, flags, command="plan", outline=True)
 
-    plan = plan_and_print(load, rest, target, as_json=options.json, save_hlo=options.save_hlo)
+    def has_flag(name: str) -> bool:
+        found = _load_config(options.experiment, rest, command="plan")[1]
+        for part in name.split("."):
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+
+    shown = {"as_json": options.json, "save_hlo": options.save_hlo}
+    plan = plan_and_print(load, rest, target, **shown, has_flag=has_flag)
     return 0 if plan.fits else 1
 
 
 def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     if options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    stay_on_cpu()
+    quiet.start()
     module, config = _load_config(options.experiment, rest, command="plan")
     build = getattr(module, "outline", module.build)
-    if options.json:
-        result = search.search(build, config, target, compile_best=options.compile_best)
-        print(json.dumps(result.to_json(), default=str))
-    else:
-        result = search.run_search(build, config, target, compile_best=options.compile_best)
+    result = search.run_search(
+        build, config, target, compile_best=options.compile_best, as_json=options.json
+    )
     return 0 if result.rows else 1
 
 

@@ -1,8 +1,11 @@
 """Everything imports where no accelerator's package, and no optional one, is installed."""
 
+import os
 import pathlib
 import subprocess
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -35,6 +38,20 @@ for name in names:
     importlib.import_module(name)
 print(len(names), not (OPTIONAL & set(sys.modules)))
 """
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import jaxtrain.cli",
+        "import experiments.gpt, jaxtrain.quiet; jaxtrain.quiet.start()",
+    ],
+)
+def test_compilers_of_absent_chips_say_nothing(code):
+    """Where NVIDIA's compiler is installed and no driver is; elsewhere there is nothing to say."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "TF_", "TPU"))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=kept, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_every_module_imports_without_optional_packages():

@@ -27,6 +27,11 @@ LLAMA = dataclasses.replace(
     GPT2, kv_heads=4, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
 )
 FORMS = {"gpt2": GPT2, "llama": LLAMA}
+# Weights of attention dropped, and key heads fewer than the tensor axis.
+FORMS_APART = {
+    "dropped weights": dataclasses.replace(GPT2, attention_dropout=0.3),
+    "shared key heads": dataclasses.replace(LLAMA, kv_heads=2),
+}
 
 # name: mesh axes, zero
 LAYOUTS = {
@@ -84,7 +89,7 @@ def initial_state(form, optimizer):
 
     def init(rng):
         # Biases that start at zero would leave nothing to be relative to.
-        params = gpt.init(FORMS[form], rng)
+        params = gpt.init((FORMS | FORMS_APART)[form], rng)
         return jt.tree.map_named(
             lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
         )
@@ -94,7 +99,7 @@ def initial_state(form, optimizer):
 
 def train(form, optimizer, accumulate, remat, mesh=None, zero=0, dropout=0.0):
     """Five steps in one compiled call; returns host arrays."""
-    config = dataclasses.replace(FORMS[form], remat=remat, dropout=dropout)
+    config = dataclasses.replace((FORMS | FORMS_APART)[form], remat=remat, dropout=dropout)
     chain = optimizer_named(optimizer)
     # The step donates its state, and this one is shared between cases.
     state = jax.tree.map(jnp.copy, initial_state(form, optimizer))
@@ -148,6 +153,17 @@ def test_layout_agrees_with_one_device(form, layout, accumulate, remat, optimize
     found = train(form, optimizer, accumulate, remat, jt.make_mesh(**axes), zero)
     errors = {part: worst(found[part], expected[part]) for part in expected}
     assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("layout", ["data 2 x tensor 4", "data 2 x fsdp 2 x tensor 2"])
+@pytest.mark.parametrize("form", FORMS_APART)
+def test_other_attention_agrees_with_one_device(form, layout, remat):
+    test_layout_agrees_with_one_device(form, layout, 4, remat, "adamw")
+    if form == "dropped weights":
+        apart = reference(form, "adamw", 4, remat), reference("gpt2", "adamw", 4, remat)
+        assert worst(*(x["gradients"] for x in apart))[0] > 0.1
 
 
 def test_dropout_masks_do_not_depend_on_the_mesh():

@@ -10,7 +10,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import pallas, splash
+from jaxtrain.ops import local, pallas, splash
 from jaxtrain.ops.tiled import MASKED, SAVED, tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
 
@@ -21,6 +21,10 @@ PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
 
 # What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
+
+# Entered with True where a step is traced for chips that are described and not here; a step that
+# trains afterwards is traced again.
+ahead_of_time = jax.make_user_context(False)
 
 _log = logging.getLogger(__name__)
 
@@ -66,19 +70,18 @@ def attention(
     if (causal or segments_BT is not None) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
     dropout = 0.0 if rng is None else dropout
-    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout)
+    packed = segments_BT is not None
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed)
     if chosen in ("splash", "pallas"):
         kernel = splash.splash_attention if chosen == "splash" else pallas.pallas_attention
         return kernel(
             q_BTHK, k_BSGK, v_BSGK, causal=causal, segments_BT=segments_BT, saved_name=SAVED[0]
         )
     if chosen == "cudnn":
-        mask = None
-        if segments_BT is not None:
-            mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
-        return jax.nn.dot_product_attention(
-            q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=causal, implementation="cudnn"
-        )
+        # JAX's rule for partitioning this kernel wants queries and keys split alike, and fails
+        # inside a pipeline; each device's own part needs no rule.
+        kernel = functools.partial(_cudnn_attention, causal=causal)
+        return local.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     return tiled_attention(
         q_BTHK,
         k_BSGK,
@@ -105,7 +108,8 @@ def choose(
     Args:
       implementation: ``"auto"`` takes cudnn on a GPU (bfloat16 or float16, heads up to 128 wide)
         and splash on a TPU (rows of a multiple of 128 positions), neither with dropout, else xla;
-        any other name is returned if it can run.
+        any other name is returned if it can run. A mesh that splits rows over ``context``, or does
+        not divide the batch or the heads, is only seen where the attention is traced.
       dtype: of the queries.
       head_dim: K.
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
@@ -161,23 +165,52 @@ def _obstacle(
     head_dim: int,
     length: int | None = None,
     dropout: float = 0.0,
-    sizes: tuple[int, int, int, int] | None = None,
+    packed: bool = False,
+    sizes: tuple[int, int, int] | None = None,
 ) -> str | None:
-    """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ..."."""
+    """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ...".
+
+    Args:
+      packed: whether rows hold several documents.
+      sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
+      kernel, backend, dtype, head_dim, length, dropout: as for :func:`choose`.
+    """
     if PLATFORMS[kernel] != backend:
         chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[PLATFORMS[kernel]]
         return f"{chip}, and the backend is {backend!r}"
     if dropout:
         return f"no dropout on attention weights, and its rate is {dropout}"
     if kernel == "splash":
-        return splash.obstacle(length=length, sizes=sizes)
-    if kernel == "pallas":
-        return pallas.obstacle(head_dim=head_dim, length=length, sizes=sizes)
+        need = splash.obstacle(length=length)
+    elif kernel == "pallas":
+        need = pallas.obstacle(head_dim=head_dim, length=length)
+    else:
+        need = _cudnn_obstacle(dtype, head_dim, length, packed)
+    if need is None and sizes is not None:
+        rows, heads, keys = sizes
+        if keys != length and kernel != "cudnn":
+            return f"as many keys as queries ({length}), and they are {keys}"
+        need = local.obstacle(rows, heads)
+    return need
+
+
+def _cudnn_obstacle(dtype, head_dim: int, length: int | None, packed: bool) -> str | None:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
         return f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
+    if packed and length is not None and length % 2:
+        return f"packed rows of an even length, and it is {length}"
     return None
+
+
+def _cudnn_attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool) -> jax.Array:
+    mask = None
+    if segments_BT is not None:
+        mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=causal, implementation="cudnn"
+    )
 
 
 class AheadOfTimeWarning(UserWarning):
@@ -205,9 +238,8 @@ def cached_attention(
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
 
 
-def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float) -> str:
+def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bool) -> str:
     B, T, H, K = q_BTHK.shape
-    S, G = k_BSGK.shape[1:3]
     chosen, reason = _choose(
         implementation,
         backend=platform(),
@@ -215,15 +247,16 @@ def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float) -> str:
         head_dim=K,
         length=T,
         dropout=dropout,
-        sizes=(B, H, G, S),
+        packed=packed,
+        sizes=(B, H, k_BSGK.shape[1]),
     )
     if reason:
         _say_once(f"attention: xla, because {reason}")
-    if chosen == "cudnn" and jax.default_backend() != "gpu":
+    if chosen == "cudnn" and (ahead_of_time.value or jax.default_backend() != "gpu"):
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
         warnings.warn(
-            "attention: cudnn cannot be compiled without a GPU; compiled with xla, which keeps as "
+            "attention: cudnn cannot be compiled ahead of time; compiled with xla, which keeps as "
             "much for its backward pass and moves more through memory",
             AheadOfTimeWarning,
             stacklevel=3,

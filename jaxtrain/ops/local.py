@@ -3,40 +3,37 @@
 Such a kernel runs inside ``jax.shard_map``: each device takes its own rows of the batch and its own
 heads, and nothing is exchanged.
 
-Shapes: B batch, T positions, H query heads, G key and value heads, K features.
+Shapes: B batch, T queries, S keys, H query heads, G key and value heads, K features.
 """
 
 import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import free_axes
 
 
-def obstacle(length: int | None, sizes: tuple[int, int, int, int]) -> str | None:
+def obstacle(rows: int, heads: int) -> str | None:
     """Says what of the ambient mesh keeps a kernel from running, as the end of "splash needs ...".
 
     Args:
-      length: positions of a row, T.
-      sizes: (B, H, G, keys of a row).
+      rows: of the batch, B.
+      heads: of the queries, H.
     """
-    *shape, keys = sizes
-    if keys != length:
-        return f"as many keys as queries ({length}), and they are {keys}"
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("context", 1) > 1:
         return "whole rows on every device, and mesh axis 'context' splits them"
-    names = {"batch": "rows", "heads": "query heads", "kv_heads": "key heads"}
-    for size, logical in zip(shape, names, strict=True):
+    for size, logical, name in ((rows, "batch", "rows"), (heads, "heads", "query heads")):
         axes = free_axes(mesh, logical)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             return (
-                f"{names[logical]} that mesh axes {' x '.join(axes)} of size {parts} divide, and "
-                f"they are {size}"
+                f"{name} that mesh axes {' x '.join(axes)} of size {parts} divide, and they are "
+                f"{size}"
             )
     return None
 
@@ -44,17 +41,24 @@ def obstacle(length: int | None, sizes: tuple[int, int, int, int]) -> str | None
 def on_each_device(
     kernel: Callable[..., jax.Array],
     q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
     segments_BT: jax.Array | None,
 ) -> jax.Array:
-    """Returns what ``kernel`` makes of these, each device's part on that device."""
+    """Returns what ``kernel`` makes of these, each device's part on that device.
+
+    Key heads that the mesh axes of the heads do not divide are repeated, as often as it takes for
+    every device to have those of its own query heads.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     free = _free(mesh)
     if not free:
-        return kernel(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+        return kernel(q_BTHK, k_BSGK, v_BSGK, segments_BT)
     batch, heads = (free_axes(mesh, logical) or None for logical in ("batch", "heads"))
     split = P(batch, None, heads, None)
+    G, parts = k_BSGK.shape[2], math.prod(mesh.shape[axis] for axis in heads or ())
+    if G % parts:
+        k_BSGK, v_BSGK = (jnp.repeat(x, math.lcm(G, parts) // G, axis=2) for x in (k_BSGK, v_BSGK))
     return jax.shard_map(
         kernel,
         in_specs=(split, split, split, None if segments_BT is None else P(batch, None)),
@@ -64,7 +68,7 @@ def on_each_device(
         axis_names=set(free),
         # The kernel does not say over which axes its results differ.
         check_vma=False,
-    )(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    )(q_BTHK, k_BSGK, v_BSGK, segments_BT)
 
 
 def _free(mesh) -> list[str]:

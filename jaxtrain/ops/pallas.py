@@ -20,15 +20,12 @@ BLOCK, BLOCK_BACKWARD = 64, 32
 WIDEST = 128
 
 
-def obstacle(
-    *, head_dim: int, length: int | None, sizes: tuple[int, int, int, int] | None = None
-) -> str | None:
+def obstacle(*, head_dim: int, length: int | None) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "pallas needs ...".
 
     Args:
       head_dim: features of a head, K.
       length: positions of a row, T; None leaves them unchecked.
-      sizes: (B, H, G, keys of a row), checked against the ambient mesh; None leaves them unchecked.
     """
     if not _is_there():
         return f"a kernel that jax {jax.__version__} lacks"
@@ -36,7 +33,7 @@ def obstacle(
         return f"heads up to {WIDEST} wide, and they are {head_dim}"
     if length is not None and length % BLOCK:
         return f"rows whose length is a multiple of {BLOCK}, and it is {length}"
-    return None if sizes is None else local.obstacle(length, sizes)
+    return None
 
 
 def pallas_attention(

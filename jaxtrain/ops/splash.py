@@ -15,16 +15,15 @@ LANES = 128
 BLOCK = 512
 
 
-def obstacle(*, length: int | None, sizes: tuple[int, int, int, int] | None = None) -> str | None:
+def obstacle(*, length: int | None) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "splash needs ...".
 
     Args:
       length: positions of a row, T; None leaves them unchecked.
-      sizes: (B, H, G, keys of a row), checked against the ambient mesh; None leaves them unchecked.
     """
     if length is not None and length % LANES:
         return f"rows whose length is a multiple of {LANES}, and it is {length}"
-    return None if sizes is None else local.obstacle(length, sizes)
+    return None
 
 
 def splash_attention(

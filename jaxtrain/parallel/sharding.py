@@ -476,10 +476,12 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
         carried = tuple(a for a in rules.mesh_axes(logical, mesh) if a not in used)
         for axis in carried:
             if size % math.prod(mesh.shape[a] for a in carried):
+                mend = f"use a divisor of {size} or map {logical!r} to None"
+                if axis == "pipe":  # which has nothing to do where layers are not split
+                    mend = f"use {_nearest_divisors(size, mesh.shape[axis])}"
                 raise ValueError(
                     f"parameter {name!r} has shape {shape}: dimension {dimension} ({size}) is not "
-                    f"divisible by mesh axis {axis!r} of size {mesh.shape[axis]}; use a divisor of "
-                    f"{size} or map {logical!r} to None"
+                    f"divisible by mesh axis {axis!r} of size {mesh.shape[axis]}; {mend}"
                 )
         used.update(carried)
         entries.append(_tidy(carried))
@@ -487,6 +489,13 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
     on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
     return P(*entries) if any(entries) or on_purpose else P()
+
+
+def _nearest_divisors(number: int, near: int) -> str:
+    """The divisors on either side of ``near``, as ``"pipe 2 or 11"``."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in divisors if d < near][-1:], [d for d in divisors if d > near][:1]
+    return f"pipe {' or '.join(map(str, below + above))}"
 
 
 def _refuse_idle(rules: Rules, names: Iterable[str]) -> None:

@@ -23,12 +23,14 @@ class Candidate:
       microbatches: per step: ``accumulate``, or those of the pipeline.
       remat: of the blocks; None where the config has no such choice.
       stage_remat: of a pipeline's stages; None without a pipeline.
+      accumulates: whether the config has ``accumulate``.
     """
 
     mesh: Mapping[str, int]
     microbatches: int = 1
     remat: str | None = None
     stage_remat: str | None = None
+    accumulates: bool = True
 
     @property
     def mesh_name(self) -> str:
@@ -47,9 +49,9 @@ class Candidate:
     def flags(self) -> list[str]:
         """What to type after the experiment's name to train this layout."""
         flags = [f"--mesh.{axis.replace('_', '-')}={size}" for axis, size in self.mesh.items()]
-        if self.stage_remat is None:
+        if self.stage_remat is None and self.accumulates:
             flags.append(f"--accumulate={self.microbatches}")
-        else:
+        if self.stage_remat is not None:
             flags.append(f"--pipeline.microbatches={self.microbatches}")
             flags.append(f"--pipeline.remat={self.stage_remat}")
         if self.remat is not None:
@@ -99,7 +101,7 @@ def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]
         counts = [stages * 2**n for n in range(30) if stages * 2**n <= most] or [stages]
     for remat, stage_remat in kinds:
         for count in counts:
-            yield Candidate(mesh, count, remat, stage_remat)
+            yield Candidate(mesh, count, remat, stage_remat, hasattr(config, "accumulate"))
 
 
 def with_candidate(config: Any, candidate: Candidate) -> Any:

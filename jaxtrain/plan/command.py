@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.plan import mend
 from jaxtrain.plan.planning import Plan, plan_experiment
 from jaxtrain.plan.report import print_plan
-from jaxtrain.plan.targets import Target
+from jaxtrain.plan.targets import Target, stay_on_cpu
 
 
 def run_plan(
@@ -21,6 +22,7 @@ def run_plan(
     *,
     as_json: bool = False,
     save_hlo: Path | None = None,
+    has_flag: Callable[[str], bool] = lambda _: True,
 ) -> Plan:
     """Plans an experiment, looks for a change where it does not fit, and prints the result.
 
@@ -30,15 +32,27 @@ def run_plan(
       target: what for.
       as_json: prints one JSON object instead of the tables.
       save_hlo: also saves the compiled program's text there.
+      has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
     """
+    stay_on_cpu()
     target.devices()  # before anything asks JAX for devices
     experiment = load(flags)
+    sizes = {axis: size for axis, size in experiment.mesh.items() if axis != "dcn_data"}
+    devices = math.prod(sizes.values())
+    if devices not in (target.size, -1) and devices > 0 and not has_flag("mesh"):
+        raise ValueError(
+            f"experiment {experiment.name!r} is made for {devices} devices and its Config has no "
+            f"field 'mesh' to change that: give a target of {devices}, not {target}"
+        )
     plan = plan_experiment(experiment, target)
     if save_hlo is not None and plan.hlo:
         save_hlo.write_text(plan.hlo)
     if not plan.fits:
         found = mend.nearest_fit(
-            experiment, target, rematerialised=_rematerialised(load, flags, experiment)
+            experiment,
+            target,
+            rematerialised=_rematerialised(load, flags, experiment),
+            has_flag=has_flag,
         )
         plan = dataclasses.replace(plan, mend=mend.describe(found))
     if as_json:

@@ -29,7 +29,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
-from jaxtrain.ops.attention import AheadOfTimeWarning
+from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
@@ -216,7 +216,8 @@ def trace_step(
     rules: Rules | Sequence[Rule] | None = None,
 ) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    with tracing_on(mesh, state, rules), warnings.catch_warnings():
+    quiet = warnings.catch_warnings()
+    with tracing_on(mesh, state, rules), ahead_of_time(True), quiet:
         # Whoever compiles says it.
         warnings.simplefilter("ignore", AheadOfTimeWarning)
         return jax.make_jaxpr(step)(state, batch)

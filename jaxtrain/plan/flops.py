@@ -9,6 +9,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Primitives without a product: element by element, moved, reduced, drawn, or exchanged. What is in
+# no list is named in the plan and never free.
+_CHEAP = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg
+nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_beta
+rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+sqrt square stop_gradient sub tan tanh xor zeta
+
+broadcast_in_dim concatenate dynamic_slice dynamic_update_slice empty empty2 expand_dims gather
+iota pad reshape rev scatter scatter-add scatter_add scatter_max scatter_min scatter_mul
+scatter_sub select_and_gather_add select_and_scatter select_and_scatter_add slice split squeeze
+stack tile transpose unstack
+
+approx_top_k argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce reduce_and
+reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window reduce_window_max
+reduce_window_min reduce_window_sum reduce_xor sort top_k
+
+random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
+random_wrap rng_bit_generator rng_uniform threefry2x32
+
+after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index create_token
+custom_lin dce_sink debug_callback debug_print device_put mesh_cast name optimization_barrier
+pbroadcast pcast pmax pmin ppermute psum psum2 psum_invariant psum_scatter pvary
+ragged_all_to_all reduce_scatter reshard sharding_constraint stage
+"""
+CHEAP = frozenset(_CHEAP.split())
+
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
@@ -21,14 +51,15 @@ class Flops:
     Args:
       by_dtype: operations by dtype of the operands (the wider one where they differ).
       unknown_loops: ``while`` loops, whose bodies are counted once.
-      fused: calls of kernels that cannot be looked into, by name, not counted.
-      kernels: calls of Pallas kernels, of which every tile is counted, also those that the kernel
-        finds masked and skips (in causal attention almost half).
+      unknown: primitives that nothing here knows (factorisations, calls of foreign code), by name;
+        each counts one float32 operation per element that it reads or writes.
+      kernels: calls of Pallas kernels and of cuDNN's attention, of which every tile is counted,
+        also those that the kernel finds masked and skips (in causal attention almost half).
     """
 
     by_dtype: Mapping[str, float]
     unknown_loops: int = 0
-    fused: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     kernels: int = 0
 
     @property
@@ -55,15 +86,13 @@ def count_jaxpr(jaxpr: Any) -> Flops:
     """Counts the floating-point operations of a jaxpr."""
     counter = _Counter()
     by_dtype = dict(counter.count(jaxpr))
-    return Flops(by_dtype, counter.loops, tuple(sorted(counter.fused)), counter.kernels)
+    return Flops(by_dtype, counter.loops, tuple(sorted(counter.unknown)), counter.kernels)
 
 
-def count_equation(equation: Any) -> Mapping[str, float]:
-    """Counts those of one call in a jaxpr, by dtype."""
-    times, counter = _times(equation), _Counter()
-    counts = (counter.count(body) for body in bodies(equation))
-    total: collections.Counter = sum(counts, collections.Counter())
-    return {key: times * value for key, value in total.items()}
+def count_equation(equation: Any) -> tuple[Mapping[str, float], set[str]]:
+    """Counts those of one equation of a jaxpr, by dtype; also names what is not known in it."""
+    counter = _Counter()
+    return counter.equation(equation), counter.unknown
 
 
 def bodies(eqn: Any) -> list[Any]:
@@ -80,34 +109,72 @@ def bodies(eqn: Any) -> list[Any]:
     return found
 
 
+def product_flops(eqn: Any) -> float:
+    """Those of a ``dot_general`` or a ``ragged_dot_general``.
+
+    A ragged product multiplies each row with the matrix of its own group: the groups do not count.
+    """
+    a, b = (v.aval.shape for v in eqn.invars[:2])
+    _, contracted, batch, groups = product_dimensions(eqn)
+    outside = {*contracted[1], *batch[1], *groups}
+    return 2.0 * math.prod(a) * math.prod(n for d, n in enumerate(b) if d not in outside)
+
+
+def product_dimensions(eqn: Any) -> tuple[Any, Any, Any, tuple[int, ...]]:
+    """The dimensions of a product by what becomes of them.
+
+    Returns:
+      Those that only the operands' own rows have, that are contracted, and that are in both, each
+      as a pair (left, right); and those of the right operand that number its groups.
+    """
+    numbers, groups = eqn.params.get("dimension_numbers"), ()
+    if numbers is None:
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)
+    contracted, batch = numbers
+    rows = [
+        [d for d in range(v.aval.ndim) if d not in (*c, *b)]
+        for v, c, b in zip(eqn.invars, contracted, batch, strict=False)
+    ]
+    return (rows[0], [d for d in rows[1] if d not in groups]), contracted, batch, groups
+
+
 class _Counter:
     def __init__(self):
         self.loops = self.kernels = 0
-        self.fused: set[str] = set()
+        self.unknown: set[str] = set()
 
     def count(self, jaxpr: Any) -> collections.Counter:
         total: collections.Counter = collections.Counter()
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            name = eqn.primitive.name
-            if name == "dot_general":
-                total[_dtype(eqn)] += _product(eqn)
-            elif name == "conv_general_dilated":
-                total[_dtype(eqn)] += _convolution(eqn)
-            elif name == "cond":
-                total += max(
-                    (self.count(branch) for branch in eqn.params["branches"]),
-                    key=lambda count: count.total(),
-                )
-            else:
-                inner = [self.count(body) for body in bodies(eqn)]
-                self.loops += name == "while"
-                self.kernels += name == "pallas_call"
-                if name.startswith("dot_product_attention"):
-                    self.fused.add(name)
-                for count in inner:
-                    times = _times(eqn)
-                    total.update({key: times * value for key, value in count.items()})
+            total.update(self.equation(eqn))
         return total
+
+    def equation(self, eqn: Any) -> collections.Counter:
+        name = eqn.primitive.name
+        if name in ("dot_general", "ragged_dot_general"):
+            return collections.Counter({_dtype(eqn): product_flops(eqn)})
+        if name == "conv_general_dilated":
+            return collections.Counter({_dtype(eqn): _convolution(eqn)})
+        if name.startswith("dot_product_attention"):
+            self.kernels += 1
+            return collections.Counter({_dtype(eqn): _attention(eqn)})
+        if name == "cond":
+            counts = (self.count(branch) for branch in eqn.params["branches"])
+            return max(counts, key=lambda count: count.total())
+        total: collections.Counter = collections.Counter()
+        known = set(self.unknown)
+        for body in bodies(eqn):
+            total.update(self.count(body))
+        self.loops += name == "while"
+        if name == "pallas_call":
+            self.kernels += 1
+            self.unknown = known  # what moves a kernel's tiles multiplies nothing
+        elif name not in CHEAP and not bodies(eqn):
+            self.unknown.add(name)
+            total["float32"] += sum(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
+        times = _times(eqn)
+        return collections.Counter({key: times * value for key, value in total.items()})
 
 
 def _times(eqn: Any) -> int:
@@ -127,12 +194,10 @@ def _dtype(eqn: Any) -> str:
     return max((v.aval.dtype for v in eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize).name
 
 
-def _product(eqn: Any) -> float:
-    a, b = (v.aval.shape for v in eqn.invars[:2])
-    (contract_a, contract_b), (_, batch_b) = eqn.params["dimension_numbers"]
-    del contract_a
-    columns = [n for d, n in enumerate(b) if d not in (*contract_b, *batch_b)]
-    return 2.0 * math.prod(a) * math.prod(columns)
+def _attention(eqn: Any) -> float:
+    """Of cuDNN's kernel: two products forward; scores again and four gradients backward."""
+    (B, T, H, K), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+    return 2.0 * B * T * S * H * K * (5 if "bwd" in eqn.primitive.name else 2)
 
 
 def _convolution(eqn: Any) -> float:

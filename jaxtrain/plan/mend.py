@@ -1,6 +1,8 @@
 """The nearest change that makes a plan fit: tried on the compiler, nearest first."""
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 
 import jax
@@ -9,7 +11,7 @@ from jaxtrain.experiment import Experiment, make_abstract_state, make_experiment
 from jaxtrain.observe.memory import human_bytes
 from jaxtrain.parallel.mesh import fill_sizes
 from jaxtrain.plan.planning import Plan, plan_experiment
-from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.plan.targets import Target, grown, parse_target
 from jaxtrain.state import local_bytes
 
 # Compilations, each as long as the plan's own.
@@ -30,6 +32,7 @@ def nearest_fit(
     target: Target,
     *,
     rematerialised: Callable[[Experiment], Experiment | None] = lambda _: None,
+    has_flag: Callable[[str], bool] = lambda _: True,
     tries: int = TRIES,
 ) -> tuple[Change, Plan] | None:
     """Looks for the nearest change that fits.
@@ -42,6 +45,8 @@ def nearest_fit(
       experiment: what does not fit.
       target: where.
       rematerialised: makes an experiment that recomputes all it can, or None where it cannot.
+      has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``; a change by
+        another is passed over.
       tries: compilations at most.
 
     Returns:
@@ -50,6 +55,9 @@ def nearest_fit(
     for change in _changes(experiment, target, rematerialised):
         if tries == 0:
             return None
+        flags = re.findall(r"--([\w.]+)", change.flags)
+        if not all(flag == "target" or has_flag(flag) for flag in flags):
+            continue
         try:
             if least_bytes(change.experiment, change.target) > change.target.chip.memory_bytes:
                 continue
@@ -106,9 +114,9 @@ def _changes(
         sizes = fill_sizes(dict(wide.mesh), target.size)
         sizes["fsdp"] = sizes.get("fsdp", 1) * larger.size // target.size
         flags = f"--target {larger.name} --mesh.fsdp {sizes['fsdp']} --mesh.data {sizes['data']}"
-        for grown in (wide, together):
-            more = " --remat full" if grown is not wide else ""
-            yield from change(flags + more, _with_mesh(grown, sizes), larger)
+        for form in (wide, together):
+            more = " --remat full" if form is not wide else ""
+            yield from change(flags + more, _with_mesh(form, sizes), larger)
             if together is wide:
                 break
 
@@ -144,10 +152,9 @@ def _with_mesh(experiment: Experiment, sizes: dict[str, int], **changed: int) ->
 
 def _larger(target: Target) -> Iterator[Target]:
     """Targets of the same chip of 2, 4, ... times as many devices, up to 64 times."""
-    sizes = list(target.topology)
+    sizes = target.topology
     for _ in range(6):
-        # The shortest side doubles; of GPUs, the number of hosts.
-        grow = 0 if target.chip.kind != "tpu" else min(range(len(sizes)), key=lambda i: sizes[i])
-        sizes[grow] *= 2
-        layout = "x".join(map(str, sorted(sizes) if target.chip.kind == "tpu" else sizes))
-        yield parse_target(f"{target.chip.name}:{layout}", slices=target.slices)
+        sizes = grown(sizes) if target.chip.kind == "tpu" else (2 * sizes[0], *sizes[1:])
+        layout = "x".join(map(str, sizes))
+        with contextlib.suppress(ValueError):  # larger than there are
+            yield parse_target(f"{target.chip.name}:{layout}", slices=target.slices)

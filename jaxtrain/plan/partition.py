@@ -33,12 +33,14 @@ class Cost:
       hbm_bytes: read and written by everything that is not fused away.
       wire_bytes: sent by one device, by (kind of collective, mesh axes).
       wire_count: executions, by the same.
+      unknown: primitives whose operations are not known, see :class:`jaxtrain.plan.flops.Flops`.
     """
 
     flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     hbm_bytes: float = 0.0
     wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     wire_count: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    unknown: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
         """Adds another cost, ``times`` over."""
@@ -47,6 +49,7 @@ class Cost:
             for key, value in getattr(other, name).items():
                 mine[key] += value * times
         self.hbm_bytes += other.hbm_bytes * times
+        self.unknown |= other.unknown
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
-from jaxtrain.ops.attention import AheadOfTimeWarning
+from jaxtrain.observe.memory import human_bytes
+from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
 from jaxtrain.plan.chips import Chip
@@ -161,6 +162,13 @@ class Plan:
 
         return render(self, width=width)
 
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        needed = "" if self.memory is None else f", {human_bytes(self.memory.needed)} per device"
+        return f"<Plan of {self.name} on {self.target}: fits={self.fits}{needed}>"
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as data that ``json.dumps`` takes, without the program's text."""
         plain = dataclasses.asdict(dataclasses.replace(self, hlo=""))
@@ -192,6 +200,9 @@ class Explanation:
     hbm_bytes: float
     loops: tuple[int | None, ...]
     warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.report()
 
     def report(self, width: int = 100) -> str:
         """Draws it as text of at most ``width`` columns."""
@@ -334,7 +345,7 @@ def plan_step(
     called, given = step, batch
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
-    with warnings.catch_warnings(record=True) as caught:
+    with ahead_of_time(True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AheadOfTimeWarning)
         shortage, train = 0, None
         try:
@@ -560,10 +571,18 @@ def _flops_notes(flops: Flops) -> list[str]:
     if flops.unknown_loops:
         notes.append(f"FLOPs of {flops.unknown_loops} while loops are counted once")
     if flops.kernels:
-        notes.append("FLOPs of Pallas kernels are those of all their tiles, masked ones too")
-    if flops.fused:
-        notes.append(f"FLOPs inside {', '.join(flops.fused)} are not counted")
+        notes.append("FLOPs of fused kernels are those of all their tiles, masked ones too")
+    if flops.unknown:
+        notes.append(unknown_note(flops.unknown))
     return notes
+
+
+def unknown_note(names: Iterable[str]) -> str:
+    """Says how primitives of unknown cost are counted."""
+    return (
+        f"FLOPs of {', '.join(sorted(names))} are not known: counted as one per element that they "
+        "read and write"
+    )
 
 
 def _notes(program: Program, memory: Memory, target: Target) -> list[str]:

@@ -13,9 +13,14 @@ rematerialisation. All that divide the target's devices are looked at:
 Rejected layouts are told by family: how many, why, and one of them.
 """
 
+import contextlib
+import copy
 import dataclasses
+import json
 import math
+import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +51,9 @@ from jaxtrain.plan.estimate import (
     state_bytes,
     trace,
 )
+from jaxtrain.plan.planning import unknown_note
 from jaxtrain.plan.targets import Target
+from jaxtrain.survive.signals import SignalWatch
 
 WIDTH = 100
 GIB = 2**30
@@ -112,6 +119,7 @@ class SearchResult:
       rows: those that fit, fastest first; compiled ones that fit before the others.
       families: why the others lost, largest first.
       seconds: how long the search took, compiling included.
+      complete: False where it was stopped before its end.
     """
 
     target: str
@@ -120,6 +128,7 @@ class SearchResult:
     rows: tuple[Row, ...]
     families: tuple[Family, ...]
     seconds: float
+    complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain data: bytes and seconds."""
@@ -153,6 +162,7 @@ class SearchResult:
             "rows": rows,
             "rejected": [dataclasses.asdict(family) for family in self.families],
             "seconds": self.seconds,
+            "complete": self.complete,
         }
 
 
@@ -163,6 +173,7 @@ def search(
     *,
     compile_best: int = 5,
     progress: Callable[[str], None] = lambda line: None,
+    watch: Callable[[Callable[[], SearchResult]], None] = lambda so_far: None,
 ) -> SearchResult:
     """Ranks the layouts of an experiment on a target.
 
@@ -174,6 +185,8 @@ def search(
       target: what to run on. Its compiler is needed for ``compile_best`` above 0 only.
       compile_best: how many layouts to compile, the fastest by prediction first.
       progress: called with a line of text now and then.
+      watch: called once at the start with a function that any thread may ask for what was found so
+        far.
 
     Raises:
       ValueError: for a config without a mesh, a chip without published peaks, or a compiler that is
@@ -194,6 +207,27 @@ def search(
         target.devices()
     losers, estimator = Losers(), Estimator(build, config, target)
     rows, considered = [], 0
+
+    def found(complete: bool) -> SearchResult:
+        ranked, rejected = rank(rows, target), copy.deepcopy(losers)
+        shown = [row for row in ranked if row.compiled_bytes is not None]
+        shown = shown or ranked[: max(1, compile_best)]
+        for row in ranked:
+            if row not in shown:
+                slower = row.prediction.step_s / ranked[0].prediction.step_s
+                reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
+                rejected.add(reason, row.candidate.mesh_name, 1, slower)
+        return SearchResult(
+            target=str(target),
+            memory_bytes=target.chip.memory_bytes,
+            considered=considered,
+            rows=tuple(shown),
+            families=rejected.families(),
+            seconds=time.perf_counter() - start,
+            complete=complete,
+        )
+
+    watch(lambda: found(complete=False))
     meshes = list(make_meshes(config, target.size, slices=target.slices))
     for i, mesh in enumerate(meshes):
         progress(f"mesh {i + 1} of {len(meshes)}")
@@ -204,21 +238,8 @@ def search(
             continue
         rows += walk_mesh(estimator, candidates, target, losers)
     rows.sort(key=lambda row: row.prediction.step_s)
-    rows = compile_rows(build, config, rows, target, compile_best, progress)
-    shown = [row for row in rows if row.compiled_bytes is not None] or rows[: max(1, compile_best)]
-    for row in rows:
-        if row not in shown:
-            slower = row.prediction.step_s / rows[0].prediction.step_s
-            reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
-            losers.add(reason, row.candidate.mesh_name, 1, slower)
-    return SearchResult(
-        target=str(target),
-        memory_bytes=target.chip.memory_bytes,
-        considered=considered,
-        rows=tuple(shown),
-        families=losers.families(),
-        seconds=time.perf_counter() - start,
-    )
+    compile_rows(build, config, rows, target, compile_best, progress)
+    return found(complete=True)
 
 
 class Estimator:
@@ -382,27 +403,44 @@ def make_row(
     mfu = None
     if experiment.flops_per_step and peak:
         mfu = experiment.flops_per_step / (prediction.step_s * target.size * peak)
-    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu)
+    unknown = estimated.cost.unknown
+    note = unknown_note(unknown) if unknown else None
+    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, note=note)
 
 
 def compile_rows(
     build: Callable[[Any], Experiment],
     config: Any,
-    rows: Sequence[Row],
+    rows: list[Row],
     target: Target,
     count: int,
     progress: Callable[[str], None],
-) -> list[Row]:
-    """Compiles the first rows until ``count`` of them fit; those that do not go to the end."""
-    good, bad = [], []
+) -> None:
+    """Compiles the first rows, in their place, until ``count`` of them fit."""
+    good = bad = 0
     for i, row in enumerate(rows):
-        if len(good) == count or len(bad) > count:
-            return [*good, *bad, *rows[i:]]
+        if good == count or bad > count:
+            return
         progress(f"compiling {row.candidate.mesh_name}")
-        row = compile_row(build, config, row, target)
-        fits = row.problem is None and row.compiled_bytes <= (target.chip.memory_bytes or math.inf)
-        (good if fits else bad).append(row)
-    return [*good, *bad]
+        rows[i] = compile_row(build, config, row, target)
+        fits = _fits(rows[i], target.chip.memory_bytes)
+        good, bad = good + fits, bad + (not fits)
+
+
+def rank(rows: Sequence[Row], target: Target) -> list[Row]:
+    """Sorts rows: compiled ones that fit, compiled ones that do not, others, each fastest first."""
+
+    def group(row: Row) -> int:
+        if row.compile_s is None:
+            return 2
+        return int(not _fits(row, target.chip.memory_bytes))
+
+    return sorted(rows, key=lambda row: (group(row), row.prediction.step_s))
+
+
+def _fits(row: Row, memory_bytes: int | None) -> bool:
+    """Whether nothing that the compiler has said of a row is against it."""
+    return row.problem is None and (row.compiled_bytes or 0) <= (memory_bytes or math.inf)
 
 
 def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, target: Target) -> Row:
@@ -432,7 +470,7 @@ def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, targe
         row,
         compiled_bytes=compiled.memory_analysis().peak_memory_in_bytes,
         compile_s=time.perf_counter() - start,
-        note=notes[0] if notes else None,
+        note=notes[0] if notes else row.note,
     )
 
 
@@ -454,20 +492,22 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     memory = "" if result.memory_bytes is None else f", {result.memory_bytes / GIB:.2f} GiB each"
     console.print(
         f"{result.considered} layouts on {result.target}{memory}, searched in "
-        f"{result.seconds:.0f} s"
+        f"{result.seconds:.0f} s" + ("" if result.complete else ", stopped before the end")
     )
     table = RichTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("mesh", no_wrap=True)
-    for name in ("micro-\nbatches", "remat", "estimated\nGiB", "compiled\nGiB", "error", "step ms"):
+    # One unit for all rows, by the smallest: a small model is nothing in GiB.
+    small = min((row.estimated_bytes for row in result.rows), default=GIB) < GIB / 10
+    unit, name = (2**20, "MiB") if small else (GIB, "GiB")
+    sizes = (f"estimated\n{name}", f"compiled\n{name}")
+    for name in ("micro-\nbatches", "remat", *sizes, "error", "step ms"):
         table.add_column(name, justify="left" if name == "remat" else "right")
     table.add_column("MFU", justify="right")
     table.add_column("bound by")
     rank = 0
     for row in result.rows:
-        bad = row.problem is not None or (row.compiled_bytes or 0) > (
-            result.memory_bytes or math.inf
-        )
+        bad = not _fits(row, result.memory_bytes)
         rank += not bad
         bound = row.prediction.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
         table.add_row(
@@ -475,8 +515,8 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
             row.candidate.mesh_name,
             str(row.candidate.microbatches),
             row.candidate.remat_name,
-            f"{row.estimated_bytes / GIB:.2f}",
-            "-" if row.compiled_bytes is None else f"{row.compiled_bytes / GIB:.2f}",
+            f"{row.estimated_bytes / unit:.2f}",
+            "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",
             f"{1000 * row.prediction.step_s:,.1f}",
             "-" if row.mfu is None else f"{row.mfu:.0%}",
@@ -501,13 +541,49 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
 
 
 def run_search(
-    build: Callable[[Any], Experiment], config: Any, target: Target, *, compile_best: int = 5
+    build: Callable[[Any], Experiment],
+    config: Any,
+    target: Target,
+    *,
+    compile_best: int = 5,
+    as_json: bool = False,
 ) -> SearchResult:
-    """Searches with a line of progress on the terminal, and prints the result."""
+    """Searches with a line of progress on the terminal, and prints the result.
+
+    A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
+    """
     console = Console(width=WIDTH, highlight=False)
-    with console.status("searching") as status:
-        result = search(build, config, target, compile_best=compile_best, progress=status.update)
-    print_search(result, console)
+    so_far: list[Callable[[], SearchResult]] = []
+
+    def show(result: SearchResult) -> None:
+        if as_json:
+            print(json.dumps(result.to_json(), default=str))
+        else:
+            print_search(result, console)
+
+    def stop(number: int) -> None:
+        try:
+            status.stop()
+            if so_far:
+                show(so_far[0]())
+            sys.stdout.flush()
+        finally:
+            # A compiler that is at work would not let the main thread end.
+            os._exit(128 + number)
+
+    if compile_best:
+        target.devices()  # libraries that are loaded later would take the signals
+    status = console.status("searching")
+    with SignalWatch(stop), contextlib.nullcontext() if as_json else status:
+        result = search(
+            build,
+            config,
+            target,
+            compile_best=compile_best,
+            progress=status.update,
+            watch=so_far.append,
+        )
+    show(result)
     return result
 
 

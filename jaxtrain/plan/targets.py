@@ -13,13 +13,12 @@ import math
 import os
 import pathlib
 import re
-import sys
-from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
 
 from jaxtrain.plan.chips import CHIPS, Chip
+from jaxtrain.quiet import has_tpu, quiet
 
 GPU_TARGETS = pathlib.Path(__file__).parent / "gpu_targets"
 INSTALL = "pip install -e '.[aot]'"
@@ -35,7 +34,10 @@ LIBTPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "v5lite": "v5e"}
+_ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "v5lite": "v5e", "v5litepod": "v5e"}
+
+# TPUs whose chips lie in a plane; those of the others lie in a cube.
+_FLAT = ("v5e", "v6e")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,17 +105,17 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
     >>> parse_target("v5e:4x4").size, parse_target("h100:4x8").hosts, parse_target("7x:2x2x1").size
     (16, 4, 8)
     """
-    name, _, layout = text.strip().lower().partition(":")
+    name, mark, layout = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text.strip().lower()).groups()
     name = _ALIASES.get(name, name)
     if name not in CHIPS:
         raise ValueError(f"target {text!r} names no chip that is known: use {_known()}")
     chip = CHIPS[name]
+    if mark == "-":
+        layout = _accelerator_layout(text, chip, layout)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", layout):
         raise ValueError(f"target {text!r} has no size: write it like {_example(chip)}")
     sizes = tuple(int(size) for size in layout.split("x"))
-    wanted = {"cpu": (1,), "gpu": (2,)}.get(
-        chip.kind, (2,) if chip.name in ("v5e", "v6e") else (3,)
-    )
+    wanted = {"cpu": (1,), "gpu": (2,)}.get(chip.kind, (2,) if chip.name in _FLAT else (3,))
     if chip.kind == "gpu" and len(sizes) == 1:
         sizes = (1, *sizes)
     if len(sizes) not in wanted:
@@ -121,9 +123,49 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
             f"target {text!r} has {len(sizes)} sizes and {name} takes {wanted[0]}: write it like "
             f"{_example(chip)}"
         )
+    if chip.kind == "tpu" and not _is_slice(chip, sizes):
+        raise ValueError(f"target {text!r} is no slice that Google has: {_SLICES[name in _FLAT]}")
     if slices < 1 or (slices > 1 and chip.kind != "tpu"):
         raise ValueError(f"{slices} slices of {text!r}: only TPU targets have slices, at least 1")
     return Target(f"{name}:{layout}", chip, sizes, slices)
+
+
+# By cloud.google.com/tpu/docs; the compiler itself takes any.
+_SLICES = {
+    True: "both sides are 1, 2, 4, 8 or 16, one at most twice the other",
+    False: "all sides are multiples of 4, or all are 1, 2 or 4",
+}
+
+
+def _is_slice(chip: Chip, sizes: tuple[int, ...]) -> bool:
+    if chip.name in _FLAT:
+        return {*sizes} <= {1, 2, 4, 8, 16} and max(sizes) <= 2 * min(sizes)
+    return all(n % 4 == 0 for n in sizes) or {*sizes} <= {1, 2, 4}
+
+
+def grown(topology: tuple[int, ...]) -> tuple[int, ...]:
+    """The topology of twice as many TPU chips: its shortest side doubles.
+
+    >>> grown((2, 2, 4)), grown((4, 8))
+    ((2, 4, 4), (8, 8))
+    """
+    shortest, *others = sorted(topology)
+    return tuple(sorted((2 * shortest, *others)))
+
+
+def _accelerator_layout(text: str, chip: Chip, number: str) -> str:
+    """The topology of an accelerator type: v5litepod-16 has 16 chips, v5p-16 has 16 cores."""
+    cores = 1 if chip.name in _FLAT else 2
+    if chip.kind == "tpu" and re.fullmatch(r"[1-9]\d*", number) and int(number) % cores == 0:
+        chips = int(number) // cores
+        sizes = (2, 2) if chip.name in _FLAT else (1, 2, 2)
+        while math.prod(sizes) < chips:
+            sizes = grown(sizes)
+        if chips == 1:
+            sizes = (1,) * len(sizes)
+        if math.prod(sizes) == chips and _is_slice(chip, sizes):
+            return "x".join(map(str, sizes if chips > 4 else sizes[::-1]))
+    raise ValueError(f"target {text!r} has no known topology: write it like {_example(chip)}")
 
 
 @functools.cache
@@ -132,10 +174,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
 
 
 def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _need("libtpu", "TPU")
-    _stay_on_cpu()
-    for variable, value in LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
+    _need("TPU", "libtpu")
     options = {"num_slices": target.slices} if target.slices > 1 else {}
     if target.chip.name == "v4":
         # A device is a chip, as on the machines themselves, and not one of its cores.
@@ -147,8 +186,7 @@ def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
 
 
 def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _need("jax_cuda12_plugin", "GPU")
-    _stay_on_cpu()
+    _need("GPU", "jax_cuda12_plugin", "jax_cuda13_plugin")
     config = (GPU_TARGETS / f"{target.chip.name}.txtpb").read_text()
     hosts, gpus = target.topology
     return _describe(target, platform="cuda", target_config=config, topology=f"1x{hosts}x{gpus}")
@@ -156,9 +194,8 @@ def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
 
 def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
     try:
-        with _quiet():
-            # The plugins of all accelerators are loaded with the first device.
-            jax.devices("cpu")
+        with quiet():
+            _start()
             return tuple(topologies.get_topology_desc(**options).devices)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -168,11 +205,11 @@ def _describe(target: Target, **options) -> tuple[jax.Device, ...]:
 
 
 def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
-    _stay_on_cpu()
     # Too late where JAX has its devices already: then what is there has to do.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", target.size)
-    with _quiet():
+    with quiet():
+        _start()
         devices = jax.devices("cpu")
     if len(devices) < target.size:
         raise ValueError(
@@ -182,30 +219,29 @@ def _cpu_devices(target: Target) -> tuple[jax.Device, ...]:
     return tuple(devices[: target.size])
 
 
-def _stay_on_cpu() -> None:
-    """Keeps JAX itself on the CPU: compiling for a chip must not take hold of one.
+def stay_on_cpu() -> None:
+    """Keeps JAX itself on the CPU: a program that only plans must not take hold of a chip.
 
     Without effect where JAX has its devices already.
     """
     jax.config.update("jax_platforms", "cpu")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Lets compilers look for their chips without saying on standard error that there are none."""
-    sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(nowhere)
+def _start() -> None:
+    """Lets JAX find its own devices, those that this process may train on after it has planned.
+
+    With them, the plugins of all accelerators are loaded. What libtpu is told would keep it from a
+    TPU that is here.
+    """
+    platforms = jax.config.jax_platforms
+    if not has_tpu() or (platforms and "tpu" not in platforms):
+        for variable, value in LIBTPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+    jax.devices()
 
 
-def _need(module: str, compiler: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _need(compiler: str, *modules: str) -> None:
+    if not any(map(importlib.util.find_spec, modules)):
         raise ValueError(f"the {compiler} compiler is not installed: {INSTALL}")
 
 

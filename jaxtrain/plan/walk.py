@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.plan.flops import count_equation
+from jaxtrain.plan.flops import CHEAP, count_equation, product_dimensions, product_flops
 from jaxtrain.plan.life import Buffer, Life
 from jaxtrain.plan.partition import (
     REDUCTIONS,
@@ -229,7 +229,12 @@ class Walk(Partitioner):
         if name in MOVES:
             return self.move(name, equation, inputs, life)
         specs = [self.along(name, equation, inputs, v.aval.shape) for v in equation.outvars]
-        if name not in HEAVY:
+        if name not in CHEAP:
+            flops, unknown = count_equation(equation)
+            split = self.parts(a for axes in specs[0] for a in axes) if specs else 1
+            self.cost.flops.update({dtype: count / split for dtype, count in flops.items()})
+            self.cost.unknown |= unknown
+        elif name not in HEAVY:
             for value in inputs:
                 # What is made from nothing is made as it is needed.
                 if value.free and value.shape == equation.outvars[0].aval.shape:
@@ -329,16 +334,20 @@ class Walk(Partitioner):
         return [self.fuse(inputs, aval, inputs[0].spec)]
 
     def do_dot_general(self, equation, inputs, life):
-        (lhs, rhs), aval = inputs, equation.outvars[0].aval
-        (lc, rc), (lb, rb) = equation.params["dimension_numbers"]
+        (lhs, rhs), aval = inputs[:2], equation.outvars[0].aval
+        (left_rows, right_rows), (lc, rc), (lb, rb), groups = product_dimensions(equation)
         for value in inputs:
             self.settle(value, life)
         if self.inside is not None and equation.outvars[0] not in self.inside:
             life.late.update(lhs.roots, rhs.roots)
         left, right = (
-            Operand(v, c, [d for d in range(len(v.shape)) if d not in (*c, *b)], list(v.spec))
-            for v, c, b in ((lhs, lc, lb), (rhs, rc, rb))
+            Operand(v, c, rows, list(v.spec))
+            for v, c, rows in ((lhs, lc, left_rows), (rhs, rc, right_rows))
         )
+        for d in groups:
+            # Any row may need any group.
+            self.send("all-gather", right.spec[d], self.bytes(rhs) * self.parts(right.spec[d]))
+            right.spec[d] = ()
         for a, b in zip(lb, rb, strict=True):
             left.spec[a] = right.spec[b] = left.spec[a] or right.spec[b]
         # A weight gives way, else the smaller one.
@@ -350,15 +359,17 @@ class Walk(Partitioner):
         over = [a for i, j in zip(lc, rc, strict=True) for a in left.spec[i] or right.spec[j]]
         wanted = [left.spec[d] for d in (*lb, *left.rows)] + [right.spec[d] for d in right.rows]
         shape = tuple(aval.shape)
-        spec = self.fit(shape, wanted)
+        # Rows that are contracted group by group make a leading dimension of groups.
+        spec = self.fit(shape, [()] * (len(shape) - len(wanted)) + wanted)
         used = [a for axes in spec for a in axes]
         partial = tuple(dict.fromkeys(a for a in over if a not in used))
-        depth = math.prod(lhs.shape[d] for d in lc) / self.parts(partial)
-        flops = 2 * math.prod(shape) / self.parts(used) * depth
+        flops = product_flops(equation) / self.parts((*used, *partial))
         self.cost.flops[str(jnp.dtype(lhs.dtype))] += flops
         final, whole = self.sum_up(shape, aval.dtype, spec, partial)
         life.transient(copied + whole)
         return self.heavy("dot_general", equation.outvars, [final], inputs, life)
+
+    do_ragged_dot_general = do_dot_general
 
     def do_conv_general_dilated(self, equation, inputs, life):
         (lhs, rhs), aval = inputs, equation.outvars[0].aval
@@ -453,7 +464,7 @@ class Walk(Partitioner):
         # Local code: whoever calls a kernel has split its operands.
         for value in inputs:
             self.settle(value, life)
-        self.cost.flops.update(count_equation(equation))
+        self.cost.flops.update(count_equation(equation)[0])
         specs = [((),) * len(v.aval.shape) for v in equation.outvars]
         return self.heavy("pallas_call", equation.outvars, specs, inputs, life)
 

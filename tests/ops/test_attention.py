@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
+from jaxtrain.ops.local import obstacle
 from jaxtrain.ops.pallas import pallas_attention
-from jaxtrain.ops.splash import obstacle, splash_attention
+from jaxtrain.ops.splash import splash_attention
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
 
@@ -156,21 +157,30 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
         (splash_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
         (splash_attention, True, None, (2, 2), None),
         (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
+        (splash_attention, True, None, (4, 2), {"tensor": 4}),
+        (splash_attention, True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
         (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
         (pallas_attention, False, None, (2, 1), None),
+        pytest.param(
+            *(pallas_attention, True, 3, (4, 1), {"pipe": 2, "tensor": 2}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mesh):
     H, G = groups
     T = 256 if kernel is splash_attention else 128
     q, k, v, segments = arrays(6, T=T, H=H, G=G, K=8, documents=documents)
-    run = functools.partial(
-        kernel,
-        causal=causal,
-        segments_BT=segments,
-        saved_name=tiled.SAVED[0],
-        interpret=True,
-    )
+
+    def run(*qkvs):
+        *qkv, segments_BT = qkvs
+        settings = {"saved_name": tiled.SAVED[0], "interpret": True}
+        return kernel(*qkv, causal=causal, segments_BT=segments_BT, **settings)
+
+    if mesh and "pipe" in mesh:
+        # Rows go to the stages, as microbatches do.
+        rows = jax.P("pipe")
+        stages = {"in_specs": rows, "out_specs": rows, "axis_names": {"pipe"}}
+        run = jax.shard_map(run, check_vma=False, **stages)
     plain = functools.partial(definition, jnp, causal=causal, segments_BT=segments)
 
     def loss(function, *qkv):
@@ -186,20 +196,21 @@ def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mes
     size = math.prod((mesh or {}).values())
     placed = make_mesh(**mesh, devices=jax.devices()[:size]) if mesh else None
     with jax.set_mesh(placed) if mesh else contextlib.nullcontext():
-        got = gradient(run)(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+        got = gradient(lambda *qkv: run(*qkv, segments))(
+            *(jnp.asarray(x, jnp.float32) for x in (q, k, v))
+        )
     for a, b in zip(*(jax.tree.leaves((x[0][1], x[1])) for x in (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6 * T**0.5)
 
 
-def test_splash_takes_what_the_mesh_splits_evenly():
+def test_kernels_take_what_the_mesh_splits_evenly():
     mesh = make_mesh(data=2, tensor=2, context=2)
     with jax.set_mesh(mesh):
-        assert "'context'" in obstacle(length=128, sizes=(2, 4, 4, 128))
+        assert "'context'" in obstacle(2, 4)
     with jax.set_mesh(make_mesh(data=2, tensor=4)):
-        assert obstacle(length=128, sizes=(2, 4, 4, 128)) is None
-        assert "rows that mesh axes data of size 2" in obstacle(length=128, sizes=(3, 4, 4, 128))
-        assert "key heads" in obstacle(length=128, sizes=(2, 4, 2, 128))
-    assert "as many keys" in obstacle(length=128, sizes=(2, 4, 4, 256))
+        assert obstacle(2, 4) is None
+        assert "rows that mesh axes data of size 2" in obstacle(3, 4)
+        assert "query heads that mesh axes tensor of size 4" in obstacle(2, 6)
 
 
 def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
@@ -327,8 +338,11 @@ def test_a_fall_from_the_fused_kernel_is_said_once(monkeypatch, caplog):
     q, k, v, _ = arrays(0)
     for _ in range(2):
         jax.eval_shape(attention, q, k, v)
+    q = arrays(0, T=128)[0]
+    jax.eval_shape(functools.partial(attention, causal=False), q, k, v)
     assert [record.message for record in caplog.records] == [
-        "attention: xla, because splash needs rows whose length is a multiple of 128, and it is 7"
+        "attention: xla, because splash needs rows whose length is a multiple of 128, and it is 7",
+        "attention: xla, because splash needs as many keys as queries (128), and they are 7",
     ]
     assert explain_choice("xla", dtype="float32", head_dim=4, length=7) == "xla"
 

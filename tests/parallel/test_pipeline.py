@@ -67,6 +67,20 @@ EVERY = [
     )
     if not (layout == "pipe 8" and virtual == 2)
 ]
+# Three axes beside each other, rows split over context, key heads fewer than the tensor axis.
+LAYOUTS |= {
+    "pipe 2 x fsdp 2 x tensor 2": {"pipe": 2, "fsdp": 2, "tensor": 2},
+    "pipe 2 x data 2 x context 2": {"pipe": 2, "data": 2, "context": 2},
+    "pipe 2 x tensor 4": {"pipe": 2, "tensor": 4},
+}
+EVERY += [
+    ("gpt2", "pipe 2 x fsdp 2 x tensor 2", "1f1b", 1, "full"),
+    ("llama", "pipe 2 x fsdp 2 x tensor 2", "interleaved", 2, "none"),
+    ("gpt2", "pipe 2 x data 2 x context 2", "interleaved", 2, "full"),
+    ("llama", "pipe 2 x data 2 x context 2", "1f1b", 1, "none"),
+    ("llama", "pipe 2 x tensor 4", "1f1b", 1, "full"),
+    ("llama", "pipe 2 x tensor 4", "gpipe", 1, "none"),
+]
 CASES = EVERYDAY + [
     pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in EVERYDAY
 ]
@@ -204,6 +218,16 @@ def test_zero_1_spreads_the_moments_and_changes_nothing():
     assert all("data" in spec and "pipe" in spec for spec in moments.values()), moments
     assert "data" not in kernels["params/blocks/mlp/up/kernel"]
     assert_same_training(found, one_device("gpt2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("form", "virtual"), [("gpt2", 1), ("llama", 2)])
+def test_zero_2_and_3_change_nothing(form, virtual, zero):
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    specs, found = pipelined(form, "pipe 2 x data 2 x tensor 2", schedule, virtual, zero=zero)
+    assert ("data" in specs["params/blocks/mlp/up/kernel"]) == (zero == 3)
+    assert_same_training(found, one_device(form))
 
 
 # ---- a model that is no GPT, one engine call

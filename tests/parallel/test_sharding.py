@@ -153,6 +153,11 @@ def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
             r"'blocks/q/kernel' has shape \(4, 12, 768\): dimension 1 \(12\) is not divisible by "
             r"mesh axis 'tensor' of size 8; use a divisor of 12 or map 'heads' to None",
         ),
+        (
+            {"pipe": 8},
+            [(r"kernel$", (None, "layers", "embed"))],
+            r"dimension 1 \(12\) is not divisible by mesh axis 'pipe' of size 8; use pipe 6 or 12$",
+        ),
         ({"fsdp": 8}, [(r"kernel$", ("embed",))], r"names 1 axes \('embed',\): name one axis, or"),
         (
             {"fsdp": 8},

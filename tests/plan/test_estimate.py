@@ -122,6 +122,35 @@ def test_weights_under_fsdp_are_gathered_and_their_gradients_scattered():
     assert cost.flops["float32"] == 2 * 2 * B * D * F / n
 
 
+def test_a_ragged_product_costs_its_rows_and_reads_all_matrices():
+    M, K, N, groups, n = 32, 16, 64, 4, 4
+
+    def experts(x, w):
+        return jax.lax.ragged_dot(x, w, jnp.full(groups, M // groups))
+
+    specs = [(("data",), ()), ((), (), ())]
+    cost, peak = walk(experts, specs, (M, K), (groups, K, N), mesh={"data": n})
+    assert cost.flops == {"float32": 2 * M * K * N / n}
+    assert cost.hbm_bytes == 4 * (M * K / n + groups * K * N + M * N / n)
+    assert peak == 4 * M * N / n
+    # As many products of equal groups.
+    backward = jax.grad(lambda x, w: experts(x, w).sum(), (0, 1))
+    same = jax.grad(lambda x, w: jnp.matmul(x.reshape(groups, -1, K), w).sum(), (0, 1))
+    costs = [walk(f, specs, (M, K), (groups, K, N), mesh={})[0] for f in (backward, same)]
+    assert costs[0].flops == costs[1].flops
+
+
+def test_what_is_not_known_is_named_and_takes_memory():
+    def step(x):
+        return jnp.linalg.cholesky(x, symmetrize_input=False)
+
+    cost, peak = walk(step, [((), ())], (8, 8), mesh={})
+    assert cost.unknown == {"cholesky"}
+    assert cost.hbm_bytes >= 2 * 4 * 8 * 8
+    assert cost.flops["float32"] >= 2 * 8 * 8
+    assert peak >= 4 * 8 * 8
+
+
 def test_what_a_loop_keeps_for_its_backward_pass_is_counted_by_hand():
     B, D = 16, 32
 

@@ -65,6 +65,32 @@ def test_rules_of_derivatives_are_counted_once():
     assert count_flops(recomputed, a).total == 6 * 60
 
 
+def test_ragged_products_are_those_of_their_rows():
+    M, K, N, groups = 12, 5, 7, 3
+    x, w, sizes = jnp.ones((M, K)), jnp.ones((groups, K, N)), jnp.array([3, 9, 0])
+    assert count_flops(jax.lax.ragged_dot, x, w, sizes).by_dtype == {"float32": 2 * M * K * N}
+    # The product, and gradients of rows and matrices, whatever the number of groups.
+    backward = jax.value_and_grad(lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum(), (0, 1))
+    assert count_flops(backward, x, w).total == 3 * 2 * M * K * N
+    narrow = jnp.bfloat16
+    x, w = x.astype(narrow), w.astype(narrow)
+    assert count_flops(jax.lax.ragged_dot, x, w, sizes).by_dtype == {"bfloat16": 2 * M * K * N}
+
+
+def test_what_is_not_known_is_named_and_not_free():
+    def step(x):
+        return jax.lax.scan(lambda x, _: (jnp.linalg.cholesky(x) @ x, None), x, length=4)[0]
+
+    counted = count_flops(step, jnp.ones((6, 6)))
+    assert counted.unknown == ("cholesky",)
+    assert counted.total == 4 * (2 * 6**3 + 2 * 6 * 6)
+    foreign = jax.ffi.ffi_call("somewhere", jax.ShapeDtypeStruct((6,), jnp.float32))
+    counted = count_flops(foreign, jnp.ones((6, 6)))
+    assert (counted.unknown, counted.total) == (("ffi_call",), 6 * 6 + 6)
+    # Kernels of ours count as what their bodies multiply.
+    assert count_flops(jax.nn.softmax, jnp.ones(9)).unknown == ()
+
+
 def test_every_device_of_a_map_counts():
     mesh = jt.make_mesh(data=8)
     f = jax.shard_map(lambda x: x @ b, mesh=mesh, in_specs=P("data"), out_specs=P("data"))

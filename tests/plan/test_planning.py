@@ -92,17 +92,24 @@ def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "module"), [("v5e:2x2", "libtpu"), ("h100:8", "jax_cuda12_plugin")]
-)
-def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text, module):
-    found = targets.importlib.util.find_spec
-    monkeypatch.setattr(
-        targets.importlib.util, "find_spec", lambda name: None if name == module else found(name)
-    )
+@pytest.mark.parametrize("text", ["v5e:2x2", "h100:8"])
+def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     targets._devices.cache_clear()
     with pytest.raises(ValueError, match=r"pip install -e '\.\[aot\]'"):
         parse_target(text).devices()
+
+
+@pytest.mark.parametrize("version", ["12", "13"])
+def test_the_compiler_of_either_cuda_will_do(monkeypatch, version):
+    only = f"jax_cuda{version}_plugin"
+    monkeypatch.setattr(targets.importlib.util, "find_spec", {only: only}.get)
+    asked = []
+    monkeypatch.setattr(targets, "_describe", lambda target, **how: asked.append(how) or ())
+    targets._devices.cache_clear()
+    parse_target("h100:8").devices()
+    targets._devices.cache_clear()
+    assert [how["platform"] for how in asked] == ["cuda"]
 
 
 def test_simulated_devices_need_no_preparation():
@@ -113,6 +120,38 @@ def test_simulated_devices_need_no_preparation():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.stdout == "5\n", done.stderr
+
+
+PLAN_THEN_TRAIN = """
+import os, sys
+import jax, jax.numpy as jnp
+from jax.extend import backend
+from jaxlib import xla_client
+
+# A chip that JAX prefers to the CPU, of three devices.
+make = lambda: xla_client.make_cpu_client(num_devices=3)
+backend.register_backend_factory("abacus", make, priority=900)
+import jaxtrain as jt
+from jaxtrain.plan import targets
+
+targets.has_tpu = lambda: "tpu" in sys.argv
+shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+step = lambda state, batch: (state, batch + state.sum())
+jt.plan(step, shape, shape, target="cpu:2", mesh={"data": 2})
+print(len(jax.devices()), jax.config.jax_platforms, "TPU_LOG_DIR" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("here", ["tpu", "none"])
+def test_a_process_that_has_planned_trains_on_its_own_chips(here):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TPU"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_THEN_TRAIN, here],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["3", "None", str(here == "none")], done.stderr
 
 
 def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
@@ -160,10 +199,60 @@ def test_a_step_of_ones_own():
     assert plan.mesh == {"data": 2, "fsdp": 4}
     assert max(len(line) for line in plan.report().splitlines()) <= 100
     assert json.dumps(plan.to_json())
+    assert str(plan) == plan.report()
+    assert repr(plan).startswith("<Plan of step on cpu:8: fits=True, ")
     other = jt.plan(step, state, batch, target="cpu:8", mesh={"data": 8})
     assert other.mesh == {"data": 8}
     with pytest.raises(ValueError, match="lies on no mesh"):
         jt.plan(step, jax.device_get(state), batch, target="cpu:8")
+
+
+def test_a_plan_names_what_it_cannot_count():
+    def step(state, batch):
+        return state, jnp.linalg.qr(batch)[1]
+
+    shape = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+    plan = jt.plan(step, jnp.ones(()), shape, target="cpu:1", mesh={"data": 1})
+    assert plan.flops.total > 0
+    assert "FLOPs of qr are not known: counted as one" in plan.report()
+
+
+MODULE = """
+import dataclasses
+import jax, jax.numpy as jnp, jaxtrain as jt
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int = 8
+
+def build(config):
+    shape = jax.ShapeDtypeStruct((8, config.width), jnp.float32)
+    return jt.Experiment(
+        name="own", batch={"x": shape}, steps=1, train_batches=None, mesh={},
+        init_fn=lambda rng: {"w": jnp.ones(config.width)}, optimizer=jt.make_optimizer("sgd", 0.1),
+        loss_fn=lambda params, batch, rng: jt.WeightedLoss(
+            (batch["x"] @ params["w"]).sum(), jnp.float32(8)),
+    )
+"""
+
+
+def test_a_module_without_mesh_flags(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = run(capsys, "plan", "own_module", "--target", "cpu:8")
+    assert status == 2
+    assert "'own' is made for 1 devices and its Config has no field 'mesh'" in err
+    status, out, _ = run(capsys, "plan", "own_module", "--target", "cpu:1")
+    assert (status, "own on cpu:1" in out) == (0, True)
+
+
+def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
+    experiment = small()
+    whole = plan_experiment(experiment, parse_target("cpu:8"))
+    box = Box(monkeypatch, whole.memory.needed - 1).target
+    monkeypatch.setattr(mend, "_larger", lambda target: iter(()))
+    found = mend.nearest_fit(experiment, box, has_flag=lambda flag: flag.startswith("mesh"))
+    assert found[0].flags == "--mesh.fsdp 8 --mesh.data 1"
 
 
 class Box:

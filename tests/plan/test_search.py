@@ -4,6 +4,9 @@ import dataclasses
 import io
 import json
 import math
+import signal
+import subprocess
+import sys
 
 import pytest
 import tyro
@@ -178,6 +181,42 @@ def test_the_printed_table_fits_and_the_json_says_the_same(result):
     assert data["considered"] == result.considered
     assert data["rows"][0]["step_s"] == result.rows[0].prediction.step_s
     assert len(data["rejected"]) == len(result.families)
+
+
+STOPPED = """
+import sys, time
+from jaxtrain import cli
+from jaxtrain.plan import search
+
+def compile_row(*_):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+search.compile_row = compile_row
+search.Target.devices = lambda target: []
+sys.exit(cli.main("plan experiments.gpt --target h100:1x2 --search --layers 1 --width 16 "
+                  "--heads 2 --seq-len 16 --optimizer.name sgd --global-batch 2".split()))
+"""
+
+
+def test_a_search_that_is_stopped_prints_what_it_has_found():
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"compiling\n"
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"@ " not in err  # no stack trace
+    assert b"stopped before the end" in out
+    assert b"train the first with: --mesh.data=" in out
+
+
+def test_only_flags_that_a_config_has_are_named():
+    mesh = {"data": 4, "fsdp": 2}
+    plain = dataclasses.make_dataclass("Plain", [("mesh", object)])(None)
+    (only,) = make_candidates(plain, mesh)
+    assert only.flags == ["--mesh.data=4", "--mesh.fsdp=2"]
+    assert "--accumulate=1" in next(make_candidates(CONFIG, mesh)).flags
 
 
 def test_what_cannot_be_searched_is_said():

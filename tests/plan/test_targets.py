@@ -27,6 +27,10 @@ from jaxtrain.plan.targets import GPU_TARGETS, parse_target
         ("h100:4x8", 1, 32, 4),
         ("a100:8", 1, 8, 1),
         ("cpu:8", 1, 8, 1),
+        ("v5litepod-16", 1, 16, 4),
+        ("v6e-256", 1, 256, 64),
+        ("v5p-128", 1, 64, 16),
+        ("v4-8", 1, 4, 1),
     ],
 )
 def test_sizes(text, slices, size, hosts):
@@ -45,6 +49,10 @@ def test_sizes(text, slices, size, hosts):
         ("h100:2x2x2", 1, "has 3 sizes"),
         ("h100:1x8", 2, "only TPU targets have slices"),
         ("v5e:2x2", 0, "at least 1"),
+        ("v5p:8x8x7", 1, "no slice that Google has: all sides are multiples of 4"),
+        ("v5e:4x16", 1, "no slice that Google has: both sides are"),
+        ("v5litepod-24", 1, "has no known topology: write it like v5e:4x4"),
+        ("h100-8", 1, "has no known topology: write it like h100:4x8"),
     ],
 )
 def test_what_cannot_be_names_what_can(text, slices, sentence):
