@@ -16,14 +16,18 @@ from jaxtrain import gradients
 from jaxtrain.gradients import (
     GradientEngine,
     WeightedLoss,
+    all_finite,
     as_weighted,
-    float32_loss,
+    scaled,
     select,
+    widen,
 )
-from jaxtrain.optim import current_learning_rate, spikes_skipped
+from jaxtrain.optim import current_learning_rate, frozen, spikes_skipped
+from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
+from jaxtrain.tree import named_leaves
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -54,11 +58,11 @@ def build_train_step(
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
-      The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (before
-      clipping), ``learning_rate`` (where the optimizer's state tells it), ``skipped`` (microbatches
-      left out of this step because they were not finite), ``spike`` (1 where the optimizer left
-      this update out as one, with ``skip_spikes``) and ``loss_scale`` (where there is one).
-      A step with nothing finite in it changes no parameter and no optimizer state.
+      The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (of what
+      trains, before clipping), ``learning_rate`` (where the optimizer's state tells it),
+      ``skipped`` (microbatches left out of this step: all of them where it was not finite, else 0),
+      ``spike`` (1 where the optimizer left this update out as one, with ``skip_spikes``) and
+      ``loss_scale`` (where there is one). :func:`build_update` says what is left out, and when.
 
     Raises:
       ValueError: for ``accumulate`` below 1, and when the step is traced for a batch that does not
@@ -89,6 +93,18 @@ def build_update(
 
     :func:`build_train_step` is this over the engines of :mod:`jaxtrain.gradients`; a gradient
     computed some other way (a pipeline) comes in here.
+
+    An update is made of its whole batch or not at all. Where the loss, its weight, the gradient of
+    a parameter that trains or the new model state is not finite in any microbatch, the step is left
+    out: parameters, optimizer state and model state stay as they are, ``weight`` and ``grad_norm``
+    are 0, ``loss`` is NaN, ``skipped`` is the number of microbatches, and a loss scale is halved.
+    No microbatch is left out alone: an overflow takes the largest gradients, and what remains is
+    biased. So one rule holds with and without accumulation and in a pipeline, on every mesh; and
+    with ``make_optimizer(accumulate=)``, whose updates are made of several steps, a step that is
+    left out leaves out the update that it is part of.
+
+    A step of weight 0 (nothing in its batch counts) changes no parameter and no optimizer state; to
+    ``make_optimizer(accumulate=)`` it is one of the calls, and adds nothing.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     policy = policy or Policy.f32()
@@ -99,29 +115,36 @@ def build_update(
         rng = jax.random.fold_in(state.rng, state.step)
         sums = engine(state.params, state.model_state, batch, rng, scale)
 
-        weight = sums.loss.weight
-        usable = weight > 0
-        per_token = jnp.where(usable, 1.0 / jnp.where(usable, weight, 1.0), 0.0)
-        grads = constrain(jax.tree.map(lambda g: g * per_token, sums.grads))
-        metrics = sums.loss.means() | {
-            "weight": weight,
-            "grad_norm": optax.tree.norm(grads),
-            "skipped": sums.skipped,
+        counts = sums.loss.weight > 0
+        per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
+        grads = constrain(scaled(sums.grads, per_token))
+        still = frozen(state.opt_state)
+        training = [g for name, g in named_leaves(grads).items() if name not in still]
+        finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
+        loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
+        usable = finite & counts
+        metrics = loss.means() | {
+            "weight": loss.weight,
+            "grad_norm": jnp.where(usable, optax.tree.norm(training), 0.0),
+            "skipped": jnp.where(finite, 0, jnp.int32(sums.microbatches)),
         }
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=metrics["loss"], weight=weight
+            grads,
+            state.opt_state,
+            state.params,
+            value=metrics["loss"],
+            weight=jnp.where(finite, loss.weight, jnp.nan),
         )
-        params, opt_state = select(
-            usable,
-            (optax.apply_updates(state.params, updates), opt_state),
-            (state.params, state.opt_state),
-        )
+        opt_state = hold_state(~usable, state.opt_state, opt_state)
+        # Accumulated over calls, the last call of an update may be one that adds nothing.
+        applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
+        params = select(applied, optax.apply_updates(state.params, updates), state.params)
         if (spikes := spikes_skipped(opt_state)) is not None:
             metrics["spike"] = spikes - spikes_skipped(state.opt_state)
         if norms:
             metrics["param_norm"] = _norm(params)
-            metrics["update_norm"] = jnp.where(usable, _norm(updates), 0.0)
+            metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
         if (learning_rate := current_learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = learning_rate
         if state.loss_scale is not None:
@@ -130,10 +153,10 @@ def build_update(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            model_state=sums.model_state,
+            model_state=select(finite, sums.model_state, state.model_state),
             rng=state.rng,
-            loss_scale=state.loss_scale and state.loss_scale.updated(sums.skipped > 0),
-            skipped=state.skipped + sums.skipped,
+            loss_scale=state.loss_scale and state.loss_scale.updated(~finite),
+            skipped=state.skipped + metrics["skipped"],
         ), metrics
 
     return step
@@ -187,7 +210,7 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
-        return float32_loss(loss)
+        return widen(loss)
 
     return evaluate
 
@@ -215,7 +238,7 @@ def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 
 
 def _norm(tree: PyTree) -> jax.Array:
-    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+    return optax.tree.norm(widen(tree))
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

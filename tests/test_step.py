@@ -161,19 +161,58 @@ def test_a_scalar_loss_weighs_one():
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_step_with_nothing_finite_changes_no_parameter_and_no_optimizer_state(accumulate):
+def test_a_step_that_is_not_finite_changes_no_parameter_and_no_optimizer_state(accumulate):
     state, step = make(accumulate)
-    batch = problems.make_batch()
-    batch["y"][:] = np.nan
-    after, metrics = jax.jit(step)(state, batch)
+    step, batch = jax.jit(step), problems.make_batch()
+    batch["y"][5] = np.nan  # in one microbatch
+    after, metrics = step(state, batch)
     chex.assert_trees_all_equal(after.params, state.params)
     chex.assert_trees_all_equal(after.opt_state, state.opt_state)
     assert int(metrics["skipped"]) == accumulate == int(after.skipped)
+    assert float(metrics["weight"]) == 0 == float(metrics["grad_norm"])
     assert int(after.step) == 1
-    recovered, metrics = jax.jit(step)(after, problems.make_batch(1))
+    recovered, metrics = step(after, problems.make_batch(1))
     assert int(metrics["skipped"]) == 0
     assert int(recovered.skipped) == accumulate
     chex.assert_tree_all_finite(recovered.params)
+
+
+def test_model_state_that_is_not_finite_leaves_the_step_out():
+    def loss(params, variance, batch, rng):
+        return problems.loss_fn(params, batch, rng), variance + batch["extra"].sum()
+
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(
+        lambda rng: (problems.init(rng), jnp.float32(1.0)),
+        optimizer,
+        jax.random.key(0),
+        has_model_state=True,
+    )
+    step = jax.jit(jt.build_train_step(loss, optimizer, accumulate=2, has_model_state=True))
+    extra = np.full(problems.ROWS, 3e38, np.float32)
+    after, metrics = step(state, problems.make_batch() | {"extra": extra})
+    assert int(metrics["skipped"]) == 2
+    chex.assert_trees_all_equal((after.params, after.model_state), (state.params, jnp.float32(1.0)))
+    after, metrics = step(state, problems.make_batch() | {"extra": 0 * extra + 1})
+    assert int(metrics["skipped"]) == 0
+    assert float(after.model_state) == 1 + problems.ROWS
+
+
+def test_frozen_parameters_are_in_no_norm_and_leave_no_step_out():
+    def loss(params, batch, rng):
+        return (params["w"] * batch).sum() + (jnp.sqrt(params["still"]) * batch).sum()
+
+    optimizer = optax.chain(jt.make_optimizer("adam", 0.1, freeze=("^still$",)))
+    state = jt.init_state(
+        lambda rng: {"w": jnp.float32(1.0), "still": jnp.float32(0.0)},
+        optimizer,
+        jax.random.key(0),
+    )
+    after, metrics = jax.jit(jt.build_train_step(loss, optimizer))(state, jnp.float32(0.5))
+    assert float(metrics["grad_norm"]) == 0.5  # the frozen one's gradient is infinite
+    assert int(metrics["skipped"]) == 0
+    assert float(after.params["w"]) == pytest.approx(0.9)
+    assert float(after.params["still"]) == 0.0
 
 
 def test_multisteps_in_the_chain_equals_the_scan_in_the_step_with_ragged_masks():
