@@ -32,6 +32,10 @@ from jaxtrain.tree import named_leaves
 PyTree = Any
 Metrics = dict[str, jax.Array]
 
+# What a train step reports itself; a loss may not call a metric so.
+RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
+RESERVED += ("param_norm", "update_norm")
+
 
 def build_train_step(
     loss_fn: Callable[..., Any],
@@ -66,7 +70,8 @@ def build_train_step(
 
     Raises:
       ValueError: for ``accumulate`` below 1, and when the step is traced for a batch that does not
-        divide or a state without the loss scale that ``policy`` asks for.
+        divide, a metric with a reserved name, a complex parameter, or a state without the loss
+        scale that ``policy`` asks for.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
@@ -111,9 +116,11 @@ def build_update(
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_loss_scale(state, policy)
+        _check_real(state.params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
         sums = engine(state.params, state.model_state, batch, rng, scale)
+        _check_metrics(sums.loss)
 
         counts = sums.loss.weight > 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
@@ -139,7 +146,7 @@ def build_update(
         opt_state = hold_state(~usable, state.opt_state, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
-        params = select(applied, optax.apply_updates(state.params, updates), state.params)
+        params = select(applied, _apply(state.params, updates), state.params)
         if (spikes := spikes_skipped(opt_state)) is not None:
             metrics["spike"] = spikes - spikes_skipped(state.opt_state)
         if norms:
@@ -210,6 +217,7 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
+        _check_metrics(loss)
         return widen(loss)
 
     return evaluate
@@ -239,6 +247,32 @@ def with_policy(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 
 def _norm(tree: PyTree) -> jax.Array:
     return optax.tree.norm(widen(tree))
+
+
+def _apply(params: PyTree, updates: PyTree) -> PyTree:
+    """Adds updates to all but integers, which a sum in float32 would round."""
+    return jax.tree.map(
+        lambda p, new: new if jnp.issubdtype(p.dtype, jnp.floating) else p,
+        params,
+        optax.apply_updates(params, updates),
+    )
+
+
+def _check_real(params: PyTree) -> None:
+    for name, leaf in named_leaves(params).items():
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {name!r} is {leaf.dtype}: optimizers here take real gradients; keep "
+                "its real and imaginary parts as two parameters"
+            )
+
+
+def _check_metrics(loss: WeightedLoss) -> None:
+    if taken := sorted(set(loss.metrics) & set(RESERVED)):
+        raise ValueError(
+            f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
+            f"a name other than {', '.join(RESERVED)}"
+        )
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

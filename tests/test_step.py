@@ -215,6 +215,43 @@ def test_frozen_parameters_are_in_no_norm_and_leave_no_step_out():
     assert float(after.params["still"]) == 0.0
 
 
+def test_integer_parameters_stay_as_they_are():
+    def loss(params, batch, rng):
+        return (params["w"] * batch).sum() + 0.0 * params["number"].sum()
+
+    number = 2**24 + np.arange(3)  # float32 has only every other one
+    optimizer = jt.make_optimizer("adamw", 0.1, weight_decay=0.1, decay_mask=("",))
+    state = jt.init_state(
+        lambda rng: {"w": jnp.ones(()), "number": jnp.asarray(number, jnp.int32)},
+        optimizer,
+        jax.random.key(0),
+    )
+    after, _ = jax.jit(jt.build_train_step(loss, optimizer))(state, jnp.ones(4))
+    assert after.params["number"].tolist() == number.tolist()
+    assert float(after.params["w"]) < 1
+
+
+@pytest.mark.parametrize("name", ["loss", "weight", "grad_norm", "skipped"])
+def test_a_metric_with_a_name_of_the_step_s_own_is_refused(name):
+    def loss(params, batch, rng):
+        return jt.WeightedLoss(params["w"].sum(), jnp.float32(1.0), {name: jnp.float32(7.0)})
+
+    state = jt.init_state(lambda rng: {"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0))
+    for step in (jt.build_train_step(loss, optax.sgd(0.1)), jt.build_eval_step(loss)):
+        with pytest.raises(ValueError, match=f"the loss calls a metric '{name}'"):
+            step(state, jnp.zeros(1))
+
+
+def test_a_complex_parameter_is_refused_by_name():
+    def loss(params, batch, rng):
+        return jnp.abs(params["phase"]).sum()
+
+    init = lambda rng: {"phase": jnp.ones(2, jnp.complex64)}  # noqa: E731
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0))
+    with pytest.raises(ValueError, match="parameter 'phase' is complex64"):
+        jt.build_train_step(loss, optax.sgd(0.1))(state, jnp.zeros(1))
+
+
 def test_multisteps_in_the_chain_equals_the_scan_in_the_step_with_ragged_masks():
     batches = [
         problems.make_batch(seed, keep=keep) for seed, keep in enumerate([0.1, 0.9, 0.5, 1.0])
