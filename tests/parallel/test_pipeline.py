@@ -388,6 +388,29 @@ def test_the_rounding_of_a_narrow_loss_does_not_reach_its_gradients():
     assert worst(found.grads, small_accumulated(batch).grads)[0] < TOLERANCE
 
 
+@pytest.mark.parametrize(("remat", "virtual"), [("full", 1), ("none", 2)])
+def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
+    def block(layer, x, batch, rng):
+        return small.block(layer, x, batch, rng) + layer["number"] * batch["shift"]
+
+    def loss_fn(params, batch, rng):
+        x = small.embed(params, batch, rng)
+        x = run_layers(stages, params["blocks"], x, batch, rng)
+        return small.head_loss(params, x, batch)
+
+    stages = dataclasses.replace(small.STAGES, block=block)
+    numbers = {"number": jnp.arange(small.LAYERS)}
+    params = small_params() | {"blocks": small_params()["blocks"] | numbers}
+    batch = small.make_batch(ROWS) | {"shift": np.float32(0.1)}
+    engine = gradients.accumulated(normalize_loss(loss_fn, False), MICROBATCHES)
+    expected, _ = run_engine(engine, params, batch)
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    found, _ = small_pipeline(
+        batch, stages=stages, params=params, remat=remat, virtual=virtual, schedule=schedule
+    )
+    assert_same_sums(found, expected)
+
+
 # ---- as part of a train step
 
 
@@ -552,6 +575,12 @@ def traced(batch, params=None, *, stages=small.STAGES, state=None, **options):
     jax.eval_shape(lambda p, b: engine(p, state, b, jax.random.key(0), None), params, batch)
 
 
+def weighs_by_x(params, x, batch):
+    """The dependence has no derivative, and is hidden in a function of its own."""
+    loss = small.head_loss(params, x, batch)
+    return dataclasses.replace(loss, weight=jax.jit(lambda x: (x > 0).sum())(x))
+
+
 def fewer_layers(count):
     cut = jax.tree.map(lambda p: p[:count], small_params()["blocks"])
     return small_params() | {"blocks": cut}
@@ -590,6 +619,10 @@ def fewer_layers(count):
         (
             {"stages": dataclasses.replace(small.STAGES, head_loss=lambda p, x, b: x)},
             "both must be scalars",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, head_loss=weighs_by_x)},
+            "the weight that Stages.head_loss returns depends on x",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def pipeline(
 
     Raises:
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
-        that do not divide.
+        that do not divide, and a loss whose weight depends on the residual stream.
     """
     table = make_table(
         schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual
@@ -327,6 +327,10 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
             lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
         )
         d_chunk, d_x = pull(d_y)
+        # Integers have no gradient, and no dtype for one that a branch could return.
+        d_chunk = jax.tree.map(
+            lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, d_chunk, chunk
+        )
         d_x, d_outer = plan.choose(
             unit.first,
             lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
@@ -444,7 +448,7 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
 def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, Any]:
     """The weight of every microbatch, [M], and the dtype of their losses.
 
-    The weights are needed before the residual stream is there; zeros take its place.
+    The weights are needed before the residual stream is there, and so must not depend on it.
     """
     x = _residual_stream(plan, outer, rows(batch, 0), rng)
 
@@ -452,6 +456,16 @@ def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> tuple
         return as_weighted(plan.stages.head_loss(outer, x, rows(batch, j)))
 
     total = jax.eval_shape(lambda: head(_zeros(x), 0).total)
+    try:
+        # What depends on x is batched where x is.
+        weight = jax.vmap(lambda x: head(x, 0).weight, out_axes=None)
+        jax.eval_shape(weight, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
+    except (NotImplementedError, ValueError) as error:
+        if "out_axes" in str(error):  # else a kernel that cannot be batched: not looked into
+            raise ValueError(
+                "the weight that Stages.head_loss returns depends on x: in a pipeline it must be "
+                "a function of the batch alone, such as mask.sum()"
+            ) from None
     every = jnp.arange(plan.table.microbatches)
     return jax.lax.map(lambda j: widen(head(_zeros(x), j).weight), every), total.dtype
 
