@@ -170,6 +170,7 @@ def split_microbatches(batch: PyTree, microbatches: int, argument: str = "accumu
     Raises:
       ValueError: where leaves differ in B, or B is not a multiple of ``microbatches``.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
     leaves = named_leaves(batch)
     counts = {name: leaf.shape[0] for name, leaf in leaves.items() if leaf.ndim}
     largest = max(counts, key=counts.get, default=None)

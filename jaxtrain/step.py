@@ -27,7 +27,7 @@ from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.sharding import constrain_tree
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import named_leaves, path_name
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -126,7 +126,8 @@ def build_update(
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
         grads = constrain(scaled(sums.grads, per_token))
         still = frozen(state.opt_state)
-        training = [g for name, g in named_leaves(grads).items() if name not in still]
+        leaves = jax.tree_util.tree_leaves_with_path(grads)
+        training = [g for path, g in leaves if path_name(path) not in still]
         finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
