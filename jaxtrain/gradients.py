@@ -1,9 +1,12 @@
 """Gradient engines: how a batch becomes summed gradients.
 
 An engine is a pure function ``(params, model_state, batch, rng, loss_scale) -> GradientSums``. The
-sums run over tokens (or examples: whatever the loss calls its weight), are kept in float32, and are
-divided once, by the global weight, in the train step. So a microbatch with few tokens counts for
-few, on any number of microbatches and on any mesh.
+sums run over tokens (or examples: whatever the loss calls its weight), are kept in float32 or
+wider, and are divided once, by the global weight, in the train step. So a microbatch with few
+tokens counts for few, on any number of microbatches and on any mesh.
+
+An engine leaves nothing out: an infinity or a NaN of one microbatch stays in the sums, and the
+train step then leaves out the whole batch (:func:`jaxtrain.step.build_update`).
 """
 
 import dataclasses
@@ -15,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.tree import named_leaves
 
 PyTree = Any
 
@@ -55,16 +59,17 @@ class GradientSums:
     """What a gradient engine returns.
 
     Args:
-      grads: like the parameters, float32: the gradient of ``loss.total``, loss scale removed.
-      loss: sums over the microbatches that were finite.
+      grads: like the parameters, float32 or wider: the gradient of ``loss.total``, loss scale
+        removed.
+      loss: sums over the whole batch.
       model_state: the model state after the batch (None where the model has none).
-      skipped: int32 scalar, microbatches left out because a gradient or their loss was not finite.
+      microbatches: in how many parts the batch was taken.
     """
 
     grads: PyTree
     loss: WeightedLoss
     model_state: PyTree
-    skipped: jax.Array
+    microbatches: int = dataclasses.field(metadata={"static": True}, default=1)
 
 
 LossFn = Callable[..., Any]
@@ -76,8 +81,6 @@ def plain(loss_fn: LossFn) -> GradientEngine:
 
     Args:
       loss_fn: ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
-
-    A batch whose loss or gradient is not finite yields zeros, weight 0, and ``skipped`` = 1.
     """
 
     def engine(params, model_state, batch, rng, loss_scale):
@@ -86,17 +89,9 @@ def plain(loss_fn: LossFn) -> GradientEngine:
             return loss.total, (loss, new_state)
 
         total, vjp, (loss, new_state) = jax.vjp(forward, params, has_aux=True)
-        weight = loss.weight.astype(jnp.float32)
-        scale = jnp.float32(1.0) if loss_scale is None else loss_scale
-        # The gradient of the mean, not of the sum, is what travels backward: a sum over a million
-        # tokens leaves float16's range, and the loss scale would be spent on undoing it.
-        per_token = jnp.where(weight > 0, scale / jnp.where(weight > 0, weight, 1.0), 0.0)
-        (grads,) = vjp(per_token.astype(total.dtype))
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * (weight / scale), grads)
-        sums = GradientSums(grads, float32_loss(loss), new_state, jnp.int32(0))
-        nothing = jax.tree.map(jnp.zeros_like, sums)
-        nothing = dataclasses.replace(nothing, model_state=model_state, skipped=jnp.int32(1))
-        return select(all_finite((sums.grads, sums.loss.total)), sums, nothing)
+        seed, factor = seed_and_factor(loss.weight, loss_scale, total.dtype)
+        (grads,) = vjp(seed)
+        return GradientSums(scaled(grads, factor), widen(loss), new_state)
 
     return engine
 
@@ -108,7 +103,7 @@ def accumulated(
 
     Args:
       loss_fn: as in :func:`plain`.
-      microbatches: how many; the leading axis of every batch leaf must be a multiple of it.
+      microbatches: how many; see :func:`split_microbatches`.
       constrain: applied to the running sum of gradients (its sharding, under ZeRO-2).
 
     Microbatch j holds rows j, j + k, j + 2k, ...: each device then slices the rows it already has,
@@ -118,6 +113,7 @@ def accumulated(
 
     def engine(params, model_state, batch, rng, loss_scale):
         slices = split_microbatches(batch, microbatches)
+        _check_shared(batch, microbatches)
 
         def add(sums, j_and_slice):
             j, microbatch = j_and_slice
@@ -126,7 +122,6 @@ def accumulated(
                 grads=constrain(jax.tree.map(jnp.add, sums.grads, part.grads)),
                 loss=sums.loss + part.loss,
                 model_state=part.model_state,
-                skipped=sums.skipped + part.skipped,
             ), None
 
         first = jax.tree.map(lambda x: x[0], slices)
@@ -134,41 +129,90 @@ def accumulated(
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         start = dataclasses.replace(zeros, grads=constrain(zeros.grads), model_state=model_state)
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))
-        return sums
+        return dataclasses.replace(sums, microbatches=microbatches)
 
     return engine
 
 
-def split_microbatches(batch: PyTree, microbatches: int) -> PyTree:
+def seed_and_factor(
+    weight: jax.Array, loss_scale: jax.Array | None, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangent of a loss total, and what turns its gradients into those of the total.
+
+    The gradient of the mean, not of the sum, is what travels backward: a sum over a million tokens
+    leaves float16's range, and the loss scale would be spent on undoing it. The factor undoes the
+    cotangent as rounded to ``dtype``, so that the rounding does not reach the gradients.
+
+    Args:
+      weight: of the loss, of any shape; both results are 0 where it is.
+      loss_scale: scalar, or None for 1.
+      dtype: of the loss total.
+    """
+    weight = weight.astype(jnp.promote_types(dtype, jnp.float32))
+    counts = weight > 0
+    per_token = (1.0 if loss_scale is None else loss_scale) / jnp.where(counts, weight, 1.0)
+    seed = jnp.where(counts, per_token, 0.0).astype(dtype)
+    return seed, jnp.where(counts, 1.0 / jnp.where(counts, widen(seed), 1.0), 0.0)
+
+
+def scaled(grads: PyTree, factor: jax.Array) -> PyTree:
+    """Returns ``grads * factor`` in the dtype in which gradients are summed."""
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), widen(grads))
+
+
+def split_microbatches(batch: PyTree, microbatches: int, argument: str = "accumulate") -> PyTree:
     """Reshapes every leaf ``[B, ...]`` to ``[microbatches, B / microbatches, ...]``, rows strided.
 
+    A scalar goes to every microbatch as it is.
+
+    Args:
+      batch: leaves with the same number B of rows, or scalars.
+      microbatches: a divisor of B.
+      argument: what the caller names ``microbatches``, for the error.
+
     Raises:
-      ValueError: where a leading axis is missing, is not a multiple of ``microbatches``, or leaves
-        a microbatch that the devices of the ambient mesh cannot share evenly.
+      ValueError: where leaves differ in B, or B is not a multiple of ``microbatches``.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
+    leaves = named_leaves(batch)
+    counts = {name: leaf.shape[0] for name, leaf in leaves.items() if leaf.ndim}
+    largest = max(counts, key=counts.get, default=None)
+    for name, count in counts.items():
+        where = f"batch leaf {name!r} has shape {tuple(leaves[name].shape)}"
+        if count != counts[largest]:
+            raise ValueError(
+                f"{where} and {largest!r} has {counts[largest]} rows: with "
+                f"{argument}={microbatches} every leaf must have as many rows, or be a scalar; "
+                "repeat it for every row, or let the loss function close over it"
+            )
+        if count % microbatches:
+            raise ValueError(
+                f"{where}: its leading axis cannot be cut into {argument}={microbatches} "
+                f"microbatches; use a global batch that is a multiple of {microbatches}"
+            )
+
+    def split(x):
+        if not x.ndim:
+            return jnp.broadcast_to(x, (microbatches,))
+        rows = x.shape[0] // microbatches
+        return jnp.moveaxis(x.reshape(rows, microbatches, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(split, batch)
+
+
+def _check_shared(batch: PyTree, microbatches: int) -> None:
+    """Raises where microbatches have rows that the devices of the ambient mesh cannot share."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
-
-    def split(path, x):
-        if x.ndim == 0 or x.shape[0] % microbatches:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(
-                f"batch leaf {name!r} has shape {tuple(x.shape)}: its leading axis cannot be cut "
-                f"into accumulate={microbatches} microbatches; use a global batch that is a "
-                f"multiple of {microbatches}"
-            )
-        rows = x.shape[0] // microbatches
+    for name, leaf in named_leaves(batch).items():
+        rows = jnp.shape(leaf)[0] // microbatches if jnp.ndim(leaf) else 0
         if rows % parts:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"batch leaf {name!r} has {x.shape[0]} rows: accumulate={microbatches} "
+                f"batch leaf {name!r} has {leaf.shape[0]} rows: accumulate={microbatches} "
                 f"microbatches of {rows} do not divide over the {parts} devices that split the "
                 "batch, and some would do the others' work again; use a global batch that is a "
                 f"multiple of {microbatches * parts}, or fewer microbatches"
             )
-        return jnp.moveaxis(x.reshape(rows, microbatches, *x.shape[1:]), 1, 0)
-
-    return jax.tree_util.tree_map_with_path(split, batch)
 
 
 def all_finite(tree: PyTree) -> jax.Array:
@@ -205,6 +249,15 @@ def as_weighted(loss: Any) -> WeightedLoss:
     return jax.tree.map(jnp.asarray, loss)
 
 
-def float32_loss(loss: WeightedLoss) -> WeightedLoss:
-    """Casts a loss, its weight and its metrics to float32, in which they are summed."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), loss)
+def widen(tree: PyTree) -> PyTree:
+    """Casts to the dtype in which parts are summed: float32, or the leaf's own where it is wider.
+
+    The gradient of what is no floating-point number becomes zeros.
+    """
+
+    def cast(x):
+        if x.dtype == jax.dtypes.float0:
+            return jnp.zeros(x.shape, jnp.float32)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    return jax.tree.map(cast, tree)

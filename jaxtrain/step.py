@@ -17,18 +17,25 @@ from jaxtrain import gradients
 from jaxtrain.gradients import (
     GradientEngine,
     WeightedLoss,
+    all_finite,
     as_weighted,
-    float32_loss,
+    scaled,
     select,
+    widen,
 )
-from jaxtrain.optim import current_learning_rate, spikes_skipped
+from jaxtrain.optim import current_learning_rate, frozen, spikes_skipped
+from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.sharding import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import named_leaves, path_name
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
+
+# What a train step reports itself; a loss may not call a metric so.
+RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
+RESERVED += ("param_norm", "update_norm")
 
 
 def build_train_step(
@@ -62,15 +69,16 @@ def build_train_step(
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
-      The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (before
-      clipping), ``learning_rate`` (where the optimizer's state tells it), ``skipped`` (microbatches
-      left out of this step because they were not finite), ``spike`` (1 where the optimizer left
-      this update out as one, with ``skip_spikes``) and ``loss_scale`` (where there is one).
-      A step with nothing finite in it changes no parameter and no optimizer state.
+      The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (of what
+      trains, before clipping), ``learning_rate`` (where the optimizer's state tells it),
+      ``skipped`` (microbatches left out of this step: all of them where it was not finite, else 0),
+      ``spike`` (1 where the optimizer left this update out as one, with ``skip_spikes``) and
+      ``loss_scale`` (where there is one). :func:`build_update` says what is left out, and when.
 
     Raises:
       ValueError: for ``accumulate`` below 1, and when the step is traced for a batch that does not
-        divide or a state without the loss scale that ``policy`` asks for.
+        divide, a metric with a reserved name, a complex parameter, or a state without the loss
+        scale that ``policy`` asks for.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
@@ -99,38 +107,57 @@ def build_update(
 
     :func:`build_train_step` is this over the engines of :mod:`jaxtrain.gradients`; a gradient
     computed some other way (a pipeline) comes in here.
+
+    An update is made of its whole batch or not at all. Where the loss, its weight, the gradient of
+    a parameter that trains or the new model state is not finite in any microbatch, the step is left
+    out: parameters, optimizer state and model state stay as they are, ``weight`` and ``grad_norm``
+    are 0, ``loss`` is NaN, ``skipped`` is the number of microbatches, and a loss scale is halved.
+    No microbatch is left out alone: an overflow takes the largest gradients, and what remains is
+    biased. So one rule holds with and without accumulation and in a pipeline, on every mesh; and
+    with ``make_optimizer(accumulate=)``, whose updates are made of several steps, a step that is
+    left out leaves out the update that it is part of.
+
+    A step of weight 0 (nothing in its batch counts) changes no parameter and no optimizer state; to
+    ``make_optimizer(accumulate=)`` it is one of the calls, and adds nothing.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     policy = as_policy(policy)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_loss_scale(state, policy)
+        _check_real(state.params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
         sums = engine(state.params, state.model_state, batch, rng, scale)
+        _check_metrics(sums.loss)
 
-        weight = sums.loss.weight
-        usable = weight > 0
-        per_token = jnp.where(usable, 1.0 / jnp.where(usable, weight, 1.0), 0.0)
-        grads = constrain(jax.tree.map(lambda g: g * per_token, sums.grads))
-        metrics = sums.loss.means() | {
-            "weight": weight,
-            "grad_norm": optax.tree.norm(grads),
-            "skipped": sums.skipped,
+        counts = sums.loss.weight > 0
+        per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
+        grads = constrain(scaled(sums.grads, per_token))
+        still = frozen(state.opt_state)
+        leaves = jax.tree_util.tree_leaves_with_path(grads)
+        training = [g for path, g in leaves if path_name(path) not in still]
+        finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
+        loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
+        usable = finite & counts
+        metrics = loss.means() | {
+            "weight": loss.weight,
+            "grad_norm": jnp.where(usable, optax.tree.norm(training), 0.0),
+            "skipped": jnp.where(finite, 0, jnp.int32(sums.microbatches)),
         }
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        weight = jnp.where(finite, loss.weight, jnp.nan)
         extras = _taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
-        params, opt_state = select(
-            usable,
-            (optax.apply_updates(state.params, updates), opt_state),
-            (state.params, state.opt_state),
-        )
+        opt_state = hold_state(~usable, state.opt_state, opt_state)
+        # Accumulated over calls, the last call of an update may be one that adds nothing.
+        applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
+        params = select(applied, _apply(state.params, updates), state.params)
         if (spikes := spikes_skipped(opt_state)) is not None:
             metrics["spike"] = spikes - spikes_skipped(state.opt_state)
         if norms:
             metrics["param_norm"] = _norm(params)
-            metrics["update_norm"] = jnp.where(usable, _norm(updates), 0.0)
+            metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
         if (learning_rate := current_learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = learning_rate
         if state.loss_scale is not None:
@@ -139,10 +166,10 @@ def build_update(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            model_state=sums.model_state,
+            model_state=select(finite, sums.model_state, state.model_state),
             rng=state.rng,
-            loss_scale=state.loss_scale and state.loss_scale.updated(sums.skipped > 0),
-            skipped=state.skipped + sums.skipped,
+            loss_scale=state.loss_scale and state.loss_scale.updated(~finite),
+            skipped=state.skipped + metrics["skipped"],
         ), metrics
 
     return step
@@ -201,7 +228,8 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
-        return float32_loss(loss)
+        _check_metrics(loss)
+        return widen(loss)
 
     return evaluate
 
@@ -279,7 +307,33 @@ def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 
 def _norm(tree: PyTree) -> jax.Array:
-    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+    return optax.tree.norm(widen(tree))
+
+
+def _apply(params: PyTree, updates: PyTree) -> PyTree:
+    """Adds updates to all but integers, which a sum in float32 would round."""
+    return jax.tree.map(
+        lambda p, new: new if jnp.issubdtype(p.dtype, jnp.floating) else p,
+        params,
+        optax.apply_updates(params, updates),
+    )
+
+
+def _check_real(params: PyTree) -> None:
+    for name, leaf in named_leaves(params).items():
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"parameter {name!r} is {leaf.dtype}: optimizers here take real gradients; keep "
+                "its real and imaginary parts as two parameters"
+            )
+
+
+def _check_metrics(loss: WeightedLoss) -> None:
+    if taken := sorted(set(loss.metrics) & set(RESERVED)):
+        raise ValueError(
+            f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
+            f"a name other than {', '.join(RESERVED)}"
+        )
 
 
 def _check_arguments(loss_fn: Callable[..., Any], has_model_state: bool) -> None:

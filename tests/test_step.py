@@ -161,19 +161,95 @@ def test_a_scalar_loss_weighs_one():
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_step_with_nothing_finite_changes_no_parameter_and_no_optimizer_state(accumulate):
+def test_a_step_that_is_not_finite_changes_no_parameter_and_no_optimizer_state(accumulate):
     state, step = make(accumulate)
-    batch = problems.make_batch()
-    batch["y"][:] = np.nan
-    after, metrics = jax.jit(step)(state, batch)
+    step, batch = jax.jit(step), problems.make_batch()
+    batch["y"][5] = np.nan  # in one microbatch
+    after, metrics = step(state, batch)
     chex.assert_trees_all_equal(after.params, state.params)
     chex.assert_trees_all_equal(after.opt_state, state.opt_state)
     assert int(metrics["skipped"]) == accumulate == int(after.skipped)
+    assert float(metrics["weight"]) == 0 == float(metrics["grad_norm"])
     assert int(after.step) == 1
-    recovered, metrics = jax.jit(step)(after, problems.make_batch(1))
+    recovered, metrics = step(after, problems.make_batch(1))
     assert int(metrics["skipped"]) == 0
     assert int(recovered.skipped) == accumulate
     chex.assert_tree_all_finite(recovered.params)
+
+
+def test_model_state_that_is_not_finite_leaves_the_step_out():
+    def loss(params, variance, batch, rng):
+        return problems.loss_fn(params, batch, rng), variance + batch["extra"].sum()
+
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(
+        lambda rng: (problems.init(rng), jnp.float32(1.0)),
+        optimizer,
+        jax.random.key(0),
+        has_model_state=True,
+    )
+    step = jax.jit(jt.build_train_step(loss, optimizer, accumulate=2, has_model_state=True))
+    extra = np.full(problems.ROWS, 3e38, np.float32)
+    after, metrics = step(state, problems.make_batch() | {"extra": extra})
+    assert int(metrics["skipped"]) == 2
+    chex.assert_trees_all_equal((after.params, after.model_state), (state.params, jnp.float32(1.0)))
+    after, metrics = step(state, problems.make_batch() | {"extra": 0 * extra + 1})
+    assert int(metrics["skipped"]) == 0
+    assert float(after.model_state) == 1 + problems.ROWS
+
+
+def test_frozen_parameters_are_in_no_norm_and_leave_no_step_out():
+    def loss(params, batch, rng):
+        return (params["w"] * batch).sum() + (jnp.sqrt(params["still"]) * batch).sum()
+
+    optimizer = optax.chain(jt.make_optimizer("adam", 0.1, freeze=("^still$",)))
+    state = jt.init_state(
+        lambda rng: {"w": jnp.float32(1.0), "still": jnp.float32(0.0)},
+        optimizer,
+        jax.random.key(0),
+    )
+    after, metrics = jax.jit(jt.build_train_step(loss, optimizer))(state, jnp.float32(0.5))
+    assert float(metrics["grad_norm"]) == 0.5  # the frozen one's gradient is infinite
+    assert int(metrics["skipped"]) == 0
+    assert float(after.params["w"]) == pytest.approx(0.9)
+    assert float(after.params["still"]) == 0.0
+
+
+def test_integer_parameters_stay_as_they_are():
+    def loss(params, batch, rng):
+        return (params["w"] * batch).sum() + 0.0 * params["number"].sum()
+
+    number = 2**24 + np.arange(3)  # float32 has only every other one
+    optimizer = jt.make_optimizer("adamw", 0.1, weight_decay=0.1, decay_mask=("",))
+    state = jt.init_state(
+        lambda rng: {"w": jnp.ones(()), "number": jnp.asarray(number, jnp.int32)},
+        optimizer,
+        jax.random.key(0),
+    )
+    after, _ = jax.jit(jt.build_train_step(loss, optimizer))(state, jnp.ones(4))
+    assert after.params["number"].tolist() == number.tolist()
+    assert float(after.params["w"]) < 1
+
+
+@pytest.mark.parametrize("name", ["loss", "weight", "grad_norm", "skipped"])
+def test_a_metric_with_a_name_of_the_step_s_own_is_refused(name):
+    def loss(params, batch, rng):
+        return jt.WeightedLoss(params["w"].sum(), jnp.float32(1.0), {name: jnp.float32(7.0)})
+
+    state = jt.init_state(lambda rng: {"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0))
+    for step in (jt.build_train_step(loss, optax.sgd(0.1)), jt.build_eval_step(loss)):
+        with pytest.raises(ValueError, match=f"the loss calls a metric '{name}'"):
+            step(state, jnp.zeros(1))
+
+
+def test_a_complex_parameter_is_refused_by_name():
+    def loss(params, batch, rng):
+        return jnp.abs(params["phase"]).sum()
+
+    init = lambda rng: {"phase": jnp.ones(2, jnp.complex64)}  # noqa: E731
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0))
+    with pytest.raises(ValueError, match="parameter 'phase' is complex64"):
+        jt.build_train_step(loss, optax.sgd(0.1))(state, jnp.zeros(1))
 
 
 def test_multisteps_in_the_chain_equals_the_scan_in_the_step_with_ragged_masks():

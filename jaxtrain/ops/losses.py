@@ -103,7 +103,7 @@ def _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask
 
 def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
     dtype, wide = x_BTD.dtype, _wide(x_BTD.dtype)
-    scale = _fixed_scale(dtype)
+    scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
 
     def tile(d_kernel_SDV, parts):
@@ -125,13 +125,14 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
     d_kernel_SDV, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
     d_x_BTD, *per_token = per_token
     sums, loss_BT = _sums(z_loss, mask_BT, *per_token)
-    return sums, (d_x_BTD, d_kernel_SDV.sum(axis=0), loss_BT, jnp.zeros(0, kernel_DV.dtype))
+    saved = (d_x_BTD, d_kernel_SDV.sum(axis=0), loss_BT, jnp.zeros(0, kernel_DV.dtype), scale)
+    return sums, saved
 
 
 def _backward(vocab_size, tiles, z_loss, saved, cotangents):
-    d_x_BTD, d_kernel_DV, loss_BT, like_kernel = saved
+    d_x_BTD, d_kernel_DV, loss_BT, like_kernel, scale = saved
     d_total = cotangents[0]
-    factor = d_total / _fixed_scale(d_x_BTD.dtype)
+    factor = d_total / scale
     d_x = (d_x_BTD * factor).astype(d_x_BTD.dtype)
     return d_x, (d_kernel_DV * factor).astype(like_kernel.dtype), None, loss_BT * d_total
 
@@ -206,10 +207,14 @@ def _auto_axes() -> dict[str, int]:
     return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Auto}
 
 
-def _fixed_scale(dtype) -> float:
-    # The gradient is formed before the loss scale is known, and a softmax over a large vocabulary
-    # lies below float16's normal range.
-    return 1024.0 if dtype == jnp.float16 else 1.0
+def _fixed_scale(dtype, mask_BT) -> jax.Array | float:
+    # The gradient is formed before the loss scale is known. In float16 a softmax over a large
+    # vocabulary lies below the normal range, and a token's weight may lie above it or below: here
+    # the largest one becomes 1024, or up to twice that, as a power of two rounds nothing.
+    if dtype != jnp.float16:
+        return 1.0
+    _, exponent = jnp.frexp(jnp.abs(mask_BT).max())
+    return jnp.ldexp(jnp.float32(2048.0), -jnp.maximum(exponent, -100))
 
 
 def _wide(dtype) -> jnp.dtype:

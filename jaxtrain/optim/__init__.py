@@ -2,7 +2,7 @@
 
 from jaxtrain.optim import schedules
 from jaxtrain.optim.accumulation import accumulate
-from jaxtrain.optim.chains import OPTIMIZERS, make_optimizer
+from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
 from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_axes
 from jaxtrain.optim.rate import (
@@ -20,6 +20,7 @@ __all__ = [
     "by_path",
     "current_learning_rate",
     "decay_mask",
+    "frozen",
     "hidden_matrices",
     "make_optimizer",
     "make_schedule",

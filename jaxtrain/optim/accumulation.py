@@ -6,7 +6,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.gradients import all_finite, select
 from jaxtrain.optim.numerics import cast_like, check_integer
+
+
+class AccumulationState(optax.MultiStepsState):
+    """State of ``accumulate``.
+
+    Attributes:
+      mini_step: int32 scalar, calls so far of the present update.
+      gradient_step: int32 scalar, updates made so far.
+      inner_opt_state: of the optimizer inside.
+      acc_grads: the pair (sum of weighted gradients, sum of weights), float32 or wider.
+      skip_state: int32 scalar, calls so far whose update was left out.
+    """
+
+    __slots__ = ()
 
 
 def accumulate(
@@ -18,23 +33,19 @@ def accumulate(
     weight of that mean, its number of tokens; the default 1 weights microbatches equally. Calls
     return zero updates until the ``every``-th, when ``tx`` sees ``sum(w * g) / sum(w)``: the
     gradient of the big batch, however ragged the microbatches. Counters of ``tx`` advance per
-    update, not per call.
+    update, not per call. Other arguments of ``update`` reach ``tx`` as the last call has them.
 
-    Sums are float32 whatever the dtype of the gradients. A microbatch of weight 0 adds nothing,
-    not even a NaN. Any other with a gradient or weight that is not finite is skipped: it leaves no
-    trace, does not count among the ``every``, and adds one to ``state.skip_state``. If the weights
-    sum to 0 the update is zero and ``tx`` does not see it.
-
-    The state is an ``optax.MultiStepsState``: ``mini_step`` calls so far of the present update,
-    ``gradient_step`` updates made, ``inner_opt_state`` of ``tx``, ``acc_grads`` the pair (sum of
-    weighted gradients, sum of weights), ``skip_state`` the int32 number of calls skipped so far.
+    A microbatch of weight 0 adds nothing, not even a NaN. Where any other has a gradient or weight
+    that is not finite, the update is left out whole, as a big batch is: the ``every``-th call
+    returns zeros too, ``tx`` sees nothing of it, and the next update starts afresh. So it is with
+    an update whose weights sum to 0, which is not counted as left out.
 
     Args:
       tx: the optimizer to run on the means.
       every: calls per update, at least 1.
 
     Returns:
-      The accumulating transformation.
+      The accumulating transformation; its state is an ``AccumulationState``.
 
     Raises:
       ValueError: if ``every`` is not an integer of at least 1.
@@ -47,66 +58,69 @@ def accumulate(
     [-2.0]
     """
     every = check_integer("every", every, low=1)
-    steps = optax.MultiSteps(
-        _mean_of_sums(optax.with_extra_args_support(tx)),
-        every,
-        use_grad_mean=False,
-        should_skip_update_fn=_skip_not_finite,
-    )
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return steps.init((params, jnp.zeros([], jnp.float32)))
+        def zeros(p):
+            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+
+        return AccumulationState(
+            mini_step=jnp.zeros([], jnp.int32),
+            gradient_step=jnp.zeros([], jnp.int32),
+            inner_opt_state=tx.init(params),
+            acc_grads=(jax.tree.map(zeros, params), jnp.zeros([], jnp.float32)),
+            skip_state=jnp.zeros([], jnp.int32),
+        )
 
     def update(updates, state, params=None, *, weight: Any = 1.0, **extra):
         weight = jnp.asarray(weight, jnp.float32)
-        sums = jax.tree.map(lambda g: weight * jnp.where(weight == 0, 0, g), updates)  # float32
-        # MultiSteps calls its optimizer on every microbatch and throws the result away; the flag
-        # lets the adapter do the work on the last one alone.
-        (new_updates, _), new_state = steps.update(
-            (sums, weight),
-            state,
-            None if params is None else (params, weight),
-            emit=state.mini_step == every - 1,
-            **extra,
+        parts = jax.tree.map(lambda g: weight * jnp.where(weight == 0, 0, g), updates)
+        sums, total = sums_and_total = jax.tree.map(jnp.add, state.acc_grads, (parts, weight))
+        last, finite = state.mini_step == every - 1, all_finite(sums_and_total)
+        made = last & finite & (total > 0)
+
+        def apply(inner):
+            # Under vmap this runs where nothing is made too: no NaN may reach its derivatives.
+            divisor = jnp.where(made, total, 1.0)
+            means = jax.tree.map(lambda s: jnp.where(made, s, 0.0) / divisor, sums)
+            new_updates, new_inner = tx.update(means, inner, params, **extra)
+            return cast_like(new_updates, updates), cast_like(new_inner, inner)
+
+        def hold(inner):
+            return optax.tree.zeros_like(updates), inner
+
+        new_updates, inner = jax.lax.cond(made, apply, hold, state.inner_opt_state)
+        nothing = optax.tree.zeros_like(sums_and_total)
+        return new_updates, AccumulationState(
+            mini_step=(state.mini_step + 1) % every,
+            gradient_step=state.gradient_step + made,
+            inner_opt_state=inner,
+            acc_grads=cast_like(select(last, nothing, sums_and_total), state.acc_grads),
+            skip_state=state.skip_state + jnp.where(last & ~finite, every, 0),
         )
-        new_state = new_state._replace(skip_state=state.skip_state + new_state.skip_state)
-        return cast_like(new_updates, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _mean_of_sums(
-    tx: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Adapts ``tx`` to the pair (sum of weighted gradients, sum of weights)."""
+def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:
+    """Returns ``old`` optimizer state where the condition holds, else ``new``.
 
-    def init(params_and_weight):
-        params, _ = params_and_weight
-        return tx.init(params)
-
-    # MultiSteps passes the parameters by this keyword: here the pair (parameters, weight).
-    def update(sums_and_total, state, params=None, *, emit, **extra):
-        sums, total = sums_and_total
-        model_params = None if params is None else params[0]
-
-        def apply(state):
-            means = jax.tree.map(lambda s: s / total, sums)
-            updates, new_state = tx.update(means, state, model_params, **extra)
-            return updates, cast_like(new_state, state)
-
-        shapes, _ = jax.eval_shape(apply, state)
-
-        def hold(state):
-            return optax.tree.zeros_like(shapes), state
-
-        updates, state = jax.lax.cond(emit & (total > 0), apply, hold, state)
-        return (updates, jnp.zeros_like(total)), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    What :func:`accumulate` keeps is ``new`` in either case: it has been told by ``weight`` what to
+    make of the call, and has counted it.
+    """
+    return jax.tree.map(
+        lambda new, old: new if _accumulates(new) else jnp.where(condition, old, new),
+        new,
+        old,
+        is_leaf=_accumulates,
+    )
 
 
-def _skip_not_finite(updates, gradient_step, params):
-    del gradient_step, params
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]
-    skip = ~jnp.all(jnp.stack(finite))
-    return skip, skip.astype(jnp.int32)
+def updates_made(opt_state: Any) -> jax.Array:
+    """Returns how many updates :func:`accumulate` has made so far; 0 where it is not in use."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_accumulates)
+    return sum((n.gradient_step for n in nodes if _accumulates(n)), start=jnp.int32(0))
+
+
+def _accumulates(node: Any) -> bool:
+    return isinstance(node, AccumulationState)

@@ -1,5 +1,6 @@
 """Optimizers by name: clipping, update rule, weight decay, masks and accumulation in one chain."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,32 @@ from jaxtrain.optim.accumulation import accumulate as accumulate_calls
 from jaxtrain.optim.masks import Mask, Stacked
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.spikes import skip_spikes as skip_spikes_of
+from jaxtrain.tree import named_leaves
 
 OPTIMIZERS = tuple(recipes.OPTIONS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenState:
+    """State without arrays, of ``make_optimizer(freeze=)``: the paths of frozen parameters."""
+
+    names: frozenset[str] = dataclasses.field(metadata={"static": True})
+
+
+def frozen(opt_state: Any) -> frozenset[str]:
+    """Returns the paths of the parameters that ``make_optimizer(freeze=)`` has frozen.
+
+    >>> params = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
+    >>> sorted(frozen(make_optimizer("sgd", 0.1, freeze=("^b$",)).init(params)))
+    ['b']
+    """
+
+    def wanted(node: Any) -> bool:
+        return isinstance(node, FrozenState)
+
+    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=wanted) if wanted(node)]
+    return frozenset().union(*(node.names for node in nodes))
 
 
 def make_optimizer(
@@ -92,7 +117,8 @@ def make_optimizer(
       clip_norm: largest global norm of the gradient; None does not clip.
       decay_mask: which parameters decay, ``params -> tree of bools`` or path regexes; by default
         ``masks.decay_mask``, all but norms, biases and whatever has rank below 2 per layer.
-      freeze: which parameters get exactly zero updates, hold no state and count in no norm.
+      freeze: which parameters get exactly zero updates, hold no state and count in no norm;
+        see :func:`frozen`.
       stacked: path regexes of parameters whose leading axis indexes layers, or a mapping from regex
         to the number of such axes.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
@@ -230,5 +256,10 @@ def _lay_out(
 def _freeze_rest(
     tx: optax.GradientTransformationExtraArgs, trainable: Any
 ) -> optax.GradientTransformationExtraArgs:
-    frozen = jax.tree.map(lambda keep: not keep, trainable)
-    return optax.chain(optax.masked(tx, trainable), optax.masked(optax.set_to_zero(), frozen))
+    rest = jax.tree.map(lambda keep: not keep, trainable)
+    names = frozenset(name for name, is_frozen in named_leaves(rest).items() if is_frozen)
+    still = optax.GradientTransformation(
+        lambda params: FrozenState(names),
+        lambda updates, state, params=None: (optax.tree.zeros_like(updates), state),
+    )
+    return optax.chain(optax.masked(tx, trainable), optax.masked(still, rest))

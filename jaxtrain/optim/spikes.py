@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.gradients import select
+from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.optim.numerics import check_integer, check_number
 
 # As in OLMo-core's SkipStepOptimizer: mean and deviation over 128 steps, judged from half of that.
@@ -47,7 +49,7 @@ def skip_spikes(
 
     Args:
       tx: the optimizer to run on the rest; around :func:`jaxtrain.optim.accumulate`, each call is
-        judged by itself.
+        judged by itself, and one that is not finite leaves out the update that it is part of.
       deviations: how many, above 0.
       window: steps to look back over, at least 2.
 
@@ -72,7 +74,7 @@ def skip_spikes(
         zero = jnp.zeros([], jnp.int32)
         return SkipSpikesState(tx.init(params), jnp.zeros((2, window), jnp.float32), zero, zero)
 
-    def update(updates, state, params=None, *, value=None, **extra):
+    def update(updates, state, params=None, *, value=None, weight=1.0, **extra):
         if value is None:
             raise ValueError("skip_spikes needs the loss: update(grads, state, params, value=loss)")
         wide = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
@@ -80,18 +82,22 @@ def skip_spikes(
         limits = _limits(state, deviations)
         judged = state.count >= window // 2
         finite = jnp.isfinite(new).all()
-        skip = ~finite | (judged & (new > limits).any())
+        spike = finite & judged & (new > limits).any()
+        broken = ~finite & (weight != 0)
 
         entering = jnp.where(judged, jnp.minimum(new, limits), new)
         seen = state.seen.at[:, state.count % window].set(entering)
-        passed, inner = tx.update(updates, state.inner_state, params, value=value, **extra)
-        hold = lambda old, new: jnp.where(skip, old, new)  # noqa: E731
-        return jax.tree.map(lambda u: hold(jnp.zeros_like(u), u), passed), SkipSpikesState(
-            inner_state=jax.tree.map(hold, state.inner_state, inner),
+        extra |= {"value": value, "weight": jnp.where(broken, jnp.nan, weight)}
+        passed, inner = tx.update(updates, state.inner_state, params, **extra)
+        inner = hold_state(~finite, state.inner_state, inner)
+        made = updates_made(inner) != updates_made(state.inner_state)
+        zero = spike | (~finite & ~made)
+        return jax.tree.map(lambda u: jnp.where(zero, 0, u), passed), SkipSpikesState(
+            inner_state=select(spike, state.inner_state, inner),
             # What is not finite has no place in a mean.
             seen=jnp.where(finite, seen, state.seen),
             count=jnp.where(finite, optax.safe_increment(state.count), state.count),
-            skipped=state.skipped + skip.astype(jnp.int32),
+            skipped=state.skipped + (spike | broken),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

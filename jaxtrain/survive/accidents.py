@@ -1,6 +1,6 @@
 """Steps that came to nothing: counting them, ending a run of them, and saying what was not finite.
 
-A step is skipped where nothing in its batch was finite, and where ``skip_spikes`` left its update
+A step is skipped where something in it was not finite, and where ``skip_spikes`` left its update
 out. One now and then is the ordinary course of things; many in a row mean that the run learns
 nothing any more.
 """
@@ -16,8 +16,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import gradients
 from jaxtrain.experiment import Experiment
-from jaxtrain.gradients import split_microbatches
+from jaxtrain.optim import frozen
 from jaxtrain.parallel.sharding import batch_sharding, tracing_on
 from jaxtrain.state import TrainState
 from jaxtrain.step import normalize_loss, with_policy
@@ -54,8 +55,8 @@ class ConsecutiveSkips:
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Counts the step."""
-        nothing = metrics.get("skipped", 0) > 0 and metrics.get("weight", 1.0) == 0
-        self.count = self.count + 1 if nothing or metrics.get("spike", 0) > 0 else 0
+        nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
+        self.count = self.count + 1 if nothing else 0
         if self._limit and self.count >= self._limit and self.too_many_at is None:
             self.too_many_at = step
 
@@ -67,17 +68,19 @@ class Examination:
     Attributes:
       losses: mean loss of each microbatch.
       params: parameter path to (values that are not finite, values in all).
-      grads: the same for the gradient of the step.
+      grads: the same for the gradient of the step, of parameters that train.
+      model_state: the same for the model state after the step.
       norms: norm of each leaf of that gradient.
     """
 
     losses: list[float]
     params: dict[str, tuple[int, int]]
     grads: dict[str, tuple[int, int]]
+    model_state: dict[str, tuple[int, int]]
     norms: dict[str, float]
 
     def first_not_finite(self) -> str | None:
-        """Says which leaf is not finite, the first one: of parameters, else of their gradients."""
+        """Says which leaf is not finite: of parameters, else of gradients, else of model state."""
         for name, (number, size) in self.params.items():
             if number:
                 return f"parameter {name!r} has {number:,} of {size:,} values that are not finite"
@@ -91,7 +94,12 @@ class Examination:
             for name, (number, size) in self.grads.items()
             if number
         ]
-        return ", and ".join(losses[:1] + grads[:1]) or None
+        after = [
+            f"model state {name!r} would get {number:,} of {size:,} values that are not finite"
+            for name, (number, size) in self.model_state.items()
+            if number
+        ]
+        return ", and ".join(losses[:1] + grads[:1]) or next(iter(after), None)
 
 
 def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Examination:
@@ -114,62 +122,51 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     )
     microbatches = 1 if piped else experiment.accumulate
 
-    def one(state, model_state, batch, rng):
-        scale = jnp.float32(1.0) if state.loss_scale is None else state.loss_scale.scale
+    def recording(params, carried, batch, rng):
+        """The loss; its means wait in a model state that goes from microbatch to microbatch."""
+        model_state, losses = carried
+        loss, model_state = loss_fn(params, model_state, batch, rng)
+        losses = jnp.roll(losses, -1).at[-1].set(loss.total / loss.weight)
+        return loss, (model_state, losses)
 
-        def scaled(params):
-            loss, new_state = loss_fn(params, model_state, batch, rng)
-            weight = loss.weight.astype(jnp.float32)
-            # As in training: the cotangent has the dtype of the loss, and is of its mean.
-            factor = jnp.where(weight > 0, scale / jnp.where(weight > 0, weight, 1.0), 0.0)
-            return loss.total * factor.astype(loss.total.dtype), (loss.total, weight, new_state)
-
-        grads, (total, weight, new_state) = jax.grad(scaled, has_aux=True)(state.params)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * (weight / scale), grads)
-        return new_state, (grads, weight), total / weight
+    if microbatches == 1:
+        engine = gradients.plain(recording)
+    else:
+        engine = gradients.accumulated(recording, microbatches)
 
     def whole(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
-        if microbatches == 1:
-            _, sums, loss = one(state, state.model_state, batch, rng)
-            losses = loss[None]
-        else:
-
-            def add(carry, j_and_slice):
-                model_state, sums = carry
-                j, part = j_and_slice
-                rng_j = jax.random.fold_in(rng, j)
-                model_state, new, loss = one(state, model_state, part, rng_j)
-                return (model_state, jax.tree.map(jnp.add, sums, new)), loss
-
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-            slices = (jnp.arange(microbatches), split_microbatches(batch, microbatches))
-            start = (state.model_state, (zeros, jnp.float32(0.0)))
-            (_, sums), losses = jax.lax.scan(add, start, slices)
-        sums, weight = sums
-        grads = jax.tree.map(lambda g: g / weight, sums)
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        carried = (state.model_state, jnp.zeros(microbatches))
+        sums = engine(state.params, carried, batch, rng, scale)
+        model_state, losses = sums.model_state
+        still = frozen(state.opt_state)
+        grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
+        grads = {name: g for name, g in grads.items() if name not in still}
         norms = jax.tree.map(optax.tree.norm, grads)
-        return losses, _not_finite(state.params), _not_finite(grads), norms
+        return losses, *map(_not_finite, (state.params, grads, model_state)), norms
 
     with tracing_on(mesh, state, experiment.rules):
         # The same on all devices, so that every process can read it.
         found = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))(state, batch)
-    losses, bad_params, bad_grads, norms = jax.device_get(found)
-    sizes = {name: leaf.size for name, leaf in named_leaves(state.params).items()}
-
-    def counts(tree: PyTree) -> dict[str, tuple[int, int]]:
-        return {name: (int(n), sizes[name]) for name, n in named_leaves(tree).items()}
-
+    losses, params, grads, model_state, norms = jax.device_get(found)
     return Examination(
         losses=[float(loss) for loss in losses],
-        params=counts(bad_params),
-        grads=counts(bad_grads),
-        norms={name: float(norm) for name, norm in named_leaves(norms).items()},
+        params=_counts(params, state.params),
+        grads=_counts(grads, state.params),
+        model_state=_counts(model_state, state.model_state),
+        norms={name: float(norm) for name, norm in norms.items()},
     )
 
 
-def _not_finite(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: (~jnp.isfinite(x)).sum(), tree)
+def _not_finite(tree: PyTree) -> dict[str, jax.Array]:
+    leaves = {n: x for n, x in named_leaves(tree).items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return {name: (~jnp.isfinite(x)).sum() for name, x in leaves.items()}
+
+
+def _counts(found: Mapping[str, Any], tree: PyTree) -> dict[str, tuple[int, int]]:
+    leaves = named_leaves(tree)
+    return {name: (int(number), leaves[name].size) for name, number in found.items()}
 
 
 def diagnose(

@@ -144,9 +144,11 @@ def report(examination: Examination, step: int) -> list[str]:
     lines = [
         f"step {step}, microbatch {j}: loss {loss!r}" for j, loss in enumerate(examination.losses)
     ]
-    for kind, counts in (("parameter", examination.params), ("gradient", examination.grads)):
+    kinds = {"parameters": examination.params, "gradients": examination.grads}
+    kinds |= {"model state": examination.model_state} if examination.model_state else {}
+    for kind, counts in kinds.items():
         bad = {name: count for name, count in counts.items() if count[0]}
-        lines.append(f"{kind}s: {len(counts) - len(bad)} of {len(counts)} leaves are finite")
+        lines.append(f"{kind}: {len(counts) - len(bad)} of {len(counts)} leaves are finite")
         lines += [f"  {name}: {n:,} of {size:,} not finite" for name, (n, size) in bad.items()]
     if examination.first_not_finite() is None:
         total = math.sqrt(sum(norm**2 for norm in examination.norms.values()))

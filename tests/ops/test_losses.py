@@ -200,6 +200,19 @@ def test_float16_keeps_small_probabilities():
     np.testing.assert_allclose(grad / 2.0**15, probability, rtol=2e-3)
 
 
+@pytest.mark.parametrize("weight", [1e-9, 100.0, 1e5])
+def test_float16_takes_token_weights_of_any_size(weight):
+    x, kernel, targets, mask = float32(*arrays(B=8, T=8))
+    x, kernel = (0.1 * a.astype(jnp.float16) for a in (x, kernel))
+
+    def mean(kernel, mask):
+        return total(x, kernel, targets, mask)[0] / mask.sum()
+
+    expected = jax.grad(mean)(kernel, mask)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(jax.grad(mean)(kernel, weight * mask), expected, atol=1e-5)
+
+
 def test_matmul_float32_accumulates_forward_and_rounds_backward():
     x, kernel = jnp.ones((3, 300), jnp.bfloat16), jnp.ones((300, 2), jnp.bfloat16)
     out, pullback = jax.vjp(matmul_float32, x, kernel)

@@ -76,7 +76,7 @@ def test_ragged_calls_equal_the_big_batch(every, seed, weights):
 
 
 @pytest.mark.parametrize("bad", ["gradient", "weight"])
-def test_a_microbatch_that_is_not_finite_leaves_no_trace_but_a_count(bad):
+def test_a_microbatch_that_is_not_finite_leaves_its_update_out_and_no_trace(bad):
     tx = accumulate(optax.adam(0.1), every=2)
     update = jax.jit(tx.update)
     first, second = gradients(0, 2)
@@ -84,10 +84,12 @@ def test_a_microbatch_that_is_not_finite_leaves_no_trace_but_a_count(bad):
     if bad == "gradient":
         poison, weight = jax.tree.map(lambda g: g.at[0].set(jnp.inf), first), jnp.float32(2)
     clean = dirty = tx.init(PARAMS)
-    for i, g in enumerate((first, second)):
-        updates, dirty = update(poison, dirty, PARAMS, weight=weight)
-        assert all(not u.any() for u in jax.tree.leaves(updates))
-        assert int(dirty.skip_state) == i + 1
+    for call in [(first, jnp.float32(3)), (poison, weight)], [(poison, weight), (second, 3.0)]:
+        for g, w in call:
+            updates, dirty = update(g, dirty, PARAMS, weight=w)
+            assert all(not u.any() for u in jax.tree.leaves(updates))
+    assert int(dirty.skip_state) == 4
+    for g in (first, second):
         wanted, clean = update(g, clean, PARAMS, weight=jnp.float32(3))
         updates, dirty = update(g, dirty, PARAMS, weight=jnp.float32(3))
         assert_close(updates, wanted, rtol=0)
@@ -185,7 +187,7 @@ def test_vmap_skips_in_one_lane_alone():
     for lane, g in enumerate((first, poisoned)):
         alone = jax.jit(two_calls)(g)
         assert_close(jax.tree.map(lambda x, lane=lane: x[lane], both), alone, rtol=1e-6)
-    assert both[1].skip_state.tolist() == [0, 1]
+    assert both[1].skip_state.tolist() == [0, 2]
     assert both[1].gradient_step.tolist() == [1, 0]
 
 

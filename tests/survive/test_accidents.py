@@ -13,7 +13,7 @@ from experiments import gpt, options, vision
 from jaxtrain import cli, exit_codes
 from jaxtrain.checkpoint import Checkpointer, digest
 from jaxtrain.survive import replay
-from jaxtrain.survive.accidents import ConsecutiveSkips, Diverged, examine
+from jaxtrain.survive.accidents import ConsecutiveSkips, Diverged, Examination, examine
 from tests import problems
 from tests.survive.processes import logged
 from tests.workers import poisoned
@@ -33,9 +33,8 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
     skips = ConsecutiveSkips(3)
     good = {"loss": 1.0, "skipped": 0.0, "weight": 8.0}
     bad = {"loss": math.nan, "skipped": 2.0, "weight": 0.0}
-    half = {"loss": 1.0, "skipped": 1.0, "weight": 4.0}  # the other microbatch was applied
     spike = good | {"spike": 1.0}
-    for step, metrics in enumerate([bad, bad, good, bad, spike, half, spike, bad, bad, good]):
+    for step, metrics in enumerate([bad, bad, good, bad, spike, good, spike, bad, bad, good]):
         skips.on_metrics(step, metrics)
     assert skips.too_many_at == 8
     never = ConsecutiveSkips(0)
@@ -120,6 +119,14 @@ def test_parameters_that_are_not_finite_are_named_first():
     found = examine(experiment, mesh, state, problems.make_batch())
     assert found.first_not_finite() == (
         "parameter 'up/kernel' has 1 of 256 values that are not finite"
+    )
+
+
+def test_model_state_is_named_where_all_else_is_finite():
+    fine = {"w": (0, 4)}
+    found = Examination([1.0], fine, fine, {"norm/var": (2, 8)}, {"w": 1.0})
+    assert found.first_not_finite() == (
+        "model state 'norm/var' would get 2 of 8 values that are not finite"
     )
 
 

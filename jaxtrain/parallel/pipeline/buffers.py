@@ -67,8 +67,12 @@ def write(buffers: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
 
 
 def rows(batch: PyTree, j: jax.Array | int) -> PyTree:
-    """Microbatch j of leaves [B, M, ...]."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), batch)
+    """Microbatch j of leaves [B, M, ...], or [M] for scalars."""
+
+    def row(x):
+        return jax.lax.dynamic_index_in_dim(x, j, min(1, x.ndim - 1), keepdims=False)
+
+    return jax.tree.map(row, batch)
 
 
 def pin_rows(x: jax.Array, *, axis: int) -> jax.Array:

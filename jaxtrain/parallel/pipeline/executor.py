@@ -5,8 +5,8 @@
 every device runs its forward unit and its backward unit, each where the table has one, and then
 hands its results on: one ``ppermute`` each way. Stage inputs, cotangents and residuals wait in
 buffers of the table's slot counts, so memory does not grow with the number of microbatches where
-those do not (1F1B, interleaved). Gradients are summed in float32 in the scan's carry; nothing is
-differentiated through the scan or through a collective.
+those do not (1F1B, interleaved). Gradients are summed in float32 or wider in the scan's carry;
+nothing is differentiated through the scan or through a collective.
 
 Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device of C layers each.
 """
@@ -25,10 +25,12 @@ from jaxtrain.gradients import (
     GradientEngine,
     GradientSums,
     WeightedLoss,
-    all_finite,
     as_weighted,
-    float32_loss,
+    scaled,
+    seed_and_factor,
     select,
+    split_microbatches,
+    widen,
 )
 from jaxtrain.parallel.mesh import automatic, platform
 from jaxtrain.parallel.pipeline import residuals
@@ -51,7 +53,6 @@ from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.sharding import Gather
 from jaxtrain.precision import Policy, as_policy
-from jaxtrain.tree import path_name
 
 PyTree = Any
 
@@ -74,13 +75,13 @@ def pipeline(
     """Makes the gradient engine of a pipeline, for :func:`jaxtrain.step.build_update`.
 
     It computes what ``gradients.accumulated`` computes with as many microbatches: the same rows and
-    the same keys in each, sums over all weights, float32.
+    the same keys in each, sums over all weights in float32 or wider, and nothing left out.
 
     Args:
       stages: the model.
       mesh: its axis ``pipe`` has the S devices of the pipeline; other axes work as they do without.
       microbatches: M, into which every batch leaf's leading axis is cut (microbatch j holds rows
-        j, j + M, ...).
+        j, j + M, ...); scalars go to each.
       schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``; see :mod:`.tables` for their costs.
       virtual: chunks per device, above 1 for ``"interleaved"`` only; parameters are then to be laid
         out by :func:`to_virtual`.
@@ -96,13 +97,11 @@ def pipeline(
         over ``data`` and ``fsdp`` before the first tick.
 
     Returns:
-      The engine, to be traced under ``jax.jit``. A step in which anything is not finite is left out
-      whole: by the time an early stage overflows, later ones have added their part to the sums.
-      Such a step has zero gradients, weight 0 and ``skipped`` = M.
+      The engine, to be traced under ``jax.jit``.
 
     Raises:
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
-        that do not divide.
+        that do not divide, and a loss whose weight depends on the residual stream.
     """
     mesh = automatic(mesh)
     table = make_table(
@@ -120,17 +119,15 @@ def pipeline(
                 "statistics, or build_train_step(accumulate=...)"
             )
         chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
-        batch = policy.cast_inputs(batch)
-        batch = jax.tree_util.tree_map_with_path(functools.partial(_cut, microbatches), batch)
+        # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
+        batch = split_microbatches(policy.cast_inputs(batch), microbatches, "microbatches")
+        batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
         params, entered = policy.cast_to_compute(params), plan
         if gather == "step":
             params, pinned = enter_stages(stages, params, gradient_shardings)
             entered = dataclasses.replace(plan, stages=pinned)
         loss, grads = _run(entered, mesh, chunk, params, batch, rng, loss_scale)
-        sums = GradientSums(grads, loss, None, jnp.int32(0))
-        nothing = jax.tree.map(jnp.zeros_like, sums)
-        nothing = dataclasses.replace(nothing, skipped=jnp.int32(microbatches))
-        return select(all_finite((grads, loss.total)), sums, nothing)
+        return GradientSums(grads, loss, None, microbatches)
 
     return engine
 
@@ -171,8 +168,8 @@ class _Device:
       outer: all other parameters.
       batch: leaves [B, M, ...].
       rng: the step's key.
-      seeds_M: the cotangent of each microbatch's loss: loss scale / weight.
-      factors_M: what its gradients are multiplied by to be those of the sum: the inverse.
+      seeds_M: the cotangent of each microbatch's loss.
+      factors_M: what its gradients are multiplied by to be those of the sum.
       embed_leaves, head_leaves: which leaves of ``outer`` the embedding and the head read.
       x: shape and dtype of the residual stream.
       layout: of residuals; None where they are computed again.
@@ -202,7 +199,7 @@ class _Device:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What goes from tick to tick: three buffers [slots, ...] and the float32 sums."""
+    """What goes from tick to tick: three buffers [slots, ...] and the sums."""
 
     inputs: jax.Array
     cotangents: jax.Array
@@ -213,14 +210,11 @@ class _Carry:
 
 
 def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
-    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32."""
+    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
     stages, table = plan.stages, plan.table
     outer = {name: value for name, value in params.items() if name != stages.stacked}
-    weights_M = _weights(plan, outer, batch, rng)
-    scale = jnp.float32(1.0) if loss_scale is None else loss_scale
-    # What travels backward is the gradient of a microbatch's mean, as in gradients.plain: that of a
-    # sum over many tokens leaves float16's range.
-    seeds_M = jnp.where(weights_M > 0, scale / jnp.where(weights_M > 0, weights_M, 1.0), 0.0)
+    weights_M, dtype = _weights(plan, outer, batch, rng)
+    seeds_M, factors_M = seed_and_factor(weights_M, loss_scale, dtype)
     layers = P("pipe") if table.virtual == 1 else P(None, "pipe")
     program = jax.shard_map(
         functools.partial(_device_program, plan),
@@ -233,7 +227,7 @@ def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
     )
     ticks = jax.tree.map(jnp.asarray, schedule_arrays(table, chunk))
     loss, d_stacked, d_outer = program(
-        ticks, params[stages.stacked], outer, batch, rng, seeds_M, weights_M / scale
+        ticks, params[stages.stacked], outer, batch, rng, seeds_M, factors_M
     )
     return loss, {name: d_outer.get(name, d_stacked) for name in params}
 
@@ -345,6 +339,10 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
             lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
         )
         d_chunk, d_x = pull(d_y)
+        # Integers have no gradient, and no dtype for one that a branch could return.
+        d_chunk = jax.tree.map(
+            lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, d_chunk, chunk
+        )
         d_x, d_outer = plan.choose(
             unit.first,
             lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
@@ -386,10 +384,10 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
         return loss.total, loss
 
     leaves = pick_leaves(device.outer, device.head_leaves)
-    total, pull, loss = jax.vjp(head, leaves, y, has_aux=True)
-    d_leaves, d_y = pull(device.seeds_M[unit.microbatch].astype(total.dtype))
+    _, pull, loss = jax.vjp(head, leaves, y, has_aux=True)
+    d_leaves, d_y = pull(device.seeds_M[unit.microbatch])
     d_outer = _add_leaves(device, carry.d_outer, unit, device.head_leaves, d_leaves)
-    return d_y, d_outer, carry.loss + float32_loss(loss)
+    return d_y, d_outer, carry.loss + widen(loss)
 
 
 def _embed_backward(device: _Device, d_outer: PyTree, unit: Unit, d_x, batch, rng) -> PyTree:
@@ -402,15 +400,13 @@ def _embed_backward(device: _Device, d_outer: PyTree, unit: Unit, d_x, batch, rn
 
 
 def _add_leaves(device: _Device, sums: PyTree, unit: Unit, where, grads: list) -> PyTree:
-    factor = device.factors_M[unit.microbatch]
-    old = pick_leaves(sums, where)
-    new = [s + g.astype(jnp.float32) * factor for s, g in zip(old, grads, strict=True)]
+    grads = scaled(grads, device.factors_M[unit.microbatch])
+    new = [s + g for s, g in zip(pick_leaves(sums, where), grads, strict=True)]
     return replace_leaves(sums, where, new)
 
 
 def _add_chunk(device: _Device, sums: PyTree, unit: Unit, grads: PyTree) -> PyTree:
-    factor = device.factors_M[unit.microbatch]
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    grads = scaled(grads, device.factors_M[unit.microbatch])
     if device.plan.table.virtual == 1:
         return jax.tree.map(jnp.add, sums, grads)
     return jax.tree.map(lambda s, g: s.at[unit.chunk].add(g), sums, grads)
@@ -419,8 +415,8 @@ def _add_chunk(device: _Device, sums: PyTree, unit: Unit, grads: PyTree) -> PyTr
 def _start(device: _Device) -> _Carry:
     table = device.plan.table
 
-    def float32_like(tree):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+    def sums_like(tree):
+        return jax.tree.map(_zeros, jax.eval_shape(widen, tree))
 
     def slots(count, shape):
         return jnp.zeros((count, *shape.shape), shape.dtype)
@@ -437,9 +433,9 @@ def _start(device: _Device) -> _Carry:
             inputs=slots(table.input_slots, device.x),
             cotangents=slots(table.cotangent_slots, device.x),
             residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
-            d_stacked=float32_like(device.stacked),
-            d_outer=float32_like(device.outer),
-            loss=float32_like(loss),
+            d_stacked=sums_like(device.stacked),
+            d_outer=sums_like(device.outer),
+            loss=sums_like(loss),
         ),
     )
 
@@ -461,16 +457,29 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     )
 
 
-def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> jax.Array:
-    """The weight of every microbatch, float32 [M]; it needs no residual stream, so zeros do."""
+def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, Any]:
+    """The weight of every microbatch, [M], and the dtype of their losses.
 
-    def weight(j):
-        microbatch = rows(batch, j)
-        x = _residual_stream(plan, outer, microbatch, rng)
-        loss = as_weighted(plan.stages.head_loss(outer, _zeros(x), microbatch))
-        return loss.weight.astype(jnp.float32)
+    The weights are needed before the residual stream is there, and so must not depend on it.
+    """
+    x = _residual_stream(plan, outer, rows(batch, 0), rng)
 
-    return jax.lax.map(weight, jnp.arange(plan.table.microbatches))
+    def head(x, j):
+        return as_weighted(plan.stages.head_loss(outer, x, rows(batch, j)))
+
+    total = jax.eval_shape(lambda: head(_zeros(x), 0).total)
+    try:
+        # What depends on x is batched where x is.
+        weight = jax.vmap(lambda x: head(x, 0).weight, out_axes=None)
+        jax.eval_shape(weight, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
+    except (NotImplementedError, ValueError) as error:
+        if "out_axes" in str(error):  # else a kernel that cannot be batched: not looked into
+            raise ValueError(
+                "the weight that Stages.head_loss returns depends on x: in a pipeline it must be "
+                "a function of the batch alone, such as mask.sum()"
+            ) from None
+    every = jnp.arange(plan.table.microbatches)
+    return jax.lax.map(lambda j: widen(head(_zeros(x), j).weight), every), total.dtype
 
 
 def _residual_stream(plan: _Plan, outer: PyTree, microbatch: PyTree, rng: jax.Array):
@@ -481,17 +490,6 @@ def _residual_stream(plan: _Plan, outer: PyTree, microbatch: PyTree, rng: jax.Ar
             f"Stages.embed returns {x}: a pipeline hands one array [B, ...] from stage to stage"
         )
     return x
-
-
-def _cut(microbatches: int, path: tuple, x: jax.Array) -> jax.Array:
-    """[M B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied."""
-    if x.ndim == 0 or x.shape[0] % microbatches:
-        raise ValueError(
-            f"batch leaf {path_name(path)!r} has shape {tuple(x.shape)}: its leading axis "
-            f"cannot be cut into the pipeline's microbatches={microbatches}; use a global batch "
-            f"that is a multiple of {microbatches}"
-        )
-    return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

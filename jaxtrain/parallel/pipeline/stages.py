@@ -35,8 +35,8 @@ class Stages:
         pass is its own affair: wrap it in ``jax.checkpoint`` to keep less.
       head_loss: ``(params, x, batch) -> WeightedLoss`` or scalar (weight 1). The weight is a
         function of ``batch`` alone.
-      stacked: the key of ``params`` under which every leaf has a leading layer axis. ``embed`` and
-        ``head_loss`` get all parameters but these.
+      stacked: the key of ``params`` under which every leaf has a leading layer axis, integers
+        (which do not train) too. ``embed`` and ``head_loss`` get all parameters but these.
       scan_unroll: layers per iteration of the scan over a chunk's layers.
     """
 
