@@ -200,14 +200,21 @@ def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
     assert int(again.state.step) == 3
 
 
-def test_a_run_dir_in_use_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "precious").write_text("x")
-    options = jt.RunOptions(run_dir=str(tmp_path))
+def test_a_run_dir_in_use_is_refused_and_overwritten_without_what_is_not_the_runs(tmp_path):
+    options = jt.RunOptions(run_dir=str(tmp_path), save_every=1)
+    jt.fit(make_experiment(steps=3), options)
+    ours = ["notes.md", "checkpoints/1.npz", "checkpoints/best/1", "tensorboard/mine"]
+    for name in ours:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds a run already: continue it with --resume"):
         jt.fit(make_experiment(), options)
-    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+    assert Checkpointer(tmp_path / "checkpoints").latest_step() == 3
     jt.fit(make_experiment(steps=1), dataclasses.replace(options, overwrite=True))
-    assert not (tmp_path / "precious").exists()
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 1]
+    assert len(list(tmp_path.glob("tensorboard/events*"))) == 1
+    assert [(tmp_path / name).read_text() for name in ours] == ["mine"] * 4
 
 
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
@@ -218,6 +225,8 @@ def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, run_dir="empty"))
     with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it"):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, overwrite=True))
+    with pytest.raises(ValueError, match="--resume needs a run to continue and --auto-resume"):
+        jt.fit(make_experiment(), jt.RunOptions(run_dir="a", resume=True, auto_resume=True))
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_a_folder_is_made(tmp_path):
@@ -255,7 +264,7 @@ def test_auto_resume_is_one_command_for_every_attempt(tmp_path):
 
 def test_auto_resume_takes_no_folder_that_is_no_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="holds a run already"):
+    with pytest.raises(FileExistsError, match="holds files and no run"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path), auto_resume=True))
     with pytest.raises(ValueError, match="--auto-resume needs --run-dir"):
         jt.fit(make_experiment(), jt.RunOptions(auto_resume=True))
