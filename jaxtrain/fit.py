@@ -19,6 +19,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxtrain import provenance
 from jaxtrain.calls import call_end, compile_loop
 from jaxtrain.checkpoint import Checkpointer, SaveError
 from jaxtrain.compile import CompiledStep
@@ -35,6 +36,7 @@ from jaxtrain.experiment import (
 from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import Writer, make_writers
+from jaxtrain.parallel import distributed
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.plan.comparison import compare_with_run
 from jaxtrain.run_dir import Ownership, claim_run_dir, find_run_dir, has_checkpoint, write_text
@@ -141,6 +143,8 @@ class RunOptions:
       auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
         command for a run that is started again and again.
       overwrite: Delete the run in run_dir first; files that no run writes stay.
+      accept_changes: Resume although these flags, or what else is named, are not as they were: the
+        steps to come are then those of another run. "all" accepts everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
@@ -158,6 +162,7 @@ class RunOptions:
     resume: bool = False
     auto_resume: bool = False
     overwrite: bool = False
+    accept_changes: tuple[str, ...] = ()
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
@@ -194,7 +199,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       options: where, and how often to report.
 
     Raises:
-      ValueError: for a mesh, batch or checkpoint that does not fit, before anything is compiled.
+      ValueError: for a mesh, batch or checkpoint that does not fit, and a run to resume that had
+        other flags or data, before anything is compiled.
       FileExistsError: where ``run_dir`` holds another run, or something else.
       Superseded: another start has taken over the run's folder; uncaught, it is the exit code.
       FileNotFoundError: where there is nothing to resume.
@@ -208,6 +214,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     _check_calls(experiment.steps_per_call, options)
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
+    record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
+    experiment = dataclasses.replace(experiment, config=record)
     skips = _Skips(options.max_consecutive_skips)
     watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
     run_dir, resume = find_run_dir(
@@ -228,6 +236,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
             files=experiment.files,
         )
         checkpoints = _open_checkpoints(experiment, options, run_dir)
+        changes = _changes(experiment, checkpoints, run_dir, options) if resume else []
         # Before it is read: an earlier attempt that still runs must not save in between.
         owner = claim() if resume else None
         if resume and has_checkpoint(run_dir / "checkpoints"):
@@ -245,9 +254,11 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         terminal.print_header(
             f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, programs)
         )
-        write_text(run_dir / "config.json", json.dumps(dict(experiment.config), indent=2) + "\n")
-        for name, text in experiment.files.items():
-            write_text(run_dir / name, text)
+        texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
+        for name, text in (texts | dict(experiment.files)).items():
+            if not (resume and (run_dir / name).exists()):
+                write_text(run_dir / name, text)
+        provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
 
         log = stack.enter_context(
             contextlib.closing(
@@ -315,6 +326,32 @@ def _open_checkpoints(
         best_metric=f"eval/{experiment.best_metric}",
         best_mode=experiment.best_mode,
     )
+
+
+def _changes(
+    experiment: Experiment, checkpoints: Checkpointer, run_dir: epath.Path, options: RunOptions
+) -> list[provenance.Change]:
+    """What a resumed run has otherwise, printed.
+
+    Raises:
+      ValueError: it would not go on as the same run, and nobody has accepted that.
+    """
+    saved = has_checkpoint(run_dir / "checkpoints")
+
+    def read() -> str:
+        record = provenance.read_record(run_dir)
+        return json.dumps(checkpoints.config() if record is None and saved else record or {})
+
+    then = json.loads(distributed.from_first_process(read))
+    changes = provenance.compare(then, experiment.config, experiment.may_change)
+    if saved:
+        provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
+    else:
+        changes = [dataclasses.replace(c, meaning="none was saved before") for c in changes]
+    if changes:
+        title = f"changed since {run_dir} was started last:"
+        terminal.print_lines(provenance.table(changes, title=title))
+    return changes
 
 
 class _OwnLog:
@@ -485,12 +522,14 @@ class _Saving(Hook):
         self.owner = owner
         self.options, self.clock = options, clock
         self.saved_at = clock()
+        self.writing: tuple[int, float] | None = None
         self.looks_at = 0
         self.best = math.nan
         if options.save_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{experiment.best_metric}"]
 
     def on_step(self, step: int, state: TrainState) -> None:
+        self._tell()
         every = self.options.save_every
         by_step = bool(every) and step % every == 0
         # Both are asked at every step: one remembers the best, the other may speak to processes.
@@ -518,18 +557,34 @@ class _Saving(Hook):
         # Does nothing where that has begun well.
         self._start(step, state)
         self.checkpoints.wait()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Says that a checkpoint is there, once; one that failed is told by the next save."""
+        if self.writing is None:
+            return
+        step, since = self.writing
+        saved = self.checkpoints.is_saved(step)
+        if saved:
+            seconds = self.clock() - since
+            self.evaluation.progress.note(f"checkpoint {step} saved within {seconds:.1f} s")
+        if saved is not None:
+            self.writing = None
 
     def _start(self, step: int, state: TrainState) -> None:
         if self.owner is not None:
             self.owner.check()
         evaluated, means = self.evaluation.latest
         metrics = {f"eval/{name}": value for name, value in means.items()}
-        self.checkpoints.save(
+        since = self.clock()
+        started = self.checkpoints.save(
             step,
             to_checkpoint(self.experiment, state),
             metrics=metrics if evaluated == step else None,
             config=self.experiment.config,
         )
+        if started:
+            self.writing = (step, since)
 
     def _is_best(self, step: int) -> bool:
         evaluated, means = self.evaluation.latest

@@ -113,7 +113,12 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=5, eval_every=4, save_every=4, keep=1)
     result = jt.fit(make_experiment(), options)
-    assert json.loads((run / "config.json").read_text()) == {"answer": 42}
+    config = json.loads((run / "config.json").read_text())
+    provenance = config.pop("provenance")
+    assert config == {"answer": 42}
+    assert (provenance["seed"], provenance["mesh"]) == (0, "data 8: 8 x cpu")
+    assert provenance["versions"]["jax"] == jax.__version__
+    assert Checkpointer(run / "checkpoints").config()["provenance"] == provenance
     assert (run / "notes.txt").read_text() == "kept"
     assert any((run / "tensorboard").iterdir())
     logged = lines(run)
@@ -176,6 +181,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop):
         for name in ("whole", "parts")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_library_run_is_resumed_with_its_own_seed_and_batch(tmp_path):
+    options = jt.RunOptions(run_dir=str(tmp_path))
+    jt.fit(make_experiment(steps=2), options)
+    again = dataclasses.replace(options, resume=True)
+    for changes, words in (
+        ({"seed": 1}, r"had seed 0 \(now 1\)"),
+        ({"fingerprints": {"text": "b"}, "seed": 2}, "had seed"),
+        ({"batch": {k: v for k, v in make_experiment().batch.items() if k != "mask"}}, "had batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jt.fit(make_experiment(**changes), again)
+    (tmp_path / "config.json").unlink()  # the checkpoint has one too
+    with pytest.raises(ValueError, match="had seed"):
+        jt.fit(make_experiment(seed=1), again)
 
 
 def test_a_run_resumes_on_another_mesh(tmp_path):

@@ -1,7 +1,9 @@
 """A run's folder: nobody else's files are harmed, and two starts never write into one."""
 
 import json
+import os
 import signal
+import types
 
 import pytest
 from etils import epath
@@ -33,6 +35,17 @@ def test_overwrite_refuses_a_folder_that_is_no_run(tmp_path, names):
     with pytest.raises(FileExistsError, match=r"holds .*: .*choose another --run-dir"):
         find_run_dir("gpt", str(tmp_path), overwrite=True)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [(os.ST_RDONLY, "is on a read-only file system"), (0, "may not be written in by this user")],
+)
+def test_a_folder_that_cannot_be_written_to_is_called_that(tmp_path, monkeypatch, flag, words):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_flag=flag))
+    with pytest.raises(PermissionError, match=f"the folder '{tmp_path}' {words}: choose another"):
+        find_run_dir("gpt", str(tmp_path / "run"))
 
 
 def test_two_that_found_the_same_folder_do_not_both_get_it(tmp_path, monkeypatch):
