@@ -5,20 +5,25 @@ are ``if __name__ == "__main__": main(Config, build)``.
 """
 
 import dataclasses
+import os
+import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 
-from jaxtrain import exit_codes, optim, quiet
+from jaxtrain import data, exit_codes, optim, quiet
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
 from jaxtrain.fit import RunOptions, fit
 from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.parallel import distributed
+from jaxtrain.paths import as_path
+from jaxtrain.provenance import OF_START, ROUNDED, SAME, from_plain, known_fields, read_record
 from jaxtrain.refusal import refusing
+from jaxtrain.run_dir import runs
 from jaxtrain.survive.accidents import Diverged
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
@@ -37,6 +42,30 @@ LEARNING_RATES = {
     "lamb": 1e-2,
     "lars": 3.0,
     "muon": 1e-2,
+}
+
+
+# What a resumed run may have otherwise, and what that means for its steps. All that is not here
+# changes what is computed: the seed, the rate, the batch, the model, the precision, and the number
+# of steps, by which schedules go.
+MAY_CHANGE = {
+    "distributed.*": "",  # who this process is: of the start, and not of the run
+    "mesh.*": ROUNDED,
+    "simulate_devices": ROUNDED,
+    "zero": ROUNDED,
+    "accumulate": ROUNDED,
+    "pipeline.*": ROUNDED,
+    "steps_per_call": ROUNDED,
+    "remat": ROUNDED,
+    "scan_unroll": ROUNDED,
+    "attention": ROUNDED,
+    # Where they lie; what they hold has a fingerprint.
+    "data": SAME,
+    "field": SAME,
+    "tokenizer": SAME,
+    "sample_tokens": SAME,
+    "held_out_bytes": "same bits, evaluated on other text",
+    "held_out_text": "same bits, evaluated on other text",
 }
 
 
@@ -152,6 +181,13 @@ def make_optimizer(
     )
 
 
+def may_change(config: Any) -> dict[str, str]:
+    """Returns what a resumed run may have otherwise: MAY_CHANGE, and more or fewer steps where the
+    learning rate does not go by their number."""
+    flat = config.optimizer.schedule == "constant" and config.optimizer.warmup_steps is not None
+    return MAY_CHANGE | ({"steps": SAME} if flat else {})
+
+
 def check_seed(seed: int) -> None:
     """Makes sure that a seed is one for JAX as well as for NumPy.
 
@@ -173,25 +209,99 @@ def main(
     and ``REFUSED``.
     """
     with refusing():
-        config = parse(config_type, arguments)
+        config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
         distributed.initialize(**dataclasses.asdict(processes))
         quiet.start()
         keep_freed_memory()
+        experiment = build(config)
+        if not experiment.may_change:
+            experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
         try:
-            fit(build(config), config.run)
+            fit(experiment, config.run)
         except Diverged as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None
 
 
-def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
-    """Reads a config from the command line and simulates devices where it asks for them."""
-    config = tyro.cli(config_type, args=arguments, prog=program_name())
+def parse(config_type: type, arguments: Sequence[str] | None = None, *, default: Any = None) -> Any:
+    """Reads a config from the command line and simulates devices where it asks for them.
+
+    Args:
+      config_type: the config's.
+      arguments: the flags; by default, those of the process.
+      default: a config that has what the flags leave out.
+    """
+    defaults = {} if default is None else {"default": default}
+    config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
     if config.simulate_devices:
         simulate_devices(config.simulate_devices)
     return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The flags that say which run is resumed; see RunOptions."""
+
+    run_dir: str | None = None
+    resume: bool = False
+    auto_resume: bool = False
+
+
+def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
+    """Returns the config of the run that the flags resume, as last started; None for a new run.
+
+    What is of a start and not of the run (how it is resumed, which process this is) is as if left
+    out. Flags that this version lacks are left out too, and shown as changes later.
+
+    Raises:
+      ValueError: the run's folder holds flags that cannot be.
+    """
+    start, _ = tyro.cli(
+        _Start, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
+    )
+    if not (start.resume or start.auto_resume):
+        return None
+    module = module_name(config_type)
+    for path in runs() if start.run_dir is None else [as_path(start.run_dir)]:
+        record = read_record(path) or {}
+        if start.run_dir is not None or record.get("module") == module:
+            break
+    else:
+        return None
+    flags = record.get("flags")
+    if not isinstance(flags, dict) or not isinstance(flags.get("run"), dict):
+        return None
+    flags = {name: value for name, value in flags.items() if name != "distributed"}
+    run = {name: value for name, value in flags["run"].items() if name not in OF_START}
+    flags["run"] = run | {"run_dir": str(path)}
+    return from_plain(config_type, known_fields(config_type, flags))
+
+
+def module_name(config_type: type) -> str:
+    """The module of an experiment, as ``python -m`` takes it."""
+    name = config_type.__module__
+    return program_name().removeprefix("python -m ") if name == "__main__" else name
+
+
+def kept_file(run: RunOptions, name: str) -> os.PathLike | None:
+    """The file that a run to resume has kept in its folder; None where there is none."""
+    if not (run.resume or run.auto_resume) or run.run_dir is None:
+        return None
+    path = as_path(run.run_dir) / name
+    return path if path.exists() else None
+
+
+def tokenize(documents: Iterable[data.Document], tokenizer: data.Tokenizer) -> data.Corpus:
+    """Encodes documents once and for all starts: tokens are kept in ``~/.cache/jaxtrain/tokens``
+    (``$XDG_CACHE_HOME`` is heeded), or in memory where that folder cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        folder = pathlib.Path(home) / "jaxtrain" / "tokens"
+        return data.tokenize(documents, tokenizer, cache_dir=folder)
+    except OSError:
+        return data.tokenize(documents, tokenizer)
 
 
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):

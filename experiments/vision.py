@@ -6,6 +6,7 @@ It takes seconds on 2 CPU cores and reaches 98 % or more; ``--optimizer.name lar
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -89,6 +90,11 @@ def build(config: Config) -> Experiment:
         steps_per_call=config.steps_per_call,
         zero=config.zero,
         seed=config.seed,
+        fingerprints={
+            "images": hashlib.sha256(train.images_NHWC.tobytes()).hexdigest(),
+            "order_of_rows": str(data.ORDER_VERSION),
+        },
+        may_change=options.may_change(config),
         items_per_step=config.global_batch,
         item="images",
         config={

@@ -212,8 +212,8 @@ class Checkpointer:
             if extra := [name for name in saved if name not in wanted]:
                 first = manifests.kind(saved[extra[0]])
                 raise ValueError(
-                    f"{self._of_another_model(step)}: it holds {extra[0]!r} {first}, which the "
-                    f"state lacks ({len(extra)} such paths)"
+                    f"{self._of_another(step, saved, wanted)}: it holds {extra[0]!r} {first}, "
+                    f"which the state lacks ({len(extra)} such paths)"
                 )
 
         return self._restore(abstract_state, step, check)
@@ -268,6 +268,15 @@ class Checkpointer:
         multihost_utils.sync_global_devices("Checkpointer.drop_after")
         for other in later:
             self._writer().delete(other)
+
+    def is_saved(self, step: int) -> bool | None:
+        """Returns whether ``step`` has been saved, None while something is still being written.
+
+        It never waits, and asks no other process.
+        """
+        if self._manager is not None and self._manager.is_saving_in_progress():
+            return None
+        return (self.directory / str(step)).exists()
 
     def wait(self) -> None:
         """Blocks until the save in progress, if any, is on disk; raises what went wrong there.
@@ -466,8 +475,17 @@ class Checkpointer:
                 raise self._damage(step, f"{name!r} is not what was saved (checksum)")
         return self._assemble(step, saved, raw, abstract_state)
 
-    def _of_another_model(self, step: int) -> str:
-        return f"checkpoint {step} in {self.directory} is of another model"
+    def _of_another(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+        def differs(name: str) -> bool:
+            if name not in saved or name not in wanted:
+                return True
+            return not manifests.agree(saved[name], manifests.describe(name, wanted[name]))
+
+        # A training state in which all but the optimizer's part is the same.
+        differing = [name for name in {**saved, **wanted} if differs(name)]
+        of_optimizer = all(name.startswith("opt_state/") for name in differing)
+        kind = "optimizer" if of_optimizer else "model"
+        return f"checkpoint {step} in {self.directory} is of another {kind}"
 
     def _check(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         for name, leaf in wanted.items():
@@ -475,13 +493,13 @@ class Checkpointer:
             if name not in saved:
                 missing = sum(other not in saved for other in wanted)
                 raise ValueError(
-                    f"{self._of_another_model(step)}: it lacks {name!r} {manifests.kind(entry)}, "
-                    f"which the state has ({missing} such paths)"
+                    f"{self._of_another(step, saved, wanted)}: it lacks {name!r} "
+                    f"{manifests.kind(entry)}, which the state has ({missing} such paths)"
                 )
             if not manifests.agree(saved[name], entry):
                 raise ValueError(
-                    f"{self._of_another_model(step)}: {name!r} is {manifests.kind(saved[name])} "
-                    f"there and {manifests.kind(entry)} in the state"
+                    f"{self._of_another(step, saved, wanted)}: {name!r} is "
+                    f"{manifests.kind(saved[name])} there and {manifests.kind(entry)} in the state"
                 )
 
     def _read(

@@ -131,12 +131,15 @@ class ReplayOptions:
     """The run's folder."""
     step: int
     """Which step, as the logs count."""
+    module: str | None = None
+    """The run's experiment, such as experiments.gpt. The run's folder names it too, but no code is
+    run because a file says so."""
 
 
 def run_replay(options: ReplayOptions, rest: list[str]) -> int:
     """Prints what the step computes."""
     del rest
-    examination = replay.replay(options.run_dir, options.step)
+    examination = replay.replay(options.run_dir, options.step, module=options.module)
     terminal.print_lines(replay.report(examination, options.step))
     return 0
 

@@ -68,6 +68,11 @@ class Experiment:
       flops_formula: its name.
       config: the configuration, as JSON-able data, stored with every checkpoint.
       files: text files to keep in the run's folder (name to text), such as a tokenizer.
+      fingerprints: of what the flags do not tell, such as the text behind a path (name to text):
+        equal only where it is the same. A run is resumed with equal ones.
+      may_change: which entries of ``config["flags"]`` and which fingerprints a resumed run may have
+        otherwise: their dotted names, or patterns of them (``mesh.*``), to what that means for the
+        steps to come. All others are refused unless ``RunOptions.accept_changes`` names them.
       facts: more lines for the header (name to text).
       conclude: ``(state, evaluation means) -> lines`` printed when training is over.
       best_metric: the evaluation metric that decides which checkpoint is best.
@@ -100,6 +105,8 @@ class Experiment:
     flops_formula: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    may_change: Mapping[str, str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     best_metric: str = "loss"

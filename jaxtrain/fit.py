@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -15,8 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxtrain import provenance
 from jaxtrain.calls import call_end, compile_loop
 from jaxtrain.checkpoint import Checkpointer, SaveError
 from jaxtrain.compile import CompiledStep
@@ -32,13 +35,14 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.observe import memory, terminal, throughput
 from jaxtrain.observe.summary import header_facts, print_conclusion
-from jaxtrain.observe.writers import make_writers
+from jaxtrain.observe.writers import Writer, make_writers
+from jaxtrain.parallel import distributed
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.plan.comparison import compare_with_run
-from jaxtrain.run_dir import find_run_dir, has_checkpoint, prepare_run_dir, write_text
+from jaxtrain.run_dir import Ownership, claim_run_dir, find_run_dir, has_checkpoint, write_text
 from jaxtrain.state import TrainState
 from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
-from jaxtrain.survive.lifeline import open_lifeline
+from jaxtrain.survive.lifeline import Lifeline, open_lifeline
 from jaxtrain.survive.pace import Pace
 from jaxtrain.survive.preemption import Preempted, Preemption
 from jaxtrain.survive.watchdog import Watchdog
@@ -157,7 +161,9 @@ class RunOptions:
       resume: Continue the run in run_dir; left out, the newest under runs/.
       auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
         command for a run that is started again and again.
-      overwrite: Delete what is in run_dir first.
+      overwrite: Delete the run in run_dir first; files that no run writes stay.
+      accept_changes: Resume although these flags, or what else is named, are not as they were: the
+        steps to come are then those of another run. "all" accepts everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
@@ -175,6 +181,7 @@ class RunOptions:
     resume: bool = False
     auto_resume: bool = False
     overwrite: bool = False
+    accept_changes: tuple[str, ...] = ()
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
@@ -211,8 +218,10 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       options: where, and how often to report.
 
     Raises:
-      ValueError: for a mesh, batch or checkpoint that does not fit, before anything is compiled.
-      FileExistsError: where ``run_dir`` holds another run.
+      ValueError: for a mesh, batch or checkpoint that does not fit, and a run to resume that had
+        other flags or data, before anything is compiled.
+      FileExistsError: where ``run_dir`` holds another run, or something else.
+      Superseded: another start has taken over the run's folder; uncaught, it is the exit code.
       FileNotFoundError: where there is nothing to resume.
       Preempted: after a signal, with the state saved; uncaught, it is the process's exit code.
       Diverged: after too many skipped steps in a row, with the state saved.
@@ -224,6 +233,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     _check_calls(experiment.steps_per_call, options)
     mesh = make_experiment_mesh(experiment)
     abstract = make_abstract_state(experiment, mesh)
+    record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
+    experiment = dataclasses.replace(experiment, config=record)
     skips = _Skips(options.max_consecutive_skips)
     watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
     run_dir, resume = find_run_dir(
@@ -235,14 +246,18 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     )
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
-        checkpoints = stack.enter_context(
-            Checkpointer(
-                run_dir / "checkpoints",
-                keep=options.keep,
-                best_metric=f"eval/{experiment.best_metric}",
-                best_mode=experiment.best_mode,
-            )
+        claim = functools.partial(
+            claim_run_dir,
+            run_dir,
+            name=experiment.name if options.run_dir is None else None,
+            resumes=resume,
+            overwrite=options.overwrite,
+            files=experiment.files,
         )
+        checkpoints = _open_checkpoints(experiment, options, run_dir)
+        changes = _changes(experiment, checkpoints, run_dir, options) if resume else []
+        # Before it is read: an earlier attempt that still runs must not save in between.
+        owner = claim() if resume else None
         if resume and has_checkpoint(run_dir / "checkpoints"):
             state = restore_state(experiment, abstract, checkpoints.restore)
         else:
@@ -250,16 +265,24 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         start = int(state.step)
         train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
         # Only now: whatever has been refused so far has left an older run alone.
-        prepare_run_dir(run_dir, overwrite=options.overwrite)
+        owner = owner or claim()
+        if owner.path != run_dir:  # Another start has taken the number that was free.
+            run_dir = owner.path
+            checkpoints = _open_checkpoints(experiment, options, run_dir)
+        stack.enter_context(checkpoints)
         terminal.print_header(
             f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, programs)
         )
-        write_text(run_dir / "config.json", json.dumps(dict(experiment.config), indent=2) + "\n")
-        for name, text in experiment.files.items():
-            write_text(run_dir / name, text)
+        texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
+        for name, text in (texts | dict(experiment.files)).items():
+            if not (resume and (run_dir / name).exists()):
+                write_text(run_dir / name, text)
+        provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
 
         log = stack.enter_context(
-            contextlib.closing(make_writers(run_dir, resume_step=start if resume else None))
+            contextlib.closing(
+                _OwnLog(make_writers(run_dir, resume_step=start if resume else None), owner, peers)
+            )
         )
         progress = stack.enter_context(
             terminal.Progress(experiment.steps, start=start, item=experiment.item)
@@ -277,7 +300,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         evaluation = _Evaluation(
             experiment, mesh, log, progress, rate, watchdog, options.eval_every
         )
-        saving = _Saving(experiment, checkpoints, evaluation, options)
+        saving = _Saving(experiment, checkpoints, evaluation, options, owner=owner)
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             hooks = (_Alive(watchdog), logging, evaluation, saving, skips, preemption)
@@ -311,6 +334,77 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         terminal.print_lines(lines)
     print_conclusion(experiment, state, means, str(run_dir))
     return FitResult(state, means, str(run_dir))
+
+
+def _open_checkpoints(
+    experiment: Experiment, options: RunOptions, run_dir: epath.Path
+) -> Checkpointer:
+    return Checkpointer(
+        run_dir / "checkpoints",
+        keep=options.keep,
+        best_metric=f"eval/{experiment.best_metric}",
+        best_mode=experiment.best_mode,
+    )
+
+
+def _changes(
+    experiment: Experiment, checkpoints: Checkpointer, run_dir: epath.Path, options: RunOptions
+) -> list[provenance.Change]:
+    """What a resumed run has otherwise, printed.
+
+    Raises:
+      ValueError: it would not go on as the same run, and nobody has accepted that.
+    """
+    saved = has_checkpoint(run_dir / "checkpoints")
+
+    def read() -> str:
+        record = provenance.read_record(run_dir)
+        return json.dumps(checkpoints.config() if record is None and saved else record or {})
+
+    then = json.loads(distributed.from_first_process(read))
+    changes = provenance.compare(then, experiment.config, experiment.may_change)
+    if saved:
+        provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
+    else:
+        changes = [dataclasses.replace(c, meaning="none was saved before") for c in changes]
+    if changes:
+        title = f"changed since {run_dir} was started last:"
+        terminal.print_lines(provenance.table(changes, title=title))
+    return changes
+
+
+class _OwnLog:
+    """The logs, while the folder is this start's own; then it asks for the end instead.
+
+    Args:
+      log: the logs.
+      owner: of the folder that they lie in.
+      peers: stop together, after which the last save finds the same.
+    """
+
+    # A bucket takes long enough to answer for the devices to wait.
+    LOOK_SECONDS = 10.0
+
+    def __init__(self, log: Writer, owner: Ownership, peers: Lifeline):
+        self._log, self._owner, self._peers = log, owner, peers
+        self._taken, self._looked_at = False, -math.inf
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._is_taken():
+            self._log.write(step, values)
+
+    def close(self) -> None:
+        if not self._is_taken():  # In a bucket, closing writes.
+            self._log.close()
+
+    def _is_taken(self) -> bool:
+        seconds = self.LOOK_SECONDS if "://" in str(self._owner.path) else 0.0
+        if jax.process_index() == 0 and time.monotonic() - self._looked_at >= seconds:
+            self._looked_at = time.monotonic()
+            if not self._taken and self._owner.taken_by() is not None:
+                self._taken = True
+                self._peers.want_stop()
+        return self._taken
 
 
 def _check_calls(steps_per_call: int, options: RunOptions) -> None:
@@ -440,16 +534,21 @@ class _Saving(Hook):
         evaluation: _Evaluation,
         options: RunOptions,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        owner: Ownership | None = None,
     ):
         self.experiment, self.checkpoints, self.evaluation = experiment, checkpoints, evaluation
+        self.owner = owner
         self.options, self.clock = options, clock
         self.saved_at = clock()
+        self.writing: tuple[int, float] | None = None
         self.looks_at = 0
         self.best = math.nan
         if options.save_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{experiment.best_metric}"]
 
     def on_step(self, step: int, state: TrainState) -> None:
+        self._tell()
         every = self.options.save_every
         by_step = bool(every) and step % every == 0
         # Both are asked at every step: one remembers the best, the other may speak to processes.
@@ -477,16 +576,34 @@ class _Saving(Hook):
         # Does nothing where that has begun well.
         self._start(step, state)
         self.checkpoints.wait()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Says that a checkpoint is there, once; one that failed is told by the next save."""
+        if self.writing is None:
+            return
+        step, since = self.writing
+        saved = self.checkpoints.is_saved(step)
+        if saved:
+            seconds = self.clock() - since
+            self.evaluation.progress.note(f"checkpoint {step} saved within {seconds:.1f} s")
+        if saved is not None:
+            self.writing = None
 
     def _start(self, step: int, state: TrainState) -> None:
+        if self.owner is not None:
+            self.owner.check()
         evaluated, means = self.evaluation.latest
         metrics = {f"eval/{name}": value for name, value in means.items()}
-        self.checkpoints.save(
+        since = self.clock()
+        started = self.checkpoints.save(
             step,
             to_checkpoint(self.experiment, state),
             metrics=metrics if evaluated == step else None,
             config=self.experiment.config,
         )
+        if started:
+            self.writing = (step, since)
 
     def _is_best(self, step: int) -> bool:
         evaluated, means = self.evaluation.latest

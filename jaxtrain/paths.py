@@ -43,4 +43,6 @@ def check_writable(path: epath.Path) -> None:
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
     if not os.access(there, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "is on a read-only file system" if read_only else "may not be written in by this user"
+        raise PermissionError(f"the folder '{there}' {why}: choose another, or make it writable")

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain import data
 from jaxtrain.observe import writers
-from jaxtrain.run_dir import find_run_dir, prepare_run_dir
+from jaxtrain.run_dir import claim_run_dir, find_run_dir
 
 
 class Bucket(MemoryFileSystem):
@@ -129,14 +129,19 @@ def test_the_folder_of_a_run(bucket):
     folder = "gs://bucket/runs/a"
     found, resumes = find_run_dir("gpt", folder)
     assert (str(found), resumes) == (folder, False)
-    write(bucket / "runs" / "a" / "config.json", b"{}")
+    first = claim_run_dir(found)
+    for name in ("config.json", "tensorboard/events.out.tfevents.1", "thesis.tex"):
+        write(found / name, b"{}")
     with pytest.raises(FileExistsError, match="gs://bucket/runs/a holds a run already"):
         find_run_dir("gpt", folder)
     assert find_run_dir("gpt", folder, auto_resume=True)[1]
     found, resumes = find_run_dir("gpt", folder, overwrite=True)
     assert not resumes
-    prepare_run_dir(found, overwrite=True)
-    assert not (bucket / "runs" / "a" / "config.json").exists()
+    assert first.taken_by() is None
+    second = claim_run_dir(found, overwrite=True)
+    assert first.taken_by().startswith("process ")
+    assert second.taken_by() is None
+    assert sorted(path.name for path in found.iterdir()) == ["owner.json", "thesis.tex"]
 
 
 def test_tokens_are_cached_on_a_disk_only(bucket):

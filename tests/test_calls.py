@@ -132,12 +132,12 @@ def test_skipped_steps_are_counted_one_by_one(tmp_path):
 def test_a_replay_makes_the_calls_of_the_run(tmp_path):
     config = poisoned.Config(steps=8, poison_half=(7,), steps_per_call=4)
     jt.fit(poisoned.build(config), jt.RunOptions(run_dir=str(tmp_path), log_every=1))
-    examined = replay(tmp_path, 6)
+    examined = replay(tmp_path, 6, module="tests.workers.poisoned")
     assert sum(examined.losses) / len(examined.losses) == pytest.approx(
         losses(tmp_path)[6], rel=0.2
     )
     assert examined.first_not_finite() is None
-    assert "microbatch 1" in replay(tmp_path, 7).first_not_finite()
+    assert "microbatch 1" in replay(tmp_path, 7, module="tests.workers.poisoned").first_not_finite()
 
 
 @pytest.mark.parametrize(

@@ -588,3 +588,20 @@ def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path):
     reader = Checkpointer(tmp_path)
     assert reader.steps() == [2, 4]
     assert_same(state, reader.restore(state))
+
+
+def test_a_state_of_another_optimizer_is_called_that(tmp_path):
+    state = {"params": {"w": jnp.ones(3)}, "opt_state": {"count": jnp.int32(0)}}
+    other = {"params": {"w": jnp.ones(3)}, "opt_state": {"trace": jnp.ones(3)}}
+    shape = {"params": {"w": jnp.ones(3)}, "opt_state": {"count": jnp.zeros(2)}}
+    model = {"params": {"w": jnp.ones(4)}, "opt_state": {"trace": jnp.ones(4)}}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        for wanted, words in (
+            (other, "is of another optimizer: it lacks 'opt_state/trace'"),
+            (shape, "is of another optimizer: 'opt_state/count' is"),
+            ({"params": state["params"]}, "is of another optimizer: it holds 'opt_state/count'"),
+            (model, "is of another model"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                checkpoints.restore(wanted)

@@ -143,7 +143,12 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=5, eval_every=4, save_every=4, keep=1)
     result = jt.fit(make_experiment(), options)
-    assert json.loads((run / "config.json").read_text()) == {"answer": 42}
+    config = json.loads((run / "config.json").read_text())
+    provenance = config.pop("provenance")
+    assert config == {"answer": 42}
+    assert (provenance["seed"], provenance["mesh"]) == (0, "data 8: 8 x cpu")
+    assert provenance["versions"]["jax"] == jax.__version__
+    assert Checkpointer(run / "checkpoints").config()["provenance"] == provenance
     assert (run / "notes.txt").read_text() == "kept"
     assert any((run / "tensorboard").iterdir())
     logged = lines(run)
@@ -208,6 +213,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop):
     assert losses[0] == losses[1]
 
 
+def test_a_library_run_is_resumed_with_its_own_seed_and_batch(tmp_path):
+    options = jt.RunOptions(run_dir=str(tmp_path))
+    jt.fit(make_experiment(steps=2), options)
+    again = dataclasses.replace(options, resume=True)
+    for changes, words in (
+        ({"seed": 1}, r"had seed 0 \(now 1\)"),
+        ({"fingerprints": {"text": "b"}, "seed": 2}, "had seed"),
+        ({"batch": {k: v for k, v in make_experiment().batch.items() if k != "mask"}}, "had batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jt.fit(make_experiment(**changes), again)
+    (tmp_path / "config.json").unlink()  # the checkpoint has one too
+    with pytest.raises(ValueError, match="had seed"):
+        jt.fit(make_experiment(seed=1), again)
+
+
 def test_a_run_resumes_on_another_mesh(tmp_path):
     options = jt.RunOptions(run_dir=str(tmp_path))
     jt.fit(make_experiment(steps=6), options)
@@ -230,14 +251,21 @@ def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
     assert int(again.state.step) == 3
 
 
-def test_a_run_dir_in_use_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "precious").write_text("x")
-    options = jt.RunOptions(run_dir=str(tmp_path))
+def test_a_run_dir_in_use_is_refused_and_overwritten_without_what_is_not_the_runs(tmp_path):
+    options = jt.RunOptions(run_dir=str(tmp_path), save_every=1)
+    jt.fit(make_experiment(steps=3), options)
+    ours = ["notes.md", "checkpoints/1.npz", "checkpoints/best/1", "tensorboard/mine"]
+    for name in ours:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds a run already: continue it with --resume"):
         jt.fit(make_experiment(), options)
-    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+    assert Checkpointer(tmp_path / "checkpoints").latest_step() == 3
     jt.fit(make_experiment(steps=1), dataclasses.replace(options, overwrite=True))
-    assert not (tmp_path / "precious").exists()
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 1]
+    assert len(list(tmp_path.glob("tensorboard/events*"))) == 1
+    assert [(tmp_path / name).read_text() for name in ours] == ["mine"] * 4
 
 
 def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
@@ -248,6 +276,8 @@ def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, run_dir="empty"))
     with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it"):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, overwrite=True))
+    with pytest.raises(ValueError, match="--resume needs a run to continue and --auto-resume"):
+        jt.fit(make_experiment(), jt.RunOptions(run_dir="a", resume=True, auto_resume=True))
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_a_folder_is_made(tmp_path):
@@ -285,7 +315,7 @@ def test_auto_resume_is_one_command_for_every_attempt(tmp_path):
 
 def test_auto_resume_takes_no_folder_that_is_no_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="holds a run already"):
+    with pytest.raises(FileExistsError, match="holds files and no run"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path), auto_resume=True))
     with pytest.raises(ValueError, match="--auto-resume needs --run-dir"):
         jt.fit(make_experiment(), jt.RunOptions(auto_resume=True))

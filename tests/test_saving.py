@@ -109,6 +109,25 @@ def test_a_failing_save_is_noted_and_the_next_one_tried():
     assert stub.notes == ["warning: the one before failed; the run goes on without it"]
 
 
+def test_a_checkpoint_is_told_when_it_is_there():
+    class Writing(Stub):
+        def save(self, step, state, *, metrics, config):
+            super().save(step, state, metrics=metrics, config=config)
+            self.asked = 0
+            return True
+
+        def is_saved(self, step):
+            self.asked += 1  # the first save takes two steps, and the second fails
+            return None if self.asked < 2 else step != 8
+
+    stub = Writing()
+    drive(stub, jt.RunOptions(save_every=4), steps=12).finish(12, None)
+    assert stub.notes == ["checkpoint 4 saved within 20.0 s"]
+    stub.is_saved = lambda step: True
+    drive(stub, jt.RunOptions(save_every=4), steps=4).finish(4, None)
+    assert stub.notes[1:] == ["checkpoint 4 saved within 0.0 s"]
+
+
 def test_the_last_save_must_succeed():
     stub = Stub()
     stub.fail = {12}

@@ -13,7 +13,7 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -31,6 +31,8 @@ from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.state import TrainState
 
 TOKENIZER_FILE = "tokenizer.json"
+# Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
+BASELINE_BYTES = 40_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +115,8 @@ def build(config: Config) -> Experiment:
     step = outline(config, vocab_size=tokenizer.vocab_size)
     model = model_config(config, tokenizer.vocab_size)
     held_out = take_bytes(split.held_out, config.held_out_bytes)
-    train_rows = data.PackedTokens(data.tokenize(split.train, tokenizer), model.seq_len)
-    eval_corpus = data.tokenize(held_out, tokenizer)
+    train_rows = data.PackedTokens(options.tokenize(split.train, tokenizer), model.seq_len)
+    eval_corpus = options.tokenize(held_out, tokenizer)
     eval_rows = data.PackedTokens(eval_corpus, model.seq_len)
     batches = data.Batches(train_rows, global_batch=config.global_batch, seed=config.seed)
     bpe = isinstance(tokenizer, data.BPETokenizer)
@@ -131,6 +133,12 @@ def build(config: Config) -> Experiment:
         ),
         config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
         files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
+        fingerprints={
+            "text": train_rows.corpus.fingerprint,
+            "held_out_text": eval_corpus.fingerprint,
+            "vocabulary": tokenizer.fingerprint,
+            "order_of_rows": str(data.ORDER_VERSION),
+        },
         facts=facts(config, model, train_rows.corpus, eval_corpus),
         conclude=functools.partial(conclude, config, model, tokenizer, split.train, held_out),
     )
@@ -153,7 +161,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
-    virtual = config.pipeline.virtual if config.mesh.pipe != 1 else 1
+    virtual = virtual_stages(config)
     whole_loss = gpt.loss_fn(model)
 
     def loss_fn(params, batch, rng):
@@ -183,6 +191,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         steps_per_call=config.steps_per_call,
         zero=config.zero,
         seed=config.seed,
+        may_change=options.may_change(config),
         items_per_step=tokens,
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
         flops_formula=gpt.FLOPS_FORMULA,
@@ -195,6 +204,11 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
     )
 
 
+def virtual_stages(config: Config) -> int:
+    """Chunks of layers per device in which the parameters lie: 1 for the layers in their order."""
+    return config.pipeline.virtual if config.mesh.pipe != 1 else 1
+
+
 def open_text(config: Config) -> data.Split:
     """Opens the train and held-out documents."""
     if config.data == "python":
@@ -203,10 +217,13 @@ def open_text(config: Config) -> data.Split:
 
 
 def open_tokenizer(config: Config, split: data.Split | None) -> data.Tokenizer:
-    """Makes, trains (on the split) or loads the tokenizer."""
+    """Makes, trains (on the split) or loads the tokenizer; a run that is resumed keeps its own."""
     if config.tokenizer == "bytes":
         return data.ByteTokenizer()
     if config.tokenizer.isdigit():
+        # One that was trained is kept: checkpoints need that very one.
+        if (kept := options.kept_file(config.run, TOKENIZER_FILE)) is not None:
+            return data.BPETokenizer.load(kept)
         texts = (document.text for document in split.train)
         return data.BPETokenizer.train(texts, int(config.tokenizer))
     return data.BPETokenizer.load(config.tokenizer)
@@ -251,6 +268,15 @@ def take_bytes(documents: Iterable[data.Document], limit: int) -> list[data.Docu
     return [document for document in documents if document.name in chosen]
 
 
+def first_texts(documents: Iterable[data.Document], limit: int) -> Iterator[bytes]:
+    """The texts of the first documents, until they have ``limit`` bytes together."""
+    for document in documents:
+        if limit <= 0:
+            return
+        limit -= len(document.text)
+        yield document.text
+
+
 def conclude(
     config: Config,
     model: gpt.GPTConfig,
@@ -261,15 +287,18 @@ def conclude(
     means: Mapping[str, float],
 ) -> list[str]:
     """Says what the loss is in bits per byte, next to a byte model's, and shows a sample."""
-    tokens = data.tokenize(held_out, tokenizer)
+    tokens = options.tokenize(held_out, tokenizer)
     counted = len(tokens.tokens) - len(tokens.starts)
     bits = (means["loss"] - means.get("z_loss", 0.0)) * counted / math.log(2) / tokens.num_bytes
-    baseline = data.ngram_bits_per_byte((d.text for d in train), (d.text for d in held_out))
-    verdict = "beats" if bits < baseline else "does not beat"
-    lines = [
-        f"held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte model's "
-        f"{baseline:.3f} on the same {tokens.num_bytes:,} bytes"
-    ]
+    lines = []
+    if jax.process_index() == 0:  # which prints them
+        texts = first_texts(train, BASELINE_BYTES)
+        baseline = data.ngram_bits_per_byte(texts, (d.text for d in held_out))
+        verdict = "beats" if bits < baseline else "does not beat"
+        lines.append(
+            f"held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte model's "
+            f"{baseline:.3f} on the same {tokens.num_bytes:,} bytes"
+        )
     if config.sample_tokens:
         lines += ["", "a sample it wrote:", "", *sample(config, model, tokenizer, state)]
     return lines
@@ -279,10 +308,13 @@ def sample(
     config: Config, model: gpt.GPTConfig, tokenizer: data.Tokenizer, state: TrainState
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
+    params = state.params
+    if virtual_stages(config) > 1:
+        params = jax.jit(from_virtual)(params)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
     written = continue_text(
         model,
-        state.params,
+        params,
         [[tokenizer.eod]],
         max_new_tokens=min(config.sample_tokens, room),
         rng=jax.random.key(config.seed),

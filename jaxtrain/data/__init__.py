@@ -12,7 +12,13 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`t
 (2, 8)
 """
 
-from jaxtrain.data.loader import Batches, BatchStream, RowSource, eval_batches
+from jaxtrain.data.loader import (
+    ORDER_VERSION,
+    Batches,
+    BatchStream,
+    RowSource,
+    eval_batches,
+)
 from jaxtrain.data.ngram import ngram_bits_per_byte
 from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes, tokenize
 from jaxtrain.data.sources import (
@@ -27,6 +33,7 @@ from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
 
 __all__ = [
     "EOD",
+    "ORDER_VERSION",
     "BPETokenizer",
     "BatchStream",
     "Batches",

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 Batch = dict[str, Any]
+# How (seed, step) becomes rows; it is raised with any change to that, and kept with every run.
+ORDER_VERSION = 1
 # The rounds of the cipher that grain.MapDataset.shuffle permutes with.
 _SHUFFLE_ROUNDS = 4
 

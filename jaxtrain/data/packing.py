@@ -3,8 +3,10 @@
 Shape legend: T tokens in a row.
 """
 
+import collections
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import io
 import os
@@ -32,11 +34,13 @@ class Corpus:
       tokens: [N] uint16 or uint32, in memory or mapped from a file.
       starts: [documents] int64, where each document begins, ascending from 0.
       num_bytes: bytes of text the tokens stand for; end-of-document tokens have none.
+      fingerprint: a hash of the texts, whatever the tokenizer.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     num_bytes: int
+    fingerprint: str = ""
 
 
 def tokenize(
@@ -52,7 +56,8 @@ def tokenize(
         once more if it is new.
       tokenizer: what encodes them.
       cache_dir: if given, a folder where the tokens are kept under a hash of the texts and the
-        tokenizer, and mapped into memory rather than read. Several processes may share it.
+        tokenizer, and mapped into memory rather than read. Several processes may share it: one
+        of those on a host encodes, the others wait for it.
 
     Raises:
       ValueError: if there are no documents, `cache_dir` is in a bucket, or a kept file is damaged.
@@ -65,17 +70,26 @@ def tokenize(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     if cache_dir is None:
         memory = io.BytesIO()
-        starts, num_bytes = _write_tokens(documents, tokenizer, memory, dtype)
-        return Corpus(np.frombuffer(memory.getbuffer(), dtype), starts, num_bytes)
+        texts = _Hashed(documents)
+        starts, num_bytes = _write_tokens(texts, tokenizer, memory, dtype)
+        tokens = np.frombuffer(memory.getbuffer(), dtype)
+        return Corpus(tokens, starts, num_bytes, texts.fingerprint())
     if "://" in str(cache_dir):
         raise ValueError(
             f"cache_dir '{cache_dir}' is in a bucket, and tokens are mapped into memory from a "
             "disk: give a local folder"
         )
-    folder = Path(cache_dir) / _content_key(documents, tokenizer)
+    if iter(documents) is documents:
+        raise ValueError("documents can be read only once, cache_dir needs them twice; give a list")
+    texts = _Hashed(documents)
+    collections.deque(texts, maxlen=0)
+    key = f"{tokenizer.fingerprint} {tokenizer.eod} {texts.fingerprint()}"
+    folder = Path(cache_dir) / hashlib.sha256(key.encode()).hexdigest()[:32]
     if not folder.exists():
-        _write_cache(folder, documents, tokenizer, dtype)
-    return _read_cache(folder, dtype)
+        with _one_at_a_time(folder):
+            if not folder.exists():
+                _write_cache(folder, documents, tokenizer, dtype)
+    return dataclasses.replace(_read_cache(folder, dtype), fingerprint=texts.fingerprint())
 
 
 def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -220,14 +234,34 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[bytes]]:
         yield texts
 
 
-def _content_key(documents: Iterable[Document], tokenizer: Tokenizer) -> str:
-    if iter(documents) is documents:
-        raise ValueError("documents can be read only once, cache_dir needs them twice; give a list")
-    digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eod}".encode())
-    for document in documents:
-        digest.update(len(document.text).to_bytes(8, "little"))
-        digest.update(document.text)
-    return digest.hexdigest()[:32]
+class _Hashed:
+    """Documents that are hashed as they pass."""
+
+    def __init__(self, documents: Iterable[Document]):
+        self._documents, self._digest = documents, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in self._documents:
+            self._digest.update(len(document.text).to_bytes(8, "little"))
+            self._digest.update(document.text)
+            yield document
+
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lets the processes of this host through one after the other, for as long as it matters."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f"{folder.name}.lock")
+    with open(lock, "w") as file:
+        with contextlib.suppress(OSError):  # A file system without locks: each does the work.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _write_cache(

@@ -1,5 +1,6 @@
 """What a person sees of a run: what will run, one line of progress, and what came of it."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,6 +15,8 @@ from jaxtrain.observe.memory import human_count
 
 # Seconds between lines where output is not a terminal.
 LINE_SECONDS = 15.0
+# There, seconds after which the silence of a long step or evaluation is a line of its own.
+SILENT_SECONDS = 60.0
 
 
 def print_header(title: str, facts: Mapping[str, str], *, console: Console | None = None) -> None:
@@ -46,6 +49,8 @@ def make_console() -> Console:
 class Progress:
     """A bar with step, loss, throughput and time left; plain lines where there is no terminal.
 
+    Lines begin with the date and the time of day.
+
     Args:
       total: steps in all.
       start: steps done already.
@@ -68,6 +73,8 @@ class Progress:
         self._quiet = jax.process_index() != 0
         self._start, self._line_at = start, clock()
         self._first: tuple[int, float] | None = None
+        self._step, self._said_at = start, clock()
+        self._closed = threading.Event()
         self._bar: RichProgress | None = None
         if self._console.is_terminal and not self._quiet:
             self._bar = RichProgress(
@@ -84,15 +91,19 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._bar is not None:
             self._bar.start()
+        elif not self._quiet:
+            threading.Thread(target=self._break_silence, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, step: int, loss: float, items_per_second: float | None) -> None:
         """Shows that a step has ended."""
         rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
+        self._step = step
         text = "  ".join(part for part in (f"loss {loss:.4f}", rate) if part)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
@@ -113,8 +124,19 @@ class Progress:
         first, at = self._first
         if step == first or step == self._total:
             return ""
-        seconds = int((now - at) / (step - first) * (self._total - step))
-        return f"{seconds // 60}:{seconds % 60:02d} left"
+        return f"{_minutes((now - at) / (step - first) * (self._total - step))} left"
+
+    def _break_silence(self) -> None:
+        while not self._closed.wait(SILENT_SECONDS / 10):
+            silent = self._clock() - self._said_at
+            if silent >= SILENT_SECONDS:
+                self._print(f"step {self._step}/{self._total}  no news for {_minutes(silent)}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._said_at = self._clock()
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

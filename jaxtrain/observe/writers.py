@@ -1,6 +1,7 @@
 """Where metrics go: a JSON-lines file and TensorBoard, written by the first process alone."""
 
 import contextlib
+import datetime
 import json
 import math
 import tempfile
@@ -28,7 +29,8 @@ class Writer(Protocol):
 
 
 class JSONLWriter:
-    """One JSON object per line: ``{"step": 10, "train/loss": 2.5}``.
+    """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
+    2.5}``.
 
     Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
     ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns. A file in a
@@ -66,7 +68,9 @@ class JSONLWriter:
         """
         if "step" in values:
             raise ValueError("a value is named 'step', like the step itself; give it another name")
-        line = json.dumps({"step": step} | {name: _plain(x) for name, x in values.items()}) + "\n"
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        named = {name: _plain(x) for name, x in values.items()}
+        line = json.dumps({"step": step, "time": now} | named) + "\n"
         if self._file is not None:
             self._file.write(line)
             self._file.flush()

@@ -192,8 +192,9 @@ def diagnose(
         "all gradients of the last one are finite: the loss or gradient norm stood too far outside "
         "what came before (--optimizer.skip-spikes)"
     )
+    module = experiment.config.get("module", "MODULE")
     return Diverged(
         step,
         f"{skips} steps in a row were skipped, up to step {step}: {cause}; run that very step "
-        f"again with: jaxtrain replay {run_dir} --step {step}",
+        f"again with: jaxtrain replay {run_dir} --module {module} --step {step}",
     )

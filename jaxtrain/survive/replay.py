@@ -5,14 +5,8 @@ step, and the steps between, give the very state that the step met; without a ch
 does. On the mesh and machine of the run it is the same in every bit.
 """
 
-import dataclasses
 import importlib
-import json
 import math
-import types
-import typing
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 from etils import epath
@@ -29,92 +23,72 @@ from jaxtrain.experiment import (
 from jaxtrain.fit import train_loop
 from jaxtrain.observe import terminal
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.provenance import CONFIG, from_plain, read_record
 from jaxtrain.survive.accidents import Examination, examine
 
 # Leaves to list where all are finite.
 LARGEST = 10
 
 
-def load_run(run_dir: epath.PathLike) -> Experiment:
-    """Rebuilds the experiment of a run from its ``config.json``.
+def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = None) -> Experiment:
+    """Rebuilds the experiment of a run from the flags that are stored with it.
 
-    That file names the module under ``module`` and holds the flags under ``flags``; the module has
-    ``Config`` and ``build(config)``. It is imported, so only modules that can be imported here are
-    run, never anything that lies in the run's folder.
+    Args:
+      run_dir: the run's folder.
+      module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
+        decide: what is imported is for the caller to say.
+      step: as the run came to this step; None for its last start.
 
     Raises:
       FileNotFoundError: where the folder holds no run.
-      ValueError: where the file does not tell the module or the flags, or they do not fit.
+      ValueError: where no module is given, there is no such experiment, or the flags do not fit it.
     """
-    path = epath.Path(run_dir) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{run_dir} holds no run: there is no {path.name} in it")
-    try:
-        stored = json.loads(path.read_text())
-        name, flags = stored["module"], stored["flags"]
-    except (ValueError, KeyError, TypeError):
+    stored = read_record(run_dir, before_step=step)
+    if stored is None:
+        raise FileNotFoundError(f"{run_dir} holds no run: there is no {CONFIG} in it")
+    if not isinstance(stored.get("flags"), dict):
         raise ValueError(
-            f"{path} does not tell how to build its experiment: Experiment.config must hold "
-            "'module' (as `python -m` takes it) and 'flags' (the fields of its Config)"
-        ) from None
+            f"{run_dir} does not tell how to build its experiment: Experiment.config must hold "
+            "'flags' (the fields of its Config)"
+        )
+    if module is None:
+        raise ValueError(
+            f"no code is run because a file names it: {run_dir} says it is of module "
+            f"{stored.get('module')!r}; name the one you trust with --module"
+        )
     try:
-        module = importlib.import_module(name)
+        experiment = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{path} is of module {name!r}, which cannot be imported here ({error}): go to the "
-            "folder from which the run was started"
+            f"module {module!r} cannot be imported here ({error}): go to the folder from which the "
+            "run was started"
         ) from None
     for attribute in ("Config", "build"):
-        if not hasattr(module, attribute):
-            raise ValueError(f"{path} is of module {name!r}, which has no {attribute}")
-    config = from_plain(module.Config, flags)
+        if not hasattr(experiment, attribute):
+            raise ValueError(f"module {module!r} has no {attribute}: it is no experiment")
+    flags = dict(stored["flags"])
+    if isinstance(flags.get("run"), dict):  # What the run keeps is read there, and not made anew.
+        flags["run"] = flags["run"] | {"run_dir": str(run_dir), "resume": True}
+    config = from_plain(experiment.Config, flags)
     if count := getattr(config, "simulate_devices", 0):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    return module.build(config)
+    return experiment.build(config)
 
 
-def from_plain(kind: Any, value: Any) -> Any:
-    """Turns what ``dataclasses.asdict`` and JSON made of a dataclass back into one.
-
-    Raises:
-      ValueError: where a field is missing there or here.
-
-    >>> @dataclasses.dataclass
-    ... class Pair:
-    ...     sizes: tuple[int, ...]
-    ...     name: str | None = None
-    >>> from_plain(Pair, {"sizes": [1, 2]})
-    Pair(sizes=(1, 2), name=None)
-    """
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        fields = typing.get_type_hints(kind)
-        if unknown := value.keys() - {field.name for field in dataclasses.fields(kind)}:
-            raise ValueError(
-                f"{kind.__name__} has no field {min(unknown)!r}: the run was started by another "
-                "version of its module"
-            )
-        return kind(**{name: from_plain(fields[name], item) for name, item in value.items()})
-    if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
-        arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
-        return from_plain(arms[0], value) if len(arms) == 1 else value
-    if isinstance(value, list) and (kind is tuple or typing.get_origin(kind) is tuple):
-        return tuple(value)
-    return value
-
-
-def replay(run_dir: epath.PathLike, step: int) -> Examination:
+def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examination:
     """Runs a run up to a step and examines that step; nothing in its folder changes.
 
     Args:
       run_dir: the run's folder.
       step: from 1, as the logs count.
+      module: its experiment's, as for :func:`load_run`.
 
     Raises:
       ValueError: for a step that the run does not have, and as :func:`load_run`.
       FileNotFoundError: where the folder holds no run.
     """
-    experiment = load_run(run_dir)
+    experiment = load_run(run_dir, module, step=step)
     if not 1 <= step <= experiment.steps:
         raise ValueError(f"--step is {step}: the run has steps 1 to {experiment.steps}")
     mesh = make_experiment_mesh(experiment)

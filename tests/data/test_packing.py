@@ -1,7 +1,10 @@
 """Packing against its definition written out token by token."""
 
+import contextlib
 import os
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -198,7 +201,10 @@ def test_cache_leaves_nothing_half_written(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_cache_written_by_another_process_meanwhile(tmp_path):
+def test_cache_written_by_another_process_meanwhile(tmp_path, monkeypatch):
+    """On another host, or where the file system knows no locks."""
+    monkeypatch.setattr(packing, "_one_at_a_time", contextlib.nullcontext)
+
     documents = documents_of([b"ab", b"c"])
 
     class Slow(ByteTokenizer):
@@ -228,3 +234,31 @@ def test_a_damaged_index_is_named_and_left_closed(tmp_path):
         with pytest.raises(ValueError, match=r"index.npz' is damaged .*; delete"):
             packing._read_cache(tmp_path, np.dtype(np.uint16))
     assert not [w for w in seen if w.category is ResourceWarning]
+
+
+def test_of_several_that_need_the_same_tokens_one_encodes(tmp_path):
+    encoded = []
+
+    class Slow(ByteTokenizer):
+        def encode_batch(self, texts):
+            encoded.append(len(texts))
+            time.sleep(0.3)
+            return super().encode_batch(texts)
+
+    documents = [Document("a", b"ab"), Document("b", b"c")]
+    with ThreadPoolExecutor(3) as pool:
+        corpora = list(
+            pool.map(lambda _: tokenize(documents, Slow(), cache_dir=tmp_path), range(3))
+        )
+    assert encoded == [2]
+    assert [corpus.tokens.tolist() for corpus in corpora] == [[97, 98, 256, 99, 256]] * 3
+
+
+def test_a_corpus_has_the_fingerprint_of_its_texts(tmp_path):
+    def fingerprint(*texts, cache_dir=None, tokenizer=None):
+        documents = [Document(str(i), text) for i, text in enumerate(texts)]
+        return tokenize(documents, tokenizer or ByteTokenizer(), cache_dir=cache_dir).fingerprint
+
+    one = fingerprint(b"ab", b"c")
+    assert one == fingerprint(b"ab", b"c", cache_dir=tmp_path)
+    assert len({one, fingerprint(b"a", b"bc"), fingerprint(b"ab", b"d"), fingerprint(b"abc")}) == 4

@@ -175,9 +175,18 @@ def test_bpe_load_refusals(bpe, tmp_path):
         BPETokenizer.load(tmp_path / "word.json")
     with pytest.raises(ValueError, match=r"no token '<end>'; pass eod=... one of \['<\|endoftext"):
         BPETokenizer.load(changed(bpe, tmp_path), eod="<end>")
-    path = changed(bpe, tmp_path, normalizer={"type": "Lowercase"})
-    with pytest.raises(ValueError, match=r"of 1 Line' into .*of 1 line'.*no lowercasing"):
-        BPETokenizer.load(path)
+    for kind in ("Lowercase", "NFKC", "NFD", "NFKD"):
+        path = changed(bpe, tmp_path, normalizer={"type": kind})
+        with pytest.raises(ValueError, match=r"of 1 Line .* into .*no normalizer"):
+            BPETokenizer.load(path)
+
+
+def test_a_normalizer_that_composes_characters_is_left_out(bpe, tmp_path):
+    """As Qwen's: composed text encodes as before, and no other text is lost."""
+    path = changed(bpe, tmp_path, normalizer={"type": "NFC"})
+    theirs, ours = tokenizers.Tokenizer.from_file(str(path)), BPETokenizer.load(path)
+    assert ours.encode("né à l'été").tolist() == theirs.encode("né à l'été").ids
+    assert ours.decode(ours.encode("ne\u0301")) == "ne\u0301"
 
 
 def test_bad_sizes_and_ids(tokenizer):

@@ -12,7 +12,15 @@ import optax
 import pytest
 
 from experiments import options
-from experiments.gpt import Config, build, generate, take_bytes
+from experiments.gpt import (
+    Config,
+    build,
+    conclude,
+    first_texts,
+    generate,
+    model_config,
+    take_bytes,
+)
 from experiments.options import main
 from jaxtrain import data
 from jaxtrain.checkpoint import digest
@@ -106,6 +114,85 @@ def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):
     assert digest(run(6, tmp_path / "parts", "--resume")) == digest(whole)
 
 
+def test_resuming_takes_the_runs_own_flags_and_tokenizer_and_refuses_others(tmp_path, capsys):
+    texts, run = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    for i in range(4):
+        (texts / f"{i}.txt").write_text(f"stage {i} bubble mesh shard loss step grad " * 40)
+    begun = [*SMALL, "--data", str(texts), "--tokenizer", "270", "--seed", "3", "--log-every", "1"]
+    begun += ["--optimizer.name", "adamw"]
+    main(Config, build, [*begun, "--run-dir", str(run)])
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    # A BPE tokenizer trained on this would be another.
+    (texts / "0.txt").write_text("zzz yyy xxx " * 100)
+    short = ["--resume", "--run-dir", str(run)]
+    for flags, words in (
+        ([], "had text "),
+        (["--seed", "4"], "and seed 3 (now 4)"),
+        (["--optimizer.learning-rate", "0.1"], "optimizer.learning-rate left out (now 0.1)"),
+        (["--accept-changes", "text", "--steps", "6"], "had steps 4 (now 6): leave it"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(Config, build, [*short, *flags])
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1
+        assert words in printed.err or words.removeprefix("and ") in printed.err
+        assert "changed since" not in printed.out
+        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    accept = ["--accept-changes", "text", "steps"]
+    main(Config, build, [*short, "--steps", "6", "--keep", "1", *accept])
+    printed = capsys.readouterr().out
+    assert re.search(r"keep +3 +1 +same bits\n", printed)
+    assert re.search(r"steps +4 +6 +accepted: those of another run\n", printed)
+    assert "resumed at step 4" in printed
+    logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in logged if "train/loss" in x] == [1, 2, 3, 4, 5, 6]
+    # Nothing of the old run is replaced; what changed stands beside it, and is the run's from now.
+    for name in ("config.json", "tokenizer.json"):
+        assert (run / name).read_bytes() == before[run / name]
+    (change,) = (run / "changes.jsonl").read_text().splitlines()
+    assert json.loads(change)["changes"]["steps"] == [4, 6]
+    assert options.run_to_resume(Config, short).steps == 6
+
+
+def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
+    encoded = []
+    encode = data.ByteTokenizer.encode_batch
+    monkeypatch.setattr(
+        data.ByteTokenizer,
+        "encode_batch",
+        lambda self, texts: encoded.append(len(texts)) or encode(self, texts),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = options.parse(Config, [*SMALL, "--data", texts])
+    assert isinstance(build(config).batch, dict)
+    assert encoded
+    del encoded[:]
+    build(config)
+    assert encoded == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
+    build(config)
+    assert encoded
+
+
+def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypatch):
+    documents = [data.Document(str(i), b"ab" * 5) for i in range(4)]
+    assert list(first_texts(documents, 11)) == [b"ab" * 5] * 2
+    counted = []
+    monkeypatch.setattr(
+        data, "ngram_bits_per_byte", lambda train, held: counted.append(list(train)) or 1.0
+    )
+    model, tokenizer = model_config(Config(), 257), data.ByteTokenizer()
+    given = (Config(sample_tokens=0), model, tokenizer, documents, documents, None, {"loss": 1.0})
+    assert len(conclude(*given)) == 1
+    assert counted == [[b"ab" * 5] * 4]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert conclude(*given) == []
+    assert len(counted) == 1
+
+
 def test_the_held_out_text_is_whole_documents_up_to_a_size():
     documents = [data.Document(str(i), b"x" * size) for i, size in enumerate([5, 80, 10, 20])]
     chosen = take_bytes(documents, 36)
@@ -178,7 +265,9 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
         return fit(build(config), config.run).state
 
     pipe = ["--mesh.pipe", "2", "--pipeline.microbatches", "2", "--mesh.data", "4"]
-    run(2, *pipe, "--pipeline.schedule", "interleaved", "--pipeline.virtual", "2")
+    # It ends with a sample, from parameters that lie in chunks of layers.
+    interleaved = ["--pipeline.schedule", "interleaved", "--pipeline.virtual", "2"]
+    run(2, *pipe, *interleaved, "--sample-tokens", "4")
     run(4)
     state = run(6, *pipe)
     assert int(state.step) == 6

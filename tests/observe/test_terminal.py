@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 
 import jax
 import pytest
@@ -20,8 +21,9 @@ def tty() -> Console:
 
 
 def shown(console: Console) -> str:
-    """What is left of the output once control codes are removed."""
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    """What is left of the output once control codes and times of day are removed."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", text, flags=re.M)
 
 
 class Clock:
@@ -46,6 +48,22 @@ def test_plain_lines_come_first_last_and_at_an_interval():
     assert lines[0] == "step 1/100  loss 1.0000  12.3 k tokens/s"
     assert lines[1] == "step 16/100  loss 0.0625  12.3 k tokens/s  1:24 left"
     assert lines[-1] == "step 100/100  loss 0.0100  12.3 k tokens/s"
+
+
+def test_a_long_step_is_no_silence(monkeypatch):
+    monkeypatch.setattr(terminal, "SILENT_SECONDS", 0.1)
+    console = plain()
+    with Progress(100, console=console) as progress:
+        progress.update(7, loss=1.0, items_per_second=None)
+        until = time.monotonic() + 20
+        while shown(console).count("no news") < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    lines = console.file.getvalue().splitlines()
+    assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in lines)
+    assert shown(console).splitlines()[1] == "step 7/100  no news for 0:00"
+    said = console.file.getvalue()
+    time.sleep(0.3)
+    assert console.file.getvalue() == said
 
 
 def test_a_resumed_run_counts_on_from_its_step():

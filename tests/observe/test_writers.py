@@ -1,5 +1,6 @@
 """Logs: every line valid, nothing lost, nothing doubled when a run is resumed."""
 
+import datetime
 import itertools
 import json
 import math
@@ -20,8 +21,13 @@ from jaxtrain.observe.writers import Fanout, JSONLWriter, TensorBoardWriter, mak
 
 
 def read_lines(path) -> list[dict]:
-    """Reads strict JSON: a bare NaN fails."""
-    return [json.loads(x, parse_constant=pytest.fail) for x in path.read_text().splitlines()]
+    """Reads strict JSON (a bare NaN fails), without the time of day that new lines have."""
+    lines = [json.loads(x, parse_constant=pytest.fail) for x in path.read_text().splitlines()]
+    for line in lines:
+        if at := line.pop("time", None):
+            past = datetime.datetime.now().astimezone() - datetime.datetime.fromisoformat(at)
+            assert -1 <= past.total_seconds() < 3600
+    return lines
 
 
 def read_curves(directory) -> dict[str, dict[int, float]]:
@@ -46,6 +52,7 @@ def test_lines_are_on_disk_when_write_returns(tmp_path):
     path = tmp_path / "deep" / "log.jsonl"
     writer = JSONLWriter(path)
     writer.write(10, {"train/loss": jnp.float32(2.5), "rows": np.int64(3)})
+    assert '"time": "' in path.read_text()
     assert read_lines(path) == [{"step": 10, "train/loss": 2.5, "rows": 3.0}]
     writer.write(11, {"train/loss": 0.1})
     assert read_lines(path)[1] == {"step": 11, "train/loss": 0.1}
@@ -56,7 +63,9 @@ def test_lines_are_on_disk_when_write_returns(tmp_path):
 @given(
     st.lists(
         st.dictionaries(
-            st.text(max_size=4).filter(lambda name: name != "step"), st.floats(), max_size=3
+            st.text(max_size=4).filter(lambda name: name not in ("step", "time")),
+            st.floats(),
+            max_size=3,
         ),
         max_size=4,
     )

@@ -37,6 +37,10 @@ class Process:
             )
 
     @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
     def output(self) -> str:
         return self._out.read_text()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from jaxtrain.survive.accidents import ConsecutiveSkips, Diverged, Examination, 
 from tests import problems
 from tests.survive.processes import logged
 from tests.workers import poisoned
+
+MODULE = "tests.workers.poisoned"
 
 
 def config(tmp_path, **flags):
@@ -68,7 +71,7 @@ def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_
         "error: 3 steps in a row were skipped, up to step 9: the loss of microbatch 0 is nan, and "
         "the gradient of 'down/kernel' has 128 of 128 values that are not finite"
     )
-    command = f"jaxtrain replay {folder} --step 9"
+    command = f"jaxtrain replay {folder} --module tests.workers.poisoned --step 9"
     assert error.endswith(f"run that very step again with: {command}\n")
     assert len(error.splitlines()) == 1
     # It is saved, with parameters as they were before the first of them.
@@ -90,7 +93,7 @@ def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_
     assert "  up/bias: 32 of 32 not finite" in printed
     assert sorted(str(p) for p in folder.rglob("*")) == before
     with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["replay", str(folder), "--step", "21"])
+        cli.main([*command.split()[1:-1], "21"])
     assert "--step is 21: the run has steps 1 to 20" in capsys.readouterr().err
 
 
@@ -99,11 +102,11 @@ def test_a_replayed_step_is_the_step_of_the_run(tmp_path):
     run(config(tmp_path, poison_half=(11,), steps=13, run={"keep": 100}))
     lines = {line["step"]: line for line in logged(tmp_path / "run")}
     for step in (2, 13):  # from the seed, and from a checkpoint
-        found = replay.replay(tmp_path / "run", step)
+        found = replay.replay(tmp_path / "run", step, module=MODULE)
         norm = math.sqrt(sum(x**2 for x in found.norms.values()))
         assert norm == pytest.approx(lines[step]["train/grad_norm"], rel=1e-6)
         assert found.first_not_finite() is None
-    found = replay.replay(tmp_path / "run", 11)
+    found = replay.replay(tmp_path / "run", 11, module=MODULE)
     assert np.isfinite(found.losses[0])
     assert math.isnan(found.losses[1])
     assert found.first_not_finite().startswith("the loss of microbatch 1 is nan, and the gradient")
@@ -131,24 +134,38 @@ def test_model_state_is_named_where_all_else_is_finite():
 
 
 def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path, capsys):
-    def refused(words):
+    def refused(words, module=MODULE):
         with pytest.raises(SystemExit, match=r"^2$"):
-            cli.main(["replay", str(tmp_path), "--step", "1"])
+            cli.main(["replay", str(tmp_path), "--step", "1", "--module", module])
         error = capsys.readouterr().err
         assert words in error
         assert len(error.strip().splitlines()) == 1
 
     refused("holds no run: there is no config.json in it")
-    stored = {"module": "tests.workers.poisoned", "flags": {"steps": 3}}
-    for content, words in (
-        ("{", "does not tell how to build its experiment"),
-        (json.dumps({"flags": {}}), "does not tell how to build its experiment"),
-        (json.dumps(stored | {"module": "no.such"}), "'no.such', which cannot be imported here"),
-        (json.dumps(stored | {"module": "os"}), "is of module 'os', which has no Config"),
-        (json.dumps(stored | {"flags": {"stops": 3}}), "Config has no field 'stops'"),
+    for content, words, module in (
+        ("{", "config.json or changes.jsonl in", MODULE),
+        ("[]", "it holds a list", MODULE),
+        ('{"flags": 3}', "does not tell how to build its experiment", MODULE),
+        ('{"flags": {}}', "module 'no.such' cannot be imported here", "no.such"),
+        ('{"flags": {}}', "module 'os' has no Config", "os"),
+        ('{"flags": {"stops": 3}}', "Config has no field 'stops'", MODULE),
+        ('{"flags": {"steps": [3]}}', "Config takes no steps [3]", MODULE),
     ):
         (tmp_path / "config.json").write_text(content)
-        refused(words)
+        refused(words, module)
+
+
+def test_no_module_is_imported_because_a_runs_folder_names_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    (tmp_path / "config.json").write_text('{"module": "evil", "flags": {"run": {}}}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(["replay", ".", "--step", "1"])
+    assert "says it is of module 'evil'; name the one you trust with --module" in (
+        capsys.readouterr().err
+    )
+    assert options.run_to_resume(poisoned.Config, ["--resume", "--run-dir", "."]).steps == 20
+    assert "evil" not in sys.modules
 
 
 def test_configs_come_back_from_their_json():

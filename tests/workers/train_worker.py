@@ -1,10 +1,13 @@
 """One process of a small run, for tests: ``train_worker.py RUN_DIR [options]``.
 
+With RUN_DIR ``new`` the run is numbered, under the folder ``--chdir``.
+
 With ``--processes`` above 1 it joins the others over gloo. The batch takes a while to read, so that
 there is time to do something to the run, and can be made to hang or fail.
 """
 
 import argparse
+import os
 import time
 
 import jax
@@ -25,7 +28,9 @@ def main() -> None:
     parser.add_argument("--hang-at", type=int, help="the batch that never comes")
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
     parser.add_argument("--hang-seconds", type=float, default=0.0)
+    parser.add_argument("--chdir", default=".")
     args = parser.parse_args()
+    os.chdir(args.chdir)
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -73,7 +78,7 @@ def main() -> None:
         item="rows",
     )
     options = jt.RunOptions(
-        run_dir=args.run_dir,
+        run_dir=None if args.run_dir == "new" else args.run_dir,
         resume=args.resume,
         log_every=1,
         save_every=args.save_every,
