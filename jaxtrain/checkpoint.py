@@ -18,10 +18,10 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,20 +31,23 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain import manifest as manifests
+from jaxtrain import storage
 from jaxtrain.manifest import DamagedCheckpointError
 from jaxtrain.paths import absolute
+from jaxtrain.step_folders import StepFolders, files_below
+from jaxtrain.storage import StorageError
 from jaxtrain.tree import path_name
 
 logger = logging.getLogger(__name__)
 
-_ITEMS = ("state", "manifest", "config")
-_JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
+# How long a save tries to list what is there: it is made again by whoever asked for it.
+_LIST_SECONDS = 5.0
 # A checkpoint is some dozens of files and folders beside its arrays.
 _SPARE_FILES = 100
 _SPARE_BYTES = 1 << 16
 
 
-class SaveError(OSError):
+class SaveError(StorageError):
     """A checkpoint could not be written; those saved before are as they were."""
 
 
@@ -96,7 +99,9 @@ class Checkpointer:
         self._best_metric = best_metric
         self._retention = _Retention(keep, keep_best, best_mode)
         self._manager: ocp.CheckpointManager | None = None
+        self._folders = StepFolders(self.directory)
         self._in_progress = -1
+        self._whole: set[int] = set()  # as seen by the last save
         self._damaged: set[int] = set()  # found so by restore, for the next save to move away
 
     def save(
@@ -144,8 +149,7 @@ class Checkpointer:
             raise ValueError("the state has no array with elements: nothing to save")
         config = manifests.plain_json(config or {})
         self.wait()
-        self._set_aside(self._damaged)
-        scores = self._scores()
+        scores = self._look_around(step)
         latest = max(scores, default=-1)
         if step == latest:
             return False
@@ -154,8 +158,6 @@ class Checkpointer:
                 f"step {step} is behind the latest checkpoint {latest} in {self.directory}: call "
                 f"drop_after({step}) first to continue from an older step, or use a new directory"
             )
-        if step in self._found():
-            self._set_aside({step})
         for name, checksum in manifests.checksums(arrays).items():
             entries[name]["checksum"] = checksum
         manifest = {
@@ -167,11 +169,17 @@ class Checkpointer:
             manifest=ocp.args.JsonSave(manifests.seal(manifest)),
             config=ocp.args.JsonSave(manifests.seal({"config": config})),
         )
-        self._check_room(step, sum(array.nbytes for array in arrays.values()))
-        self._retention.scores = {**scores, step: self._score(manifest)}
+        self._retention.scores = {**scores, step: self._score(manifest["metrics"])}
+        size = sum(array.nbytes for array in arrays.values())
+        try:
+            self._check_room(step, size)
+        except SaveError as error:
+            self._make_room(step, full=getattr(error.__cause__, "errno", None) == errno.ENOSPC)
+            self._check_room(step, size)
         with self._failing_as_one(f"checkpoint {step}"):
             self._writer().save(step, args=items, force=True)
         self._in_progress = step
+        self._whole = {*scores, step}
         return True
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
@@ -237,15 +245,15 @@ class Checkpointer:
     def config(self, step: int | None = None) -> dict[str, Any]:
         """Returns the config saved with ``step`` (None: the latest)."""
         step = self._resolve(step)
-        content = self._json(step, "config")
+        content = self._folders.json(step, "config")
         config = content.get("config", content)  # older checkpoints hold it bare
         if not isinstance(config, dict):
-            raise self._damage(step, f"its config is a {type(config).__name__}")
+            raise self._folders.damage(step, f"its config is a {type(config).__name__}")
         return config
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """Returns the metrics saved with ``step`` (None: the latest)."""
-        metrics = self._manifest(self._resolve(step))["metrics"]
+        metrics = self._folders.manifest(self._resolve(step))["metrics"]
         return {key: float(value) for key, value in metrics.items()}
 
     def drop_after(self, step: int) -> None:
@@ -265,6 +273,14 @@ class Checkpointer:
         if self._manager is not None:
             with self._failing_as_one(f"checkpoint {self._in_progress}"):
                 self._manager.wait_until_finished()
+
+    def progress(self) -> tuple[int, int]:
+        """Returns how many files the directory holds and their bytes, which a save makes grow."""
+        try:
+            sizes = [path.stat().length for path in files_below(self.directory)]
+        except OSError:  # a file has gone in the meantime, or storage fails
+            return (-1, -1)
+        return len(sizes), sum(sizes)
 
     def close(self) -> None:
         """Waits and releases the writer's threads; saving again would start new ones."""
@@ -316,7 +332,9 @@ class Checkpointer:
             error = caught
         if _in_any_process(error is not None):
             self._abandon()
-            reason = "another process failed to write its part" if error is None else _why(error)
+            reason = (
+                "another process failed to write its part" if error is None else storage.why(error)
+            )
             raise SaveError(f"{what} could not be saved in {self.directory}: {reason}") from error
 
     def _check_room(self, step: int, size: int) -> None:
@@ -338,45 +356,53 @@ class Checkpointer:
                 if files.f_files and files.f_favail < _SPARE_FILES:
                     raise OSError(errno.ENOSPC, "the file system has no room for more files")
 
-    def _set_aside(self, steps: set[int]) -> None:
-        """Renames directories that hold no sound checkpoint: ``9`` becomes ``damaged-9``."""
-        there = sorted(steps & self._found().keys())
-        self._damaged -= steps
-        if not there:
-            return
-        self._abandon()  # the manager has listed them
-        _in_any_process(False)  # all have looked before the first is gone
-        with self._failing_as_one(f"what comes after the damaged checkpoint {there[0]}"):
-            for step in there if jax.process_index() == 0 else ():
-                self._found()[step].rename(self._free_name(f"damaged-{step}"))
-
-    def _free_name(self, name: str) -> epath.Path:
-        paths = (self.directory / f"{name}{end}" for end in ("", *(f".{n}" for n in range(1, 999))))
-        return next(path for path in paths if not path.exists())
-
-    def _score(self, manifest: Mapping[str, Any]) -> float:
-        return float(manifest["metrics"].get(self._best_metric, math.nan))
-
-    def _found(self) -> dict[int, epath.Path]:
-        """The directories under a final name, whatever is in them."""
-        if not self.directory.exists():
-            return {}
-        found = ocp.path.step.standard_name_format().find_all(self.directory)
-        return {entry.step: entry.path for entry in found}
-
-    def _scores(self) -> dict[int, float]:
-        """The whole checkpoints, and what ``best_metric`` was for each."""
-        scores = {}
-        for step, path in self._found().items():
-            if all((path / item).exists() for item in _ITEMS):
-                with contextlib.suppress(DamagedCheckpointError):
-                    scores[step] = self._score(self._manifest(step))
+    def _look_around(self, step: int) -> dict[int, float]:
+        """The scores of the whole checkpoints; moves away what is in the way of saving ``step``."""
+        with self._failing_as_one(f"checkpoint {step}"):
+            found = self._folders.found(seconds=_LIST_SECONDS)
+            scores = self._scores(seconds=_LIST_SECONDS)
+        lost = self._whole.intersection(found) - scores.keys()
+        for other in sorted(lost):
+            logger.warning(
+                "checkpoint %d in %s was whole and is no longer: something else has deleted or "
+                "changed its files",
+                other,
+                self.directory,
+            )
+        damaged, self._damaged = self._damaged, set()
+        scores = {other: score for other, score in scores.items() if other not in damaged}
+        aside = (lost | damaged | ({step} - scores.keys())).intersection(found)
+        if aside:
+            self._abandon()  # the manager has listed them
+            with self._failing_as_one(f"what comes after the damaged checkpoint {min(aside)}"):
+                for other in sorted(aside) if jax.process_index() == 0 else ():
+                    self._folders.set_aside(other)
         return scores
+
+    def _make_room(self, step: int, *, full: bool) -> None:
+        """Deletes what saving ``step`` would, but for the latest, which must outlive a failure."""
+        scores = self._retention.scores
+        there = scores.keys() - {step}
+        surplus = there - self._retention.kept(scores) - {max(there, default=None)}
+        self._abandon()
+        if jax.process_index() == 0 and full:
+            for other in surplus:
+                with contextlib.suppress(OSError):
+                    (self.directory / str(other)).rmtree()
+        _in_any_process(False)  # all wait until they are gone
+
+    def _score(self, metrics: Mapping[str, Any]) -> float:
+        return float(metrics.get(self._best_metric, math.nan))
+
+    def _scores(self, *, seconds: float | None = None) -> dict[int, float]:
+        """The whole checkpoints, and what ``best_metric`` was for each."""
+        whole = self._folders.whole(seconds=seconds)
+        return {step: self._score(metrics) for step, metrics in whole.items()}
 
     def _resolve(self, step: int | None) -> int:
         """Returns the step of a checkpoint that is there, or raises ``FileNotFoundError``."""
         self.wait()
-        steps = sorted(self._scores() if step is None else self._found())
+        steps = sorted(self._scores()) if step is None else self._folders.found()
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         if step is None:
@@ -388,26 +414,6 @@ class Checkpointer:
             )
         return step
 
-    def _json(self, step: int, item: str) -> dict[str, Any]:
-        path = self.directory / str(step) / item / _JSON_FILE
-        try:
-            return manifests.unseal(json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            raise self._damage(step, f"its {item} is missing") from None
-        except (ValueError, RecursionError) as error:
-            raise self._damage(step, f"its {item} cannot be read ({_why(error)})") from None
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        try:
-            return manifests.check(self._json(step, "manifest"))
-        except DamagedCheckpointError:
-            raise
-        except ValueError as error:
-            raise self._damage(step, f"its manifest is not one ({error})") from None
-
-    def _damage(self, step: int, what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"checkpoint {step} in {self.directory} is damaged: {what}")
-
     def _restore(
         self,
         abstract_state: Any,
@@ -415,7 +421,7 @@ class Checkpointer:
         check: Callable[[int, Mapping[str, Any]], None],
     ) -> Any:
         self.wait()
-        steps = sorted(self._found(), reverse=True) if step is None else [self._resolve(step)]
+        steps = self._folders.found()[::-1] if step is None else [self._resolve(step)]
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         damages = []
@@ -437,21 +443,43 @@ class Checkpointer:
     def _restore_one(
         self, abstract_state: Any, step: int, check: Callable[[int, Mapping[str, Any]], None]
     ) -> Any:
-        damage: DamagedCheckpointError | None = None
+        # The manifest of the first process is that of all: what each reads is held against it.
+        saved = self._folders.manifest(step)["leaves"]
+        check(step, saved)
+        raw: dict[str, Any] = {}
+        error: Exception | None = None
         try:
-            saved = self._manifest(step)["leaves"]
-            check(step, saved)
+            if jax.process_index() != 0:
+                self._folders.wait_for(step)
             raw = self._read(step, saved, _named(abstract_state))
-        except DamagedCheckpointError as error:
-            damage = error
+        except Exception as caught:
+            error = caught
         # Checksums are computed by all processes together, or by none.
-        if _in_any_process(damage is not None):
-            raise damage or self._damage(step, "another process cannot read it")
+        self._agree(step, error)
         found = manifests.checksums(raw)
-        for name, checksum in found.items():
-            if checksum != saved[name].get("checksum", checksum):
-                raise self._damage(step, f"{name!r} is not what was saved (checksum)")
+        changed = [n for n, x in found.items() if x != saved[n].get("checksum", x)]
+        if changed:
+            what = f"{changed[0]!r} is not what was saved (checksum)"
+            error = self._folders.damage(step, what)
+        self._agree(step, error, zlib.crc32(json.dumps(found, sort_keys=True).encode()))
         return self._assemble(step, saved, raw, abstract_state)
+
+    def _agree(self, step: int, error: Exception | None, read: int = 0) -> None:
+        """Raises in all processes alike where one failed to read a step, or they read different
+        bits."""
+        kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpointError) else 2
+        kinds, reads = _in_all_processes([kind, read])
+        if kind and kind == max(kinds):
+            raise error
+        others = ", ".join(str(process) for process in np.flatnonzero(kinds))
+        if max(kinds) == 2:
+            raise StorageError(
+                f"checkpoint {step} in {self.directory} cannot be read by process {others}"
+            )
+        if max(kinds) == 1:
+            raise self._folders.damage(step, f"process {others} cannot read what was saved")
+        if len(set(reads)) > 1:
+            raise self._folders.damage(step, "processes read different bits of it")
 
     def _of_another_model(self, step: int) -> str:
         return f"checkpoint {step} in {self.directory} is of another model"
@@ -485,28 +513,36 @@ class Checkpointer:
             restore_args={n: _restore_args(saved[n], leaf) for n, leaf in stored.items()},
             partial_restore=True,
         )
-        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        # The handler alone: around it Orbax's checkpointer has the processes wait for each other,
+        # also for one that has failed.
+        handler = ocp.PyTreeCheckpointHandler()
         try:
-            path = self.directory / str(step)
-            arrays = reader.restore(path, args=ocp.args.Composite(state=items))["state"]
-        except (MemoryError, jax.errors.JaxRuntimeError):  # too large for here, not damaged
-            raise
+            arrays = storage.retrying(
+                lambda: handler.restore(self.directory / str(step) / "state", args=items),
+                f"the arrays of checkpoint {step} in {self.directory}",
+                passing=lambda error: not _too_large(error) and storage.passes(error),
+            )
         except Exception as error:  # whatever a parser raises that meets nonsense
             _ignore_late_answers()
+            if _too_large(error) or isinstance(error, StorageError):
+                raise
             if _forbidden(error):
                 raise PermissionError(
-                    f"checkpoint {step} in {self.directory} cannot be read: {_why(error)}"
+                    f"checkpoint {step} in {self.directory} cannot be read: {storage.why(error)}"
                 ) from error
-            raise self._damage(step, f"its arrays cannot be read ({_why(error)})") from error
+            what = f"its arrays cannot be read ({storage.why(error)})"
+            raise self._folders.damage(step, what) from error
         finally:
-            reader.close()
+            handler.close()
         for name, leaf in stored.items():
             array = arrays.get(name)
             shape = tuple(saved[name]["shape"])  # a key's words have one dimension more
             if not hasattr(array, "dtype") or array.shape[: len(shape)] != shape:
-                raise self._damage(step, f"it lacks the array {name!r}, which its manifest has")
+                raise self._folders.damage(
+                    step, f"it lacks the array {name!r}, which its manifest has"
+                )
             if not manifests.is_key(leaf) and str(array.dtype) != saved[name]["dtype"]:
-                raise self._damage(step, f"{name!r} is {array.dtype} in its arrays")
+                raise self._folders.damage(step, f"{name!r} is {array.dtype} in its arrays")
         return arrays
 
     def _assemble(
@@ -518,7 +554,9 @@ class Checkpointer:
                 for name, leaf in _named(abstract_state).items()
             ]
         except (KeyError, TypeError, ValueError) as error:  # keys of no known kind
-            raise self._damage(step, f"a PRNG key in it is none ({_why(error)})") from error
+            raise self._folders.damage(
+                step, f"a PRNG key in it is none ({storage.why(error)})"
+            ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
@@ -556,10 +594,15 @@ class _Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Orbax's PreservationPolicy protocol."""
         del context
-        present = sorted(c.step for c in checkpoints if c.step in self.scores)
+        kept = self.kept({c.step for c in checkpoints} & self.scores.keys())
+        return [c.step not in self.scores or c.step in kept for c in checkpoints]
+
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """Which of these steps, all with a score, are among the latest or the best."""
+        present = sorted(steps)
         latest = present if self._keep is None else present[-self._keep :]
         best = self.ranked({step: self.scores[step] for step in present})[: self._keep_best]
-        return [c.step not in self.scores or c.step in {*latest, *best} for c in checkpoints]
+        return {*latest, *best}
 
 
 def _in_any_process(flag: bool) -> bool:
@@ -568,20 +611,16 @@ def _in_any_process(flag: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
-def _why(error: BaseException) -> str:
-    """The cause of an error in a few words: the system's own where it has an error number."""
-    while error is not None:
-        text = str(error)
-        code = getattr(error, "errno", None)
-        named = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's way to say errno
-        if code or named:
-            text = os.strerror(code or int(named[1]))
-            return error.strerror or text if code else text.lower()
-        if text.strip():
-            first = text.strip().splitlines()[0].split(" [tensorstore_spec=")[0]
-            return first if len(first) <= 300 else first[:297] + "..."
-        error, last = error.__cause__, error
-    return type(last).__name__
+def _in_all_processes(values: list[int]) -> list[list[int]]:
+    """Each of some numbers (32 bits), from every process in order."""
+    if jax.process_count() == 1:
+        return [[value] for value in values]
+    return multihost_utils.process_allgather(np.array(values, np.uint32)).T.tolist()
+
+
+def _too_large(error: BaseException) -> bool:
+    """Whether there is no memory for a checkpoint here, which is then not damaged."""
+    return isinstance(error, MemoryError | jax.errors.JaxRuntimeError)
 
 
 def _forbidden(error: BaseException) -> bool:

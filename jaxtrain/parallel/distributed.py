@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.storage import StorageError
+
 # What `jaxtrain launch` and the Kubernetes manifests set.
 COORDINATOR = "JAXTRAIN_COORDINATOR"
 PROCESSES = "JAXTRAIN_PROCESSES"
@@ -25,7 +27,9 @@ PROCESS_ID = "JAXTRAIN_PROCESS_ID"
 LOCAL_DEVICE_IDS = "JAXTRAIN_LOCAL_DEVICE_IDS"
 
 # The more particular first.
-_ERRORS = {e.__name__: e for e in (FileExistsError, FileNotFoundError, OSError, ValueError)}
+_ERRORS = {
+    e.__name__: e for e in (FileExistsError, FileNotFoundError, StorageError, OSError, ValueError)
+}
 
 # JAX's names of what it is to do, for ``cluster_detection_method``.
 _NOTHING_TO_DETECT = "deactivate"

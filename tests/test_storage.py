@@ -1,0 +1,228 @@
+"""Storage that fails for a while: what passes, how long it is tried, and what must not suffer."""
+
+import errno
+import os
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxtrain import exit_codes, storage
+from jaxtrain.checkpoint import Checkpointer, digest
+from jaxtrain.refusal import refusing
+from jaxtrain.storage import StorageError
+from tests.storage_faults import Faults, HttpError
+from tests.test_durability import small_disk
+
+# What TensorStore says of a disk and of a bucket.
+DISK = "Error reading local file: os_error_code='5' [tensorstore_spec='...']"
+BUCKET = 'UNAVAILABLE: Error reading "gs://b/x": HTTP response code: 503'
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """Scripted failures, with pauses that take no time."""
+    elapsed = []
+    monkeypatch.setattr(storage, "pause", elapsed.append)
+    monkeypatch.setattr(storage, "now", lambda: sum(elapsed))
+    return Faults(monkeypatch)
+
+
+def numbered(code):
+    return OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (numbered(errno.EIO), True),
+        (numbered(errno.ENOSPC), True),
+        (numbered(errno.ESTALE), True),
+        (TimeoutError("slow"), True),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (HttpError(503), True),
+        (HttpError(429), True),
+        (ValueError(DISK), True),
+        (ValueError(BUCKET), True),
+        (HttpError(403), False),
+        (numbered(errno.EACCES), False),
+        (numbered(errno.ENOENT), False),
+        (numbered(errno.EROFS), False),
+        (BrokenPipeError(errno.EPIPE, "pipe"), False),
+        (ValueError("OUT_OF_RANGE: Requested byte range is not valid for value of size 5"), False),
+        (KeyError("code"), False),
+    ],
+    ids=str,
+)
+def test_what_passes_by_itself(error, expected):
+    assert storage.passes(error) is expected
+    wrapped = RuntimeError("while reading")
+    wrapped.__cause__ = error
+    assert storage.passes(wrapped) is expected
+
+
+def test_pauses_grow_up_to_the_limit_and_the_end_is_said(caplog):
+    now, pauses = [0.0], []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        now[0] += seconds
+
+    def call():
+        raise numbered(errno.EIO)
+
+    with pytest.raises(
+        StorageError, match=r"^the file: Input/output error, after tries for 300 s$"
+    ):
+        storage.retrying(call, "the file", clock=lambda: now[0], sleep=sleep)
+    assert now[0] == pytest.approx(300)
+    assert 20 < len(pauses) < 80
+    assert max(pauses) <= storage.LONGEST_DELAY_SECONDS
+    assert pauses[0] <= storage.FIRST_DELAY_SECONDS
+    assert len(caplog.records) == 1  # said once, however often it fails
+
+
+def test_an_iteration_goes_on_behind_the_item_that_it_has_given(caplog):
+    tries = []
+
+    def make():
+        tries.append(len(tries))
+        for i in range(6):
+            if i == 3 and len(tries) == 1:
+                raise numbered(errno.ETIMEDOUT)
+            if i == 5 and len(tries) == 2:
+                raise HttpError(503)
+            yield i
+
+    assert list(storage.iterating(make, "the rows", sleep=lambda seconds: None)) == list(range(6))
+    assert [r.getMessage().split(";")[0].split(" after")[0] for r in caplog.records] == [
+        "the rows: Connection timed out",
+        "the rows: works again",
+        "the rows: HTTP error 503",
+        "the rows: works again",
+    ]
+
+
+def make_state(seed):
+    return {"w": jnp.arange(8.0) + seed, "n": np.int64(seed)}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Checkpointer(tmp_path / "c", keep=None) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT, HttpError(503)], ids=str)
+@pytest.mark.parametrize("on", ["open", "listdir", "exists"])
+def test_a_checkpoint_is_read_through_failures_that_pass(saved, faults, on, error, caplog):
+    faults.fail(str(saved), error, on=on, times=2)
+    restored = Checkpointer(saved).restore(make_state(0))
+    assert digest(restored) == digest(make_state(2))
+    assert faults.failed == 2
+    assert sum("works again" in r.getMessage() for r in caplog.records) == 1
+    assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("text", [DISK, BUCKET])
+def test_a_timeout_while_restoring_is_no_damage(saved, faults, monkeypatch, text):
+    """For a while, the newest state is restored; for ever, it is the storage that is to blame."""
+    real, fails = ocp.PyTreeCheckpointHandler.restore, [2]
+
+    def restore(self, *args, **kwargs):
+        if fails[0]:
+            fails[0] -= 1
+            raise ValueError(text)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
+    assert int(Checkpointer(saved).restore(make_state(0))["n"]) == 2
+    fails[0] = 10**9
+    checkpoints = Checkpointer(saved)
+    with pytest.raises(StorageError, match="the arrays of checkpoint 2 in "):
+        checkpoints.restore(make_state(0))
+    checkpoints.save(3, make_state(3))
+    checkpoints.close()
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "2", "3"]
+
+
+def test_what_may_pass_ends_with_the_status_that_launchers_restart_on(capsys):
+    for error, status in (
+        (numbered(errno.EIO), exit_codes.STORAGE),
+        (StorageError("the loader: gone"), exit_codes.STORAGE),
+        (numbered(errno.EACCES), exit_codes.REFUSED),
+        (ValueError(DISK), exit_codes.REFUSED),
+    ):
+        with pytest.raises(SystemExit) as end, refusing():
+            raise error
+        assert end.value.code == status
+        assert capsys.readouterr().err.count("\n") == 1
+    assert exit_codes.STORAGE in exit_codes.RESTARTABLE
+    with pytest.raises(StorageError, match="No such file"), storage.restartable():
+        raise numbered(errno.ENOENT)
+
+
+def test_a_save_reads_no_manifest_again(saved, faults):
+    checkpoints = Checkpointer(saved, keep=None)
+    checkpoints.save(3, make_state(3))
+    for step in (1, 2):
+        faults.fail(f"{saved}/{step}/manifest/metadata", errno.EIO)
+    assert checkpoints.save(4, make_state(4))
+    assert checkpoints.save(5, make_state(5))
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    checkpoints.close()
+    assert faults.failed == 0
+
+
+def test_a_save_that_storage_fails_is_a_save_error_at_once_and_the_next_one_works(saved, faults):
+    checkpoints = Checkpointer(saved, keep=None)
+    faults.fail(str(saved), errno.EIO, on="listdir")
+    with pytest.raises(StorageError, match=r"checkpoint 3 could not be saved in .*output error"):
+        checkpoints.save(3, make_state(3))
+    assert storage.now() < 30  # seconds of pauses
+    faults.mend()
+    assert checkpoints.save(3, make_state(3))
+    assert checkpoints.steps() == [1, 2, 3]
+    checkpoints.close()
+
+
+def test_a_checkpoint_that_is_emptied_is_named_at_the_next_save_and_its_folder_goes(
+    tmp_path, caplog
+):
+    checkpoints = Checkpointer(tmp_path, keep=2, keep_best=0)
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step))
+    checkpoints.wait()
+    for path in [p for p in (tmp_path / "2").rglob("*") if p.is_file()]:
+        path.unlink()
+    checkpoints.save(3, make_state(3))
+    assert checkpoints.steps() == [1, 3]  # the emptied one does not count among the two kept
+    assert "checkpoint 2 in " in caplog.text
+    assert "was whole and is no longer" in caplog.text
+    (tmp_path / "3" / "manifest" / "metadata").unlink()
+    checkpoints.save(4, make_state(4))
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4", "damaged-3"]
+
+
+def test_a_full_disk_gives_up_the_oldest_checkpoint_that_the_save_would_delete(tmp_path):
+    state = {"w": jnp.arange(32.0 * 1024)}  # 128 kB
+    with small_disk(tmp_path / "disk", "size=500k") as disk:
+        with Checkpointer(disk / "c", keep=2, keep_best=0) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state)
+            checkpoints.wait()
+            (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
+            assert checkpoints.save(3, state)
+            assert checkpoints.steps() == [2, 3]
+        # The only one that there is stays: the disk is said to be full.
+        with Checkpointer(disk / "c", keep=1, keep_best=0) as checkpoints:
+            shutil.rmtree(disk / "c" / "2")
+            (disk / "more").write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
+            with pytest.raises(StorageError, match=r"bytes and .* are free"):
+                checkpoints.save(4, state)
+            assert checkpoints.steps() == [3]
