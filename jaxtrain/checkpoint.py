@@ -274,7 +274,11 @@ class Checkpointer:
             with self._failing_as_one(f"checkpoint {self._in_progress}"):
                 self._manager.wait_until_finished()
 
-    def progress(self) -> tuple[int, int]:
+    def is_saving(self) -> bool:
+        """Whether a save goes on in the background of this process."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
+    def written(self) -> tuple[int, int]:
         """Returns how many files the directory holds and their bytes, which a save makes grow."""
         try:
             sizes = [path.stat().length for path in files_below(self.directory)]

@@ -148,7 +148,7 @@ def retrying(
     call: Callable[[], T],
     what: str,
     *,
-    passing: Callable[[BaseException], bool] = passes,
+    passing: Callable[[BaseException], bool] | None = None,
     **patience,
 ) -> T:
     """Returns ``call()``, tried again as long as it raises what passes by itself.
@@ -156,7 +156,8 @@ def retrying(
     Args:
       call: may be called any number of times.
       what: what fails, as the subject of a sentence.
-      passing: which errors pass.
+      passing: which errors to try again after; None for those that pass by themselves, but for
+        a ``StorageError``, which has been tried for long enough further down.
       patience: options of :class:`Patience`.
 
     Raises:
@@ -175,10 +176,8 @@ def retrying(
     while True:
         try:
             result = call()
-        except StorageError:
-            raise  # has been tried for long enough, further down
         except Exception as error:
-            if not passing(error):
+            if not (_fresh(error) if passing is None else passing(error)):
                 raise
             trials.wait(error)
         else:
@@ -205,12 +204,14 @@ def iterating(make: Callable[[], Iterable[T]], what: str, **patience) -> Iterato
                 yield item
                 done += 1
             return
-        except StorageError:
-            raise
         except Exception as error:
-            if not passes(error):
+            if not _fresh(error):
                 raise
             trials.wait(error)
+
+
+def _fresh(error: BaseException) -> bool:
+    return passes(error) and not isinstance(error, StorageError)
 
 
 @contextlib.contextmanager
