@@ -14,6 +14,7 @@ from jaxtrain.checkpoint import Checkpointer, digest
 from jaxtrain.refusal import refusing
 from jaxtrain.storage import StorageError
 from tests.storage_faults import Faults, HttpError
+from tests.survive.processes import PATIENCE, ROOT, Process, free_port
 from tests.test_durability import small_disk
 
 # What TensorStore says of a disk and of a bucket.
@@ -226,3 +227,41 @@ def test_a_full_disk_gives_up_the_oldest_checkpoint_that_the_save_would_delete(t
             with pytest.raises(StorageError, match=r"bytes and .* are free"):
                 checkpoints.save(4, state)
             assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_restore_one_and_the_same_or_fail_together(tmp_path, processes):
+    with Checkpointer(tmp_path / "c", keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            whole = jnp.arange(8.0) * step
+            checkpoints.save(step, {"whole": whole, "cut": whole, "n": np.int64(step)})
+    hosts, port = str(ROOT / "tests" / "workers" / "hosts.py"), str(free_port())
+    started = [
+        Process([hosts, str(tmp_path / "c"), str(i), str(processes), port], tmp_path, str(i))
+        for i in range(processes)
+    ]
+    try:
+        for process in started:
+            assert process.code(timeout=PATIENCE) == 0, process.errors
+        lines = [process.output.splitlines() for process in started]
+        errors = [process.errors for process in started]
+    finally:
+        for process in started:
+            process.end()
+    answers = [[line for line in each if not line.startswith("[Gloo]")] for each in lines]
+    assert all(answer == answers[0] for answer in answers), answers
+    said = dict(line.split(" ", 1) for line in answers[0])
+    last = processes - 1
+    assert said["sound"].startswith("step 3 ")
+    assert said["stale"] == said["again"] == said["sound"]
+    assert said["other-bits"].startswith("step 2 ")
+    assert said["timeout"] == "StorageError"
+    assert said["shared"] == "seen"
+    blind = ", ".join(map(str, range(1, processes)))
+    assert said["unshared"] == f"process {blind} does not see what process 0 writes"
+    assert f"process {last} cannot read what was saved; going on from checkpoint 2" in errors[0]
+    assert f"cannot be read by process {last}" in errors[0]
+    assert "'whole' is not what was saved (checksum)" in errors[last]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir() if path.name.isdigit()) == list(
+        "123"
+    )
