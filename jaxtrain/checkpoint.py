@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -632,14 +633,21 @@ def _forbidden(error: BaseException) -> bool:
 
 
 def _quieten_orbax() -> None:
-    """Keeps Orbax from printing the traceback of what it raises as well."""
-    absl = logging.getLogger("absl")
-    if _is_no_echo not in absl.filters:
-        absl.addFilter(_is_no_echo)
+    """Keeps Orbax from printing the traceback of what it raises as well, and asyncio those of its
+    other tasks that fail with it."""
+    for name in ("absl", "asyncio"):
+        if _is_no_echo not in logging.getLogger(name).filters:
+            logging.getLogger(name).addFilter(_is_no_echo)
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+    if not record.exc_info:
+        return True
+    frames = traceback.extract_tb(record.exc_info[2]) if record.name == "asyncio" else ()
+    return not any(
+        f"{os.sep}orbax{os.sep}" in path
+        for path in (record.pathname, *(f.filename for f in frames))
+    )
 
 
 def _ignore_late_answers() -> None:

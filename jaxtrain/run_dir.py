@@ -5,6 +5,7 @@ import json
 import jax
 from etils import epath
 
+from jaxtrain import storage
 from jaxtrain.parallel import distributed
 from jaxtrain.paths import as_path, check_writable
 
@@ -71,8 +72,17 @@ def prepare_run_dir(run_dir: epath.Path, *, overwrite: bool = False) -> None:
 
 
 def has_checkpoint(directory: epath.Path) -> bool:
-    """Whether there is a step's folder, good or bad: a run killed before its first has none."""
-    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
+    """Whether the first process sees a step's folder, good or bad; all processes call it alike.
+
+    A run that was killed before its first checkpoint has none.
+    """
+
+    def look() -> str:
+        there = directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
+        return "yes" if there else ""
+
+    what = f"the listing of {directory}"
+    return bool(distributed.from_first_process(lambda: storage.retrying(look, what)))
 
 
 def write_text(path: epath.Path, text: str) -> None:

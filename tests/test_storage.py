@@ -1,21 +1,30 @@
 """Storage that fails for a while: what passes, how long it is tried, and what must not suffer."""
 
+import contextlib
+import dataclasses
 import errno
+import json
 import os
 import shutil
+import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import exit_codes, storage
 from jaxtrain.checkpoint import Checkpointer, digest
+from jaxtrain.observe import writers
 from jaxtrain.refusal import refusing
 from jaxtrain.storage import StorageError
+from tests.observe.test_writers import read_curves
 from tests.storage_faults import Faults, HttpError
 from tests.survive.processes import PATIENCE, ROOT, Process, free_port
 from tests.test_durability import small_disk
+from tests.test_fit import Rows, make_experiment
 
 # What TensorStore says of a disk and of a bucket.
 DISK = "Error reading local file: os_error_code='5' [tensorstore_spec='...']"
@@ -265,3 +274,132 @@ def test_processes_restore_one_and_the_same_or_fail_together(tmp_path, processes
     assert sorted(path.name for path in (tmp_path / "c").iterdir() if path.name.isdigit()) == list(
         "123"
     )
+
+
+def unevaluated():
+    return make_experiment(eval_batches=None)
+
+
+def during(experiment, actions):
+    """The experiment, which does something as its loop asks for the batch of a step."""
+    batches = experiment.train_batches
+
+    class Stream:
+        def __init__(self, start, sharding):
+            self.inner, self.step = batches(start, sharding), start
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return self.inner.__exit__(*error)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.step += 1
+            actions.get(self.step, lambda: None)()
+            return next(self.inner)
+
+    return dataclasses.replace(experiment, train_batches=Stream)
+
+
+def until(path):
+    """Waits for a checkpoint that is being written."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_logs(run, steps):
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, steps + 1))
+    assert sorted(read_curves(run / "tensorboard")["train/loss"]) == list(range(1, steps + 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digest of the run that nothing happens to."""
+    run = jt.RunOptions(run_dir=str(tmp_path_factory.mktemp("whole")))
+    return digest(jt.fit(unevaluated(), run).state)
+
+
+def test_a_run_goes_on_through_failures_under_checkpoints_logs_and_the_loader(
+    tmp_path, faults, monkeypatch, undisturbed, capsys, caplog
+):
+    run, rows, fails = tmp_path / "run", Rows.__getitem__, [0]
+
+    def row(self, index):
+        if fails[0]:
+            fails[0] -= 1
+            raise HttpError(503)
+        return rows(self, index)
+
+    monkeypatch.setattr(Rows, "__getitem__", row)
+    actions = {
+        2: lambda: faults.fail("log.jsonl", errno.ENOSPC, on="write"),
+        3: lambda: (
+            until(run / "checkpoints" / "2"),
+            faults.fail(f"{run}/checkpoints", errno.EIO, on="listdir"),
+        ),
+        4: lambda: faults.fail("tfevents", errno.ESTALE, on="write"),
+        5: lambda: fails.__setitem__(0, 3),
+        9: faults.mend,
+    }
+    options = jt.RunOptions(run_dir=str(run), save_every=2, log_every=1, keep=9)
+    result = jt.fit(during(unevaluated(), actions), options)
+    assert digest(result.state) == undisturbed
+    assert fails == [0]
+    assert faults.failed > 10
+    check_logs(run, 12)
+    assert Checkpointer(run / "checkpoints").steps() == [2, 10, 12]
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("warning: checkpoint 4 could not be saved") == printed.count("warning") == 1
+    )
+    assert printed.count("step 10: checkpoints are written again") == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be written" in line for line in said) == 2
+    assert sum("the rows of batch" in line and "trying again" in line for line in said) == 1
+
+
+@contextlib.contextmanager
+def full_disk_in_a_run(folder):
+    """A small disk for a run's whole folder, and how to fill it once a step has been saved."""
+    with small_disk(folder / "disk", "size=1m") as disk:
+
+        def fill(step):
+            until(disk / "run" / "checkpoints" / str(step))
+            with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+
+        run = jt.RunOptions(run_dir=str(disk / "run"), save_every=2, log_every=1, keep=9)
+        yield disk, fill, run
+
+
+def test_a_run_on_a_disk_that_is_full_for_a_while(tmp_path, undisturbed, capsys):
+    with full_disk_in_a_run(tmp_path) as (disk, fill, options):
+        actions = {4: lambda: fill(2), 9: (disk / "ballast").unlink}
+        result = jt.fit(during(unevaluated(), actions), options)
+        assert digest(result.state) == undisturbed
+        check_logs(disk / "run", 12)
+        assert Checkpointer(disk / "run" / "checkpoints").steps() == [2, 10, 12]
+        assert capsys.readouterr().out.count("warning") == 1
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_that_stays_full(tmp_path, monkeypatch, undisturbed, capsys):
+    monkeypatch.setattr(sys.modules["jaxtrain.fit"], "LAST_SAVE_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.2)
+    with full_disk_in_a_run(tmp_path) as (disk, fill, options):
+        with pytest.raises(SystemExit) as end, refusing():
+            jt.fit(during(unevaluated(), {8: lambda: fill(6)}), options)
+        assert end.value.code == exit_codes.STORAGE
+        assert "the last checkpoint: checkpoint 12 could not be saved" in capsys.readouterr().err
+        (disk / "ballast").unlink()
+        resumed = jt.fit(unevaluated(), dataclasses.replace(options, resume=True))
+        assert digest(resumed.state) == undisturbed
+        check_logs(disk / "run", 12)

@@ -139,9 +139,10 @@ def broadcast_text(text: str) -> str:
     """Returns the text of process 0 in every process; all call it alike."""
     data = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = np.zeros(size, np.uint8)
+    # Of few sizes: each is a program of its own.
+    padded = np.zeros(1 << max(6, size.bit_length()), np.uint8)
     padded[: min(size, data.size)] = data[:size]
-    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+    return bytes(multihost_utils.broadcast_one_to_all(padded))[:size].decode()
 
 
 def _result_or_error(make: Callable[[], str]) -> tuple[str | None, str]:
