@@ -33,11 +33,17 @@ from jax.experimental import multihost_utils
 
 from jaxtrain import manifest as manifests
 from jaxtrain import storage
+from jaxtrain.leaves import (
+    finish_leaf,
+    gather_array,
+    leaves_by_path,
+    raw_array,
+    restore_args,
+)
 from jaxtrain.manifest import DamagedCheckpointError
 from jaxtrain.paths import absolute
 from jaxtrain.step_folders import StepFolders, files_below
 from jaxtrain.storage import StorageError
-from jaxtrain.tree import path_name
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +149,11 @@ class Checkpointer:
             raise ValueError(f"step is {step}; steps count from 0")
         if not force and self._save_every and step % self._save_every:
             return False
-        leaves = _named(state)
+        leaves = leaves_by_path(state)
         entries = {name: manifests.describe(name, leaf) for name, leaf in leaves.items()}
-        arrays = {name: _raw(leaf) for name, leaf in leaves.items() if manifests.is_stored(leaf)}
+        arrays = {
+            name: raw_array(leaf) for name, leaf in leaves.items() if manifests.is_stored(leaf)
+        }
         if not arrays:
             raise ValueError("the state has no array with elements: nothing to save")
         config = manifests.plain_json(config or {})
@@ -203,7 +211,7 @@ class Checkpointer:
         """
 
         def check(step: int, saved: Mapping[str, Any]) -> None:
-            wanted = _named(abstract_state)
+            wanted = leaves_by_path(abstract_state)
             self._check(step, saved, wanted)
             if extra := [name for name in saved if name not in wanted]:
                 first = manifests.kind(saved[extra[0]])
@@ -220,7 +228,7 @@ class Checkpointer:
         ``restore_part({"params": abstract_params})`` reads the parameters of a training state
         without its optimizer state.
         """
-        wanted = _named(abstract_state)
+        wanted = leaves_by_path(abstract_state)
         return self._restore(
             abstract_state, step, lambda step, saved: self._check(step, saved, wanted)
         )
@@ -456,7 +464,7 @@ class Checkpointer:
         try:
             if jax.process_index() != 0:
                 self._folders.wait_for(step)
-            raw = self._read(step, saved, _named(abstract_state))
+            raw = self._read(step, saved, leaves_by_path(abstract_state))
         except Exception as caught:
             error = caught
         # Checksums are computed by all processes together, or by none.
@@ -515,7 +523,7 @@ class Checkpointer:
         # devices which may not exist here.
         items = ocp.args.PyTreeRestore(
             item={name: 0 for name in stored},
-            restore_args={n: _restore_args(saved[n], leaf) for n, leaf in stored.items()},
+            restore_args={n: restore_args(saved[n], leaf) for n, leaf in stored.items()},
             partial_restore=True,
         )
         # The handler alone: around it Orbax's checkpointer has the processes wait for each other,
@@ -555,8 +563,8 @@ class Checkpointer:
     ) -> Any:
         try:
             leaves = [
-                _finish(saved[name], raw.get(name), leaf)
-                for name, leaf in _named(abstract_state).items()
+                finish_leaf(saved[name], raw.get(name), leaf)
+                for name, leaf in leaves_by_path(abstract_state).items()
             ]
         except (KeyError, TypeError, ValueError) as error:  # keys of no known kind
             raise self._folders.damage(
@@ -577,10 +585,10 @@ def digest(state: Any) -> str:
     False
     """
     sha = hashlib.sha256()
-    for name, leaf in sorted(_named(state).items()):
+    for name, leaf in sorted(leaves_by_path(state).items()):
         sha.update(json.dumps([name, manifests.describe(name, leaf)], sort_keys=True).encode())
         if not manifests.is_number(leaf):
-            sha.update(np.ascontiguousarray(_gather(_raw(leaf))).tobytes())
+            sha.update(np.ascontiguousarray(gather_array(raw_array(leaf))).tobytes())
     return sha.hexdigest()
 
 
@@ -661,79 +669,3 @@ def _ignore_late_answers() -> None:
             report(event)
 
     sys.unraisablehook = but_late_answers
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = path_name(path)
-        if not name:
-            raise ValueError("the state is a bare leaf without a path; put it in a dict")
-        if name in named:
-            raise ValueError(f"two leaves of the state share the path {name!r}; rename one of them")
-        named[name] = leaf
-    return named
-
-
-def _raw(leaf: Any) -> Any:
-    """Returns the array whose bytes stand for the leaf: a PRNG key's words, else the leaf."""
-    if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf) if manifests.is_key(leaf) else leaf
-    return np.asarray(leaf)
-
-
-def _gather(array: Any) -> np.ndarray:
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where the leaf is to live; None for the host and for arrays bound to no device."""
-    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-
-
-def _restore_args(entry: Mapping[str, Any], leaf: Any) -> ocp.RestoreArgs:
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    if manifests.is_key(leaf):
-        # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
-        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32"))
-    return ocp.ArrayRestoreArgs(
-        sharding=sharding, global_shape=tuple(entry["shape"]), dtype=leaf.dtype
-    )
-
-
-def _finish(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
-    """Turns what was read into a leaf of the kind that ``leaf`` is."""
-    if manifests.is_number(leaf):
-        return manifests.decode(entry)
-    if restored is None:  # not in the array file: a number, or an array without elements
-        restored = _from_manifest(entry, leaf)
-    if isinstance(leaf, np.generic):
-        return np.asarray(restored)[()]
-    if isinstance(leaf, np.ndarray):
-        return restored
-    sharding = _sharding(leaf)
-    if isinstance(restored, np.ndarray):
-        restored = _place(restored, sharding if not manifests.is_key(leaf) else None)
-    if not manifests.is_key(leaf):
-        return restored
-    keys = jax.random.wrap_key_data(restored, impl=entry["impl"])
-    return keys if sharding is None else jax.device_put(keys, sharding)
-
-
-def _from_manifest(entry: Mapping[str, Any], leaf: Any) -> np.ndarray:
-    if "value" in entry:
-        return np.full((), manifests.decode(entry), leaf.dtype)
-    if "impl" in entry:
-        words = jax.random.key_data(jax.random.key(0, impl=entry["impl"]))
-        return np.zeros((*leaf.shape, *words.shape), words.dtype)
-    return np.zeros(leaf.shape, leaf.dtype)
-
-
-def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is None:
-        return jax.numpy.array(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
+from jaxtrain import storage
 from jaxtrain.data.sources import Document
 from jaxtrain.data.tokenizers import Tokenizer
 
@@ -75,7 +76,7 @@ def tokenize(
     folder = Path(cache_dir) / _content_key(documents, tokenizer)
     if not folder.exists():
         _write_cache(folder, documents, tokenizer, dtype)
-    return _read_cache(folder, dtype)
+    return storage.retrying(lambda: _read_cache(folder, dtype), f"the token cache '{folder}'")
 
 
 def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -254,6 +255,8 @@ def _read_cache(folder: Path, dtype: np.dtype) -> Corpus:
         with np.load(folder / "index.npz", allow_pickle=False) as index:
             starts, num_bytes, size = index["starts"], int(index["num_bytes"]), int(index["size"])
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        if storage.passes(error):
+            raise
         raise ValueError(
             f"'{folder / 'index.npz'}' is damaged ({error}); delete '{folder}'"
         ) from None

@@ -1,5 +1,6 @@
 """Packing against its definition written out token by token."""
 
+import errno
 import os
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain import storage
 from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, PackedTokens, packing, tokenize
 from jaxtrain.data.tokenizers import EOD
 
@@ -218,3 +220,22 @@ def test_cache_refusals(tmp_path):
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"tokens.bin' has 4 bytes, not 6; delete"):
         tokenize(documents_of([b"ab"]), ByteTokenizer(), cache_dir=tmp_path)
+
+
+def test_a_cache_is_read_through_failures_that_pass(tmp_path, monkeypatch):
+    """A disk that does not answer at once is not a damaged cache, which one would delete."""
+    documents = [Document("a", b"some text"), Document("b", b"more")]
+    whole = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
+    load, failed = np.load, []
+
+    def load_later(*args, **kwargs):
+        if len(failed) < 2:
+            failed.append(args)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(storage, "pause", lambda seconds: None)
+    monkeypatch.setattr(np, "load", load_later)
+    again = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    assert len(failed) == 2
