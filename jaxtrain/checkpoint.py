@@ -8,7 +8,8 @@ restoring. What was restored is compared with the checksums, so a checkpoint tha
 changed is an error, or passed over for the one before it, and never a wrong state.
 
 Every method is called by all processes alike; Orbax lets each write its own shards and lets only
-the finished step directory appear under its final name.
+the finished step directory appear under its final name. The first process says which steps there
+are and what their manifests hold, and all must have read the same, or none goes on with it.
 """
 
 import contextlib

@@ -17,6 +17,7 @@ from jaxtrain import manifest as manifests
 from jaxtrain import storage
 from jaxtrain.manifest import DamagedCheckpointError
 from jaxtrain.parallel.distributed import from_first_process
+from jaxtrain.paths import SHARED_SECONDS
 
 ITEMS = ("state", "manifest", "config")
 _JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
@@ -101,12 +102,16 @@ class StepFolders:
 
         def look() -> None:
             if not path.exists():
-                raise FileNotFoundError("it is not there, and the first process has found it")
+                raise FileNotFoundError(
+                    "it is not there, where the first process has found it: all processes must "
+                    "share the directory"
+                )
 
         storage.retrying(
             look,
             f"checkpoint {step} in {self.directory}, looked for by process {jax.process_index()}",
             passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
+            seconds=SHARED_SECONDS,
         )
 
     def _paths(self) -> dict[int, epath.Path]:

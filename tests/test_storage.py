@@ -403,3 +403,23 @@ def test_a_run_on_a_disk_that_stays_full(tmp_path, monkeypatch, undisturbed, cap
         resumed = jt.fit(unevaluated(), dataclasses.replace(options, resume=True))
         assert digest(resumed.state) == undisturbed
         check_logs(disk / "run", 12)
+
+
+@pytest.mark.slow
+def test_a_file_lost_under_a_run_ends_it_with_a_status_to_restart_on(tmp_path, monkeypatch, capsys):
+    """The next start refuses it where it is still missing; the status of a wrong flag would end
+    what a launcher could have gone on with."""
+    rows, lost = Rows.__getitem__, []
+
+    def row(self, index):
+        if lost:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.bin")
+        return rows(self, index)
+
+    monkeypatch.setattr(Rows, "__getitem__", row)
+    experiment = during(unevaluated(), {6: lambda: lost.append(True)})
+    with pytest.raises(SystemExit) as end, refusing():
+        jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path), save_every=2))
+    assert end.value.code == exit_codes.STORAGE
+    assert capsys.readouterr().err.endswith("error: No such file or directory: 'rows.bin'\n")
+    assert Checkpointer(tmp_path / "checkpoints").latest_step() >= 2
