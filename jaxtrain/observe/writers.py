@@ -183,6 +183,7 @@ class _GrowingFile:
         write = self._write_pending if self._thread is None else self._write_whole
         try:
             storage.retrying(write, f"the log {self._path}", seconds=CLOSE_SECONDS)
+            self._worked()
         except Exception as error:
             logger.warning("%s: its last lines are lost", error)
         if self._file is not None:
@@ -201,7 +202,10 @@ class _GrowingFile:
                     storage.why(error),
                 )
             self._failing = True
-            return
+        else:
+            self._worked()
+
+    def _worked(self) -> None:
         if self._failing:
             logger.warning("the log %s is written again, and nothing is missing", self._path)
         self._failing = False
