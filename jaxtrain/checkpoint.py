@@ -8,7 +8,8 @@ restoring. What was restored is compared with the checksums, so a checkpoint tha
 changed is an error, or passed over for the one before it, and never a wrong state.
 
 Every method is called by all processes alike; Orbax lets each write its own shards and lets only
-the finished step directory appear under its final name.
+the finished step directory appear under its final name. The first process says which steps there
+are and what their manifests hold, and all must have read the same, or none goes on with it.
 """
 
 import contextlib
@@ -18,11 +19,12 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -30,34 +32,30 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain import manifest as manifests
+from jaxtrain import storage
+from jaxtrain.leaves import (
+    finish_leaf,
+    gather_array,
+    leaves_by_path,
+    ocp,
+    raw_array,
+    restore_args,
+)
 from jaxtrain.manifest import DamagedCheckpointError
 from jaxtrain.paths import absolute
-from jaxtrain.tree import path_name
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-
-    class _Orbax:
-        """``orbax.checkpoint``, imported where it is first used: a fifth of ``import jaxtrain``."""
-
-        def __getattr__(self, name: str) -> Any:
-            import orbax.checkpoint
-
-            return getattr(orbax.checkpoint, name)
-
-    ocp = _Orbax()
+from jaxtrain.step_folders import StepFolders, files_below
+from jaxtrain.storage import StorageError
 
 logger = logging.getLogger(__name__)
 
-_ITEMS = ("state", "manifest", "config")
-_JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
+# How long a save tries to list what is there: it is made again by whoever asked for it.
+_LIST_SECONDS = 5.0
 # A checkpoint is some dozens of files and folders beside its arrays.
 _SPARE_FILES = 100
 _SPARE_BYTES = 1 << 16
 
 
-class SaveError(OSError):
+class SaveError(StorageError):
     """A checkpoint could not be written; those saved before are as they were."""
 
 
@@ -109,7 +107,9 @@ class Checkpointer:
         self._best_metric = best_metric
         self._retention = _Retention(keep, keep_best, best_mode)
         self._manager: ocp.CheckpointManager | None = None
+        self._folders = StepFolders(self.directory)
         self._in_progress = -1
+        self._whole: set[int] = set()  # as seen by the last save
         self._damaged: set[int] = set()  # found so by restore, for the next save to move away
 
     def save(
@@ -150,15 +150,16 @@ class Checkpointer:
             raise ValueError(f"step is {step}; steps count from 0")
         if not force and self._save_every and step % self._save_every:
             return False
-        leaves = _named(state)
+        leaves = leaves_by_path(state)
         entries = {name: manifests.describe(name, leaf) for name, leaf in leaves.items()}
-        arrays = {name: _raw(leaf) for name, leaf in leaves.items() if manifests.is_stored(leaf)}
+        arrays = {
+            name: raw_array(leaf) for name, leaf in leaves.items() if manifests.is_stored(leaf)
+        }
         if not arrays:
             raise ValueError("the state has no array with elements: nothing to save")
         config = manifests.plain_json(config or {})
         self.wait()
-        self._set_aside(self._damaged)
-        scores = self._scores()
+        scores = self._look_around(step)
         latest = max(scores, default=-1)
         if step == latest:
             return False
@@ -167,8 +168,6 @@ class Checkpointer:
                 f"step {step} is behind the latest checkpoint {latest} in {self.directory}: call "
                 f"drop_after({step}) first to continue from an older step, or use a new directory"
             )
-        if step in self._found():
-            self._set_aside({step})
         for name, checksum in manifests.checksums(arrays).items():
             entries[name]["checksum"] = checksum
         manifest = {
@@ -180,11 +179,17 @@ class Checkpointer:
             manifest=ocp.args.JsonSave(manifests.seal(manifest)),
             config=ocp.args.JsonSave(manifests.seal({"config": config})),
         )
-        self._check_room(step, sum(array.nbytes for array in arrays.values()))
-        self._retention.scores = {**scores, step: self._score(manifest)}
+        self._retention.scores = {**scores, step: self._score(manifest["metrics"])}
+        size = sum(array.nbytes for array in arrays.values())
+        try:
+            self._check_room(step, size)
+        except SaveError as error:
+            self._make_room(step, full=getattr(error.__cause__, "errno", None) == errno.ENOSPC)
+            self._check_room(step, size)
         with self._failing_as_one(f"checkpoint {step}"):
             self._writer().save(step, args=items, force=True)
         self._in_progress = step
+        self._whole = {*scores, step}
         return True
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
@@ -207,7 +212,7 @@ class Checkpointer:
         """
 
         def check(step: int, saved: Mapping[str, Any]) -> None:
-            wanted = _named(abstract_state)
+            wanted = leaves_by_path(abstract_state)
             self._check(step, saved, wanted)
             if extra := [name for name in saved if name not in wanted]:
                 first = manifests.kind(saved[extra[0]])
@@ -224,7 +229,7 @@ class Checkpointer:
         ``restore_part({"params": abstract_params})`` reads the parameters of a training state
         without its optimizer state.
         """
-        wanted = _named(abstract_state)
+        wanted = leaves_by_path(abstract_state)
         return self._restore(
             abstract_state, step, lambda step, saved: self._check(step, saved, wanted)
         )
@@ -250,15 +255,15 @@ class Checkpointer:
     def config(self, step: int | None = None) -> dict[str, Any]:
         """Returns the config saved with ``step`` (None: the latest)."""
         step = self._resolve(step)
-        content = self._json(step, "config")
+        content = self._folders.json(step, "config")
         config = content.get("config", content)  # older checkpoints hold it bare
         if not isinstance(config, dict):
-            raise self._damage(step, f"its config is a {type(config).__name__}")
+            raise self._folders.damage(step, f"its config is a {type(config).__name__}")
         return config
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """Returns the metrics saved with ``step`` (None: the latest)."""
-        metrics = self._manifest(self._resolve(step))["metrics"]
+        metrics = self._folders.manifest(self._resolve(step))["metrics"]
         return {key: float(value) for key, value in metrics.items()}
 
     def drop_after(self, step: int) -> None:
@@ -287,6 +292,18 @@ class Checkpointer:
         if self._manager is not None:
             with self._failing_as_one(f"checkpoint {self._in_progress}"):
                 self._manager.wait_until_finished()
+
+    def is_saving(self) -> bool:
+        """Whether a save goes on in the background of this process."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
+    def written(self) -> tuple[int, int]:
+        """Returns how many files the directory holds and their bytes, which a save makes grow."""
+        try:
+            sizes = [path.stat().length for path in files_below(self.directory)]
+        except OSError:  # a file has gone in the meantime, or storage fails
+            return (-1, -1)
+        return len(sizes), sum(sizes)
 
     def close(self) -> None:
         """Waits and releases the writer's threads; saving again would start new ones."""
@@ -338,7 +355,9 @@ class Checkpointer:
             error = caught
         if _in_any_process(error is not None):
             self._abandon()
-            reason = "another process failed to write its part" if error is None else _why(error)
+            reason = (
+                "another process failed to write its part" if error is None else storage.why(error)
+            )
             raise SaveError(f"{what} could not be saved in {self.directory}: {reason}") from error
 
     def _check_room(self, step: int, size: int) -> None:
@@ -360,45 +379,53 @@ class Checkpointer:
                 if files.f_files and files.f_favail < _SPARE_FILES:
                     raise OSError(errno.ENOSPC, "the file system has no room for more files")
 
-    def _set_aside(self, steps: set[int]) -> None:
-        """Renames directories that hold no sound checkpoint: ``9`` becomes ``damaged-9``."""
-        there = sorted(steps & self._found().keys())
-        self._damaged -= steps
-        if not there:
-            return
-        self._abandon()  # the manager has listed them
-        _in_any_process(False)  # all have looked before the first is gone
-        with self._failing_as_one(f"what comes after the damaged checkpoint {there[0]}"):
-            for step in there if jax.process_index() == 0 else ():
-                self._found()[step].rename(self._free_name(f"damaged-{step}"))
-
-    def _free_name(self, name: str) -> epath.Path:
-        paths = (self.directory / f"{name}{end}" for end in ("", *(f".{n}" for n in range(1, 999))))
-        return next(path for path in paths if not path.exists())
-
-    def _score(self, manifest: Mapping[str, Any]) -> float:
-        return float(manifest["metrics"].get(self._best_metric, math.nan))
-
-    def _found(self) -> dict[int, epath.Path]:
-        """The directories under a final name, whatever is in them."""
-        if not self.directory.exists():
-            return {}
-        found = ocp.path.step.standard_name_format().find_all(self.directory)
-        return {entry.step: entry.path for entry in found}
-
-    def _scores(self) -> dict[int, float]:
-        """The whole checkpoints, and what ``best_metric`` was for each."""
-        scores = {}
-        for step, path in self._found().items():
-            if all((path / item).exists() for item in _ITEMS):
-                with contextlib.suppress(DamagedCheckpointError):
-                    scores[step] = self._score(self._manifest(step))
+    def _look_around(self, step: int) -> dict[int, float]:
+        """The scores of the whole checkpoints; moves away what is in the way of saving ``step``."""
+        with self._failing_as_one(f"checkpoint {step}"):
+            found = self._folders.found(seconds=_LIST_SECONDS)
+            scores = self._scores(seconds=_LIST_SECONDS)
+        lost = self._whole.intersection(found) - scores.keys()
+        for other in sorted(lost):
+            logger.warning(
+                "checkpoint %d in %s was whole and is no longer: something else has deleted or "
+                "changed its files",
+                other,
+                self.directory,
+            )
+        damaged, self._damaged = self._damaged, set()
+        scores = {other: score for other, score in scores.items() if other not in damaged}
+        aside = (lost | damaged | ({step} - scores.keys())).intersection(found)
+        if aside:
+            self._abandon()  # the manager has listed them
+            with self._failing_as_one(f"what comes after the damaged checkpoint {min(aside)}"):
+                for other in sorted(aside) if jax.process_index() == 0 else ():
+                    self._folders.set_aside(other)
         return scores
+
+    def _make_room(self, step: int, *, full: bool) -> None:
+        """Deletes what saving ``step`` would, but for the latest, which must outlive a failure."""
+        scores = self._retention.scores
+        there = scores.keys() - {step}
+        surplus = there - self._retention.kept(scores) - {max(there, default=None)}
+        self._abandon()
+        if jax.process_index() == 0 and full:
+            for other in surplus:
+                with contextlib.suppress(OSError):
+                    (self.directory / str(other)).rmtree()
+        _in_any_process(False)  # all wait until they are gone
+
+    def _score(self, metrics: Mapping[str, Any]) -> float:
+        return float(metrics.get(self._best_metric, math.nan))
+
+    def _scores(self, *, seconds: float | None = None) -> dict[int, float]:
+        """The whole checkpoints, and what ``best_metric`` was for each."""
+        whole = self._folders.whole(seconds=seconds)
+        return {step: self._score(metrics) for step, metrics in whole.items()}
 
     def _resolve(self, step: int | None) -> int:
         """Returns the step of a checkpoint that is there, or raises ``FileNotFoundError``."""
         self.wait()
-        steps = sorted(self._scores() if step is None else self._found())
+        steps = sorted(self._scores()) if step is None else self._folders.found()
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         if step is None:
@@ -410,26 +437,6 @@ class Checkpointer:
             )
         return step
 
-    def _json(self, step: int, item: str) -> dict[str, Any]:
-        path = self.directory / str(step) / item / _JSON_FILE
-        try:
-            return manifests.unseal(json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            raise self._damage(step, f"its {item} is missing") from None
-        except (ValueError, RecursionError) as error:
-            raise self._damage(step, f"its {item} cannot be read ({_why(error)})") from None
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        try:
-            return manifests.check(self._json(step, "manifest"))
-        except DamagedCheckpointError:
-            raise
-        except ValueError as error:
-            raise self._damage(step, f"its manifest is not one ({error})") from None
-
-    def _damage(self, step: int, what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"checkpoint {step} in {self.directory} is damaged: {what}")
-
     def _restore(
         self,
         abstract_state: Any,
@@ -437,7 +444,7 @@ class Checkpointer:
         check: Callable[[int, Mapping[str, Any]], None],
     ) -> Any:
         self.wait()
-        steps = sorted(self._found(), reverse=True) if step is None else [self._resolve(step)]
+        steps = self._folders.found()[::-1] if step is None else [self._resolve(step)]
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         damages = []
@@ -459,21 +466,43 @@ class Checkpointer:
     def _restore_one(
         self, abstract_state: Any, step: int, check: Callable[[int, Mapping[str, Any]], None]
     ) -> Any:
-        damage: DamagedCheckpointError | None = None
+        # The manifest of the first process is that of all: what each reads is held against it.
+        saved = self._folders.manifest(step)["leaves"]
+        check(step, saved)
+        raw: dict[str, Any] = {}
+        error: Exception | None = None
         try:
-            saved = self._manifest(step)["leaves"]
-            check(step, saved)
-            raw = self._read(step, saved, _named(abstract_state))
-        except DamagedCheckpointError as error:
-            damage = error
+            if jax.process_index() != 0:
+                self._folders.wait_for(step)
+            raw = self._read(step, saved, leaves_by_path(abstract_state))
+        except Exception as caught:
+            error = caught
         # Checksums are computed by all processes together, or by none.
-        if _in_any_process(damage is not None):
-            raise damage or self._damage(step, "another process cannot read it")
+        self._agree(step, error)
         found = manifests.checksums(raw)
-        for name, checksum in found.items():
-            if checksum != saved[name].get("checksum", checksum):
-                raise self._damage(step, f"{name!r} is not what was saved (checksum)")
+        changed = [n for n, x in found.items() if x != saved[n].get("checksum", x)]
+        if changed:
+            what = f"{changed[0]!r} is not what was saved (checksum)"
+            error = self._folders.damage(step, what)
+        self._agree(step, error, zlib.crc32(json.dumps(found, sort_keys=True).encode()))
         return self._assemble(step, saved, raw, abstract_state)
+
+    def _agree(self, step: int, error: Exception | None, read: int = 0) -> None:
+        """Raises in all processes alike where one failed to read a step, or they read different
+        bits."""
+        kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpointError) else 2
+        kinds, reads = _in_all_processes([kind, read])
+        if kind and kind == max(kinds):
+            raise error
+        others = ", ".join(str(process) for process in np.flatnonzero(kinds))
+        if max(kinds) == 2:
+            raise StorageError(
+                f"checkpoint {step} in {self.directory} cannot be read by process {others}"
+            )
+        if max(kinds) == 1:
+            raise self._folders.damage(step, f"process {others} cannot read what was saved")
+        if len(set(reads)) > 1:
+            raise self._folders.damage(step, "processes read different bits of it")
 
     def _of_another(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         def differs(name: str) -> bool:
@@ -513,31 +542,39 @@ class Checkpointer:
         # devices which may not exist here.
         items = ocp.args.PyTreeRestore(
             item={name: 0 for name in stored},
-            restore_args={n: _restore_args(saved[n], leaf) for n, leaf in stored.items()},
+            restore_args={n: restore_args(saved[n], leaf) for n, leaf in stored.items()},
             partial_restore=True,
         )
-        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        # The handler alone: around it Orbax's checkpointer has the processes wait for each other,
+        # also for one that has failed.
+        handler = ocp.PyTreeCheckpointHandler()
         try:
-            path = self.directory / str(step)
-            arrays = reader.restore(path, args=ocp.args.Composite(state=items))["state"]
-        except (MemoryError, jax.errors.JaxRuntimeError):  # too large for here, not damaged
-            raise
+            arrays = storage.retrying(
+                lambda: handler.restore(self.directory / str(step) / "state", args=items),
+                f"the arrays of checkpoint {step} in {self.directory}",
+                passing=lambda error: not _too_large(error) and storage.passes(error),
+            )
         except Exception as error:  # whatever a parser raises that meets nonsense
             _ignore_late_answers()
+            if _too_large(error) or isinstance(error, StorageError):
+                raise
             if _forbidden(error):
                 raise PermissionError(
-                    f"checkpoint {step} in {self.directory} cannot be read: {_why(error)}"
+                    f"checkpoint {step} in {self.directory} cannot be read: {storage.why(error)}"
                 ) from error
-            raise self._damage(step, f"its arrays cannot be read ({_why(error)})") from error
+            what = f"its arrays cannot be read ({storage.why(error)})"
+            raise self._folders.damage(step, what) from error
         finally:
-            reader.close()
+            handler.close()
         for name, leaf in stored.items():
             array = arrays.get(name)
             shape = tuple(saved[name]["shape"])  # a key's words have one dimension more
             if not hasattr(array, "dtype") or array.shape[: len(shape)] != shape:
-                raise self._damage(step, f"it lacks the array {name!r}, which its manifest has")
+                raise self._folders.damage(
+                    step, f"it lacks the array {name!r}, which its manifest has"
+                )
             if not manifests.is_key(leaf) and str(array.dtype) != saved[name]["dtype"]:
-                raise self._damage(step, f"{name!r} is {array.dtype} in its arrays")
+                raise self._folders.damage(step, f"{name!r} is {array.dtype} in its arrays")
         return arrays
 
     def _assemble(
@@ -545,11 +582,13 @@ class Checkpointer:
     ) -> Any:
         try:
             leaves = [
-                _finish(saved[name], raw.get(name), leaf)
-                for name, leaf in _named(abstract_state).items()
+                finish_leaf(saved[name], raw.get(name), leaf)
+                for name, leaf in leaves_by_path(abstract_state).items()
             ]
         except (KeyError, TypeError, ValueError) as error:  # keys of no known kind
-            raise self._damage(step, f"a PRNG key in it is none ({_why(error)})") from error
+            raise self._folders.damage(
+                step, f"a PRNG key in it is none ({storage.why(error)})"
+            ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
@@ -565,10 +604,10 @@ def digest(state: Any) -> str:
     False
     """
     sha = hashlib.sha256()
-    for name, leaf in sorted(_named(state).items()):
+    for name, leaf in sorted(leaves_by_path(state).items()):
         sha.update(json.dumps([name, manifests.describe(name, leaf)], sort_keys=True).encode())
         if not manifests.is_number(leaf):
-            sha.update(np.ascontiguousarray(_gather(_raw(leaf))).tobytes())
+            sha.update(np.ascontiguousarray(gather_array(raw_array(leaf))).tobytes())
     return sha.hexdigest()
 
 
@@ -587,10 +626,15 @@ class _Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Orbax's PreservationPolicy protocol."""
         del context
-        present = sorted(c.step for c in checkpoints if c.step in self.scores)
+        kept = self.kept({c.step for c in checkpoints} & self.scores.keys())
+        return [c.step not in self.scores or c.step in kept for c in checkpoints]
+
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """Which of these steps, all with a score, are among the latest or the best."""
+        present = sorted(steps)
         latest = present if self._keep is None else present[-self._keep :]
         best = self.ranked({step: self.scores[step] for step in present})[: self._keep_best]
-        return [c.step not in self.scores or c.step in {*latest, *best} for c in checkpoints]
+        return {*latest, *best}
 
 
 def _in_any_process(flag: bool) -> bool:
@@ -599,20 +643,16 @@ def _in_any_process(flag: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
-def _why(error: BaseException) -> str:
-    """The cause of an error in a few words: the system's own where it has an error number."""
-    while error is not None:
-        text = str(error)
-        code = getattr(error, "errno", None)
-        named = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's way to say errno
-        if code or named:
-            text = os.strerror(code or int(named[1]))
-            return error.strerror or text if code else text.lower()
-        if text.strip():
-            first = text.strip().splitlines()[0].split(" [tensorstore_spec=")[0]
-            return first if len(first) <= 300 else first[:297] + "..."
-        error, last = error.__cause__, error
-    return type(last).__name__
+def _in_all_processes(values: list[int]) -> list[list[int]]:
+    """Each of some numbers (32 bits), from every process in order."""
+    if jax.process_count() == 1:
+        return [[value] for value in values]
+    return multihost_utils.process_allgather(np.array(values, np.uint32)).T.tolist()
+
+
+def _too_large(error: BaseException) -> bool:
+    """Whether there is no memory for a checkpoint here, which is then not damaged."""
+    return isinstance(error, MemoryError | jax.errors.JaxRuntimeError)
 
 
 def _forbidden(error: BaseException) -> bool:
@@ -620,14 +660,21 @@ def _forbidden(error: BaseException) -> bool:
 
 
 def _quieten_orbax() -> None:
-    """Keeps Orbax from printing the traceback of what it raises as well."""
-    absl = logging.getLogger("absl")
-    if _is_no_echo not in absl.filters:
-        absl.addFilter(_is_no_echo)
+    """Keeps Orbax from printing the traceback of what it raises as well, and asyncio those of its
+    other tasks that fail with it."""
+    for name in ("absl", "asyncio"):
+        if _is_no_echo not in logging.getLogger(name).filters:
+            logging.getLogger(name).addFilter(_is_no_echo)
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+    if not record.exc_info:
+        return True
+    frames = traceback.extract_tb(record.exc_info[2]) if record.name == "asyncio" else ()
+    return not any(
+        f"{os.sep}orbax{os.sep}" in path
+        for path in (record.pathname, *(f.filename for f in frames))
+    )
 
 
 def _ignore_late_answers() -> None:
@@ -641,79 +688,3 @@ def _ignore_late_answers() -> None:
             report(event)
 
     sys.unraisablehook = but_late_answers
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = path_name(path)
-        if not name:
-            raise ValueError("the state is a bare leaf without a path; put it in a dict")
-        if name in named:
-            raise ValueError(f"two leaves of the state share the path {name!r}; rename one of them")
-        named[name] = leaf
-    return named
-
-
-def _raw(leaf: Any) -> Any:
-    """Returns the array whose bytes stand for the leaf: a PRNG key's words, else the leaf."""
-    if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf) if manifests.is_key(leaf) else leaf
-    return np.asarray(leaf)
-
-
-def _gather(array: Any) -> np.ndarray:
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where the leaf is to live; None for the host and for arrays bound to no device."""
-    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-
-
-def _restore_args(entry: Mapping[str, Any], leaf: Any) -> "ocp.RestoreArgs":
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    if manifests.is_key(leaf):
-        # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
-        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32"))
-    return ocp.ArrayRestoreArgs(
-        sharding=sharding, global_shape=tuple(entry["shape"]), dtype=leaf.dtype
-    )
-
-
-def _finish(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
-    """Turns what was read into a leaf of the kind that ``leaf`` is."""
-    if manifests.is_number(leaf):
-        return manifests.decode(entry)
-    if restored is None:  # not in the array file: a number, or an array without elements
-        restored = _from_manifest(entry, leaf)
-    if isinstance(leaf, np.generic):
-        return np.asarray(restored)[()]
-    if isinstance(leaf, np.ndarray):
-        return restored
-    sharding = _sharding(leaf)
-    if isinstance(restored, np.ndarray):
-        restored = _place(restored, sharding if not manifests.is_key(leaf) else None)
-    if not manifests.is_key(leaf):
-        return restored
-    keys = jax.random.wrap_key_data(restored, impl=entry["impl"])
-    return keys if sharding is None else jax.device_put(keys, sharding)
-
-
-def _from_manifest(entry: Mapping[str, Any], leaf: Any) -> np.ndarray:
-    if "value" in entry:
-        return np.full((), manifests.decode(entry), leaf.dtype)
-    if "impl" in entry:
-        words = jax.random.key_data(jax.random.key(0, impl=entry["impl"]))
-        return np.zeros((*leaf.shape, *words.shape), words.dtype)
-    return np.zeros(leaf.shape, leaf.dtype)
-
-
-def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is None:
-        return jax.numpy.array(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

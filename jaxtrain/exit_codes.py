@@ -10,7 +10,8 @@ code  name          what has happened                                           
 76    HUNG          no step ended for too long; every thread's stack was printed     yes
 77    PEER_LOST     another process of the run has died                              yes
 78    DIVERGED      too many steps in a row were skipped; the state is saved         no
-79    SUPERSEDED    another start of the run has taken over its folder               no
+79    STORAGE       a disk or bucket failed and went on failing; one sentence tells  yes
+80    SUPERSEDED    another start of the run has taken over its folder               no
 134   ABORTED       JAX's own C++ ended it with SIGABRT, as it does where process    yes
                     0 has died and it is faster than PEER_LOST to say so
 128+n               signal n ended it at once: SIGTERM (143) and SIGINT (130) when   no
@@ -28,8 +29,9 @@ PREEMPTED = 75
 HUNG = 76
 PEER_LOST = 77
 DIVERGED = 78
-SUPERSEDED = 79
+STORAGE = 79
+SUPERSEDED = 80
 ABORTED = 134
 
 # After these, the same command with --resume goes on from the last checkpoint.
-RESTARTABLE = frozenset({PREEMPTED, HUNG, PEER_LOST, ABORTED})
+RESTARTABLE = frozenset({PREEMPTED, HUNG, PEER_LOST, STORAGE, ABORTED})

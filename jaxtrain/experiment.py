@@ -250,6 +250,8 @@ def evaluate(
     total: WeightedLoss | None = None
     for batch in batches:
         part = step(state, batch)
+        # Never far ahead of the devices: who is asked to stop has little to wait for.
+        jax.block_until_ready(total)
         total = part if total is None else total + part
     if total is None:
         raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")

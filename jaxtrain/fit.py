@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxtrain import provenance
+from jaxtrain import provenance, storage
 from jaxtrain.calls import call_end, compile_loop
 from jaxtrain.checkpoint import Checkpointer, SaveError
 from jaxtrain.compile import CompiledStep
@@ -38,6 +39,7 @@ from jaxtrain.observe.summary import header_facts, print_conclusion
 from jaxtrain.observe.writers import Writer, make_writers
 from jaxtrain.parallel import distributed
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.paths import check_shared
 from jaxtrain.plan.comparison import compare_with_run
 from jaxtrain.run_dir import Ownership, claim_run_dir, find_run_dir, has_checkpoint, write_text
 from jaxtrain.state import TrainState
@@ -225,6 +227,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
       FileNotFoundError: where there is nothing to resume.
       Preempted: after a signal, with the state saved; uncaught, it is the process's exit code.
       Diverged: after too many skipped steps in a row, with the state saved.
+      StorageError: a disk or bucket went on failing; the same command may go on later.
 
     A lost process and a hang end the process from another thread, with the codes of
     :mod:`jaxtrain.exit_codes`.
@@ -277,6 +280,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         for name, text in (texts | dict(experiment.files)).items():
             if not (resume and (run_dir / name).exists()):
                 write_text(run_dir / name, text)
+        check_shared(run_dir / provenance.CONFIG)
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
 
         log = stack.enter_context(
@@ -289,6 +293,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         )
         watchdog.run_dir = run_dir
         stack.enter_context(watchdog)
+        stack.enter_context(storage.restartable())
         # A process that stopped without the others would leave them waiting.
         together = options.watch_peers or jax.process_count() == 1
         preemption = stack.enter_context(
@@ -298,7 +303,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         pace = Pace(peers)
         logging = _Logging(experiment, mesh, log, progress, rate, pace, options.log_every)
         evaluation = _Evaluation(
-            experiment, mesh, log, progress, rate, watchdog, options.eval_every
+            experiment, mesh, log, progress, rate, watchdog, peers, options.eval_every
         )
         saving = _Saving(experiment, checkpoints, evaluation, options, owner=owner)
         if start < experiment.steps:
@@ -313,9 +318,16 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 hooks=hooks,
             )
         last = int(state.step)
-        peers.reached(last)
-        if last < experiment.steps or skips.too_many_at is not None:
-            saving.finish(last, state)
+        stopped = last < experiment.steps or skips.too_many_at is not None
+        means: dict[str, float] = {}
+        if not stopped:
+            try:
+                means = evaluation.at(last, state, after=last)
+            except _Interrupted:
+                stopped = True
+        peers.reached(last + 1)  # and will ask no more
+        saving.finish(last, state, seconds=STOPPED_SAVE_SECONDS if stopped else LAST_SAVE_SECONDS)
+        if stopped:
             if skips.too_many_at is not None:
                 raise diagnose(
                     experiment,
@@ -325,11 +337,9 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                     skips=options.max_consecutive_skips,
                     run_dir=str(run_dir),
                 )
-            stopped = Preempted(last, str(run_dir))
-            progress.note(str(stopped))
-            raise stopped
-        means = evaluation.at(experiment.steps, state)
-        saving.finish(experiment.steps, state)
+            end = Preempted(last, str(run_dir))
+            progress.note(str(end))
+            raise end
     if lines := compare_with_run(programs, mesh, experiment, rate.seconds_per_step):
         terminal.print_lines(lines)
     print_conclusion(experiment, state, means, str(run_dir))
@@ -481,24 +491,44 @@ class _Logging(Hook):
         )
 
 
-class _Evaluation(Hook):
-    """Held-out means, every so many steps and when asked; compiled when first needed."""
+class _Interrupted(Exception):
+    """An evaluation was left unfinished, because the run is to stop."""
 
-    def __init__(self, experiment, mesh, log, progress, rate, watchdog: Watchdog, every: int):
+
+class _Evaluation(Hook):
+    """Held-out means, every so many steps and when asked; compiled when first needed.
+
+    Between batches it listens for a request to stop: all processes leave it before the same batch.
+    """
+
+    def __init__(
+        self, experiment, mesh, log, progress, rate, watchdog: Watchdog, peers: Lifeline, every: int
+    ):
         self.experiment, self.mesh, self.log, self.progress = experiment, mesh, log, progress
-        self.throughput, self.watchdog, self.every = rate, watchdog, every
+        self.throughput, self.watchdog, self.peers, self.every = rate, watchdog, peers, every
         self.latest: tuple[int, dict[str, float]] = (-1, {})
         self._step: CompiledStep | None = None
 
     def on_step(self, step: int, state: TrainState) -> None:
         if self.every and step % self.every == 0:
-            self.at(step, state)
+            with contextlib.suppress(_Interrupted):  # the loop is about to be stopped
+                self.at(step, state, after=step - 1)
 
-    def at(self, step: int, state: TrainState) -> dict[str, float]:
-        """The means at ``step``, evaluated once."""
+    def at(self, step: int, state: TrainState, *, after: int) -> dict[str, float]:
+        """The means at ``step``, evaluated once.
+
+        Args:
+          step: the step.
+          state: the state after it.
+          after: the step after which this process was last asked where to stop.
+
+        Raises:
+          _Interrupted: the run is to stop.
+        """
         if self.experiment.eval_batches is None or self.latest[0] == step:
             return self.latest[1]
-        batches = self._watched(step, self.experiment.eval_batches(batch_sharding(self.mesh)))
+        batches = self.experiment.eval_batches(batch_sharding(self.mesh))
+        batches = self._watched(step, after, batches)
         if self._step is None:
             first, batches = _peek(batches)
             self._step = compile_eval(self.experiment, state, first, self.mesh)
@@ -510,21 +540,36 @@ class _Evaluation(Hook):
         self.watchdog.beat(f"after the evaluation of step {step}")
         return means
 
-    def _watched(self, step: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
-        for number, batch in enumerate(batches):
+    def _watched(self, step: int, after: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        # The last look comes before anybody waits for the result, which needs all processes.
+        for number, batch in enumerate(itertools.chain(batches, [None])):
             self.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
-            yield batch
+            # Batches count as parts of a step, so that this is between two steps for the others.
+            position = after + (number + 1) / (number + 2)
+            agreed = self.peers.stop_step(position)
+            if agreed is not None and position >= agreed:
+                self.progress.note(f"the evaluation after step {step} is left out: asked to stop")
+                raise _Interrupted
+            if batch is not None:
+                yield batch
 
 
 # With several processes, steps at least between two looks at the clock, for the first one tells the
 # others.
 CLOCK_EVERY = 10
+# After so long a save that failed is made again, and one that has begun is asked how it ended.
+SETTLE_SECONDS = 60.0
+# How long the last save is tried: where the run is complete, and where the host may be taken away
+# half a minute after it said so.
+LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS = 300.0, 20.0
+# Between two looks at how much of a save has been written.
+LOOK_SECONDS = 5.0
 
 
 class _Saving(Hook):
     """Checkpoints by steps, by minutes and on the best evaluation, with the means of their step.
 
-    One that cannot be written is said and passed over, but for the last.
+    One that cannot be written is said, once for a time of failures, and made again a minute later.
     """
 
     def __init__(
@@ -543,6 +588,7 @@ class _Saving(Hook):
         self.saved_at = clock()
         self.writing: tuple[int, float] | None = None
         self.looks_at = 0
+        self.begun = self.failing = False
         self.best = math.nan
         if options.save_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{experiment.best_metric}"]
@@ -558,25 +604,70 @@ class _Saving(Hook):
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing ``state``; returns when its buffers have been copied."""
-        self.saved_at = self.clock()
         # What the save before could not do is known now, and no reason to leave out this one.
-        for attempt in (self.checkpoints.wait, lambda: self._start(step, state)):
-            try:
-                attempt()
-            except SaveError as error:
-                self.evaluation.progress.note(f"warning: {error}; the run goes on without it")
+        settled = self._settle()
+        self.saved_at = self.clock()
+        self.begun = self._succeeds(lambda: self._start(step, state))
+        if settled and self.begun and self.failing:
+            self.failing = False
+            self.evaluation.progress.note(f"step {step}: checkpoints are written again")
 
-    def finish(self, step: int, state: TrainState) -> None:
-        """Writes the last state and waits for it.
+    def finish(self, step: int, state: TrainState, *, seconds: float) -> None:
+        """Writes the last state and waits for it, trying again for some seconds.
 
         Raises:
-          SaveError: it could not be written.
+          StorageError: it could not be written.
         """
-        self.save(step, state)
-        # Does nothing where that has begun well.
-        self._start(step, state)
-        self.checkpoints.wait()
+        self._settle()
+
+        def save() -> None:
+            self._start(step, state)  # does nothing where that has been done well
+            self.checkpoints.wait()
+
+        with self._making_progress():
+            storage.retrying(
+                save,
+                "the last checkpoint",
+                passing=lambda error: isinstance(error, SaveError),
+                seconds=seconds,
+            )
         self._tell()
+
+    def _settle(self) -> bool:
+        """Waits for the save that has begun; whether it, if any, succeeded."""
+        self.begun = False
+        with self._making_progress():
+            return self._succeeds(self.checkpoints.wait)
+
+    def _succeeds(self, attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except SaveError as error:
+            if not self.failing:
+                self.evaluation.progress.note(
+                    f"warning: {error}; the run goes on without it, and tries again every minute"
+                )
+            self.failing = True
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _making_progress(self) -> Iterator[None]:
+        """Tells the watchdog that the process is alive as long as a save goes on writing."""
+        ended = threading.Event()
+
+        def look() -> None:
+            seen = None
+            while not ended.wait(LOOK_SECONDS):
+                if (written := self.checkpoints.written()) != seen:
+                    self.evaluation.watchdog.beat("while a checkpoint is being written")
+                seen = written
+
+        threading.Thread(target=look, name="jaxtrain-save-progress", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def _tell(self) -> None:
         """Says that a checkpoint is there, once; one that failed is told by the next save."""
@@ -617,15 +708,23 @@ class _Saving(Hook):
         return True
 
     def _is_time(self, step: int) -> bool:
-        if not self.options.save_minutes:
+        """Whether the clock asks for a save; now and then sees how the one before has ended."""
+        minutes = self.options.save_minutes
+        if not (minutes or self.begun or self.failing):
             return False
-        due = self.clock() - self.saved_at >= 60 * self.options.save_minutes
-        if jax.process_count() == 1:
-            return due
-        if step < self.looks_at:
-            return False
-        self.looks_at = step + CLOCK_EVERY
-        return bool(multihost_utils.broadcast_one_to_all(np.array(due)))
+        seconds = self.clock() - self.saved_at
+        late = seconds >= SETTLE_SECONDS
+        due = bool(minutes) and seconds >= 60 * minutes
+        ended = self.begun and late and not self.checkpoints.is_saving()
+        if jax.process_count() > 1:
+            if step < self.looks_at:
+                return False
+            self.looks_at = step + CLOCK_EVERY
+            flags = multihost_utils.broadcast_one_to_all(np.array([due, late, ended]))
+            due, late, ended = (bool(flag) for flag in flags)
+        if ended:
+            self._settle()
+        return due or (late and self.failing)
 
 
 def _peek(batches: Iterable[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:

@@ -3,7 +3,16 @@
 import errno
 import os
 
+import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxtrain import storage
+from jaxtrain.parallel import distributed
+
+# For so long a listing over the network may not know of a new file.
+SHARED_SECONDS = 60.0
 
 
 def as_path(path: epath.PathLike) -> epath.Path:
@@ -46,3 +55,36 @@ def check_writable(path: epath.Path) -> None:
         read_only = os.statvfs(there).f_flag & os.ST_RDONLY
         why = "is on a read-only file system" if read_only else "may not be written in by this user"
         raise PermissionError(f"the folder '{there}' {why}: choose another, or make it writable")
+
+
+def check_shared(path: epath.Path) -> None:
+    """Makes sure that all processes see a file as the first one, which has written it, does.
+
+    Raises:
+      ValueError: one does not, in all processes; it was looked for as long as a listing may be old.
+    """
+    if jax.process_count() == 1:
+        return
+    text = distributed.from_first_process(path.read_text)
+
+    def look() -> None:
+        if not path.exists() or path.read_text() != text:
+            raise FileNotFoundError("not there as the first process has written it")
+
+    seen = True
+    try:
+        storage.retrying(
+            look,
+            f"{path}, looked for by process {jax.process_index()}",
+            passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
+            seconds=SHARED_SECONDS,
+        )
+    except storage.StorageError:
+        seen = False
+    blind = np.flatnonzero(~multihost_utils.process_allgather(np.array(seen)))
+    if blind.size:
+        raise ValueError(
+            f"process {', '.join(map(str, blind))} does not see what process 0 writes in "
+            f"{path.parent}: give a --run-dir that all hosts share, such as one over the network "
+            "or gs://..."
+        )

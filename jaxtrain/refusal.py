@@ -1,14 +1,15 @@
 """How a program says no: one sentence on standard error and exit status 2, without a traceback.
 
 What is refused is what the user can mend: a value, a file, a folder, a package that is missing.
-Anything else is a bug and keeps its traceback.
+Storage that fails for a while is a sentence too, with a status that launchers restart on. Anything
+else is a bug and keeps its traceback.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterator
 
-from jaxtrain import exit_codes
+from jaxtrain import exit_codes, storage
 
 
 @contextlib.contextmanager
@@ -29,9 +30,13 @@ def refusing() -> Iterator[None]:
 
 
 def refuse(error: Exception) -> SystemExit:
-    """Prints an error as one sentence and returns the exit (status 2) to raise."""
+    """Prints an error as one sentence and returns the exit to raise.
+
+    Its status is ``REFUSED``, or ``STORAGE`` where the error may be gone at the next start.
+    """
     print(f"error: {sentence(error)}", file=sys.stderr)
-    return SystemExit(exit_codes.REFUSED)
+    passes = isinstance(error, OSError) and storage.passes(error)
+    return SystemExit(exit_codes.STORAGE if passes else exit_codes.REFUSED)
 
 
 def sentence(error: Exception) -> str:

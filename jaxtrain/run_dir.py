@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 import jax
 from etils import epath
 
+from jaxtrain import storage
 from jaxtrain.exit_codes import SUPERSEDED
 from jaxtrain.parallel import distributed
 from jaxtrain.paths import as_path, check_writable
@@ -203,8 +204,17 @@ def claim_run_dir(
 
 
 def has_checkpoint(directory: epath.Path) -> bool:
-    """Whether there is a step's folder, good or bad: a run killed before its first has none."""
-    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
+    """Whether the first process sees a step's folder, good or bad; all processes call it alike.
+
+    A run that was killed before its first checkpoint has none.
+    """
+
+    def look() -> str:
+        there = directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
+        return "yes" if there else ""
+
+    what = f"the listing of {directory}"
+    return bool(distributed.from_first_process(lambda: storage.retrying(look, what)))
 
 
 def write_text(path: epath.Path, text: str) -> None:

@@ -430,6 +430,7 @@ def test_half_written_steps_are_never_the_latest(tmp_path):
     older = tmp_path / "9.orbax-checkpoint-tmp"
     older.mkdir()
     (tmp_path / "3" / "state").mkdir(parents=True)  # a copy broken off
+    (tmp_path / "3" / "state" / "part").write_text("x")
 
     reader = Checkpointer(tmp_path)
     assert reader.steps() == [1]
@@ -446,7 +447,7 @@ def test_half_written_steps_are_never_the_latest(tmp_path):
         assert writer.steps() == [3]
     assert not killed.exists()
     assert not older.exists()
-    assert (tmp_path / "damaged-3" / "state").exists()  # not ours to delete
+    assert (tmp_path / "damaged-3" / "state" / "part").exists()  # not ours to delete
 
 
 def test_python_numbers_come_back_as_the_template_asks(tmp_path):

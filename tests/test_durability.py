@@ -2,10 +2,12 @@
 
 import contextlib
 import logging
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -179,22 +181,30 @@ def test_all_damaged_is_an_error_that_says_so(saved):
         Checkpointer(saved).restore(make_state(0))
 
 
-def test_another_process_sees_a_step_only_when_it_is_whole(tmp_path):
-    """Lists and restores as fast as it can while a save writes: every step seen can be restored."""
+def test_another_process_sees_a_step_only_when_it_is_whole(tmp_path, monkeypatch):
+    """Lists and restores while a save is about to give a step its name, and when it has done so."""
     state = {"w": jnp.arange(200_000.0)}
     expected = digest(state)
+    looked, rename = threading.Event(), os.rename
+
+    def after_a_look(source, target):
+        assert looked.wait(60)
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "rename", after_a_look)
     reader = Checkpointer(tmp_path)
-    seen = set()
     with Checkpointer(tmp_path, keep=None) as writer:
         for step in range(4):
+            looked.clear()
             writer.save(step, state)
-            for _ in range(5):
+            time.sleep(0.01 * step)  # more of it is written, and still nothing is there
+            assert reader.steps() == list(range(step))
+            looked.set()
+            while writer.is_saving():
                 for there in reader.steps():
-                    if there not in seen:
-                        seen.add(there)
-                        assert digest(reader.restore(state, there)) == expected
-    assert seen <= {0, 1, 2, 3}
-    assert reader.steps() == [0, 1, 2, 3]
+                    assert there <= step
+            assert reader.steps() == list(range(step + 1))
+            assert digest(reader.restore(state, step)) == expected
 
 
 @contextlib.contextmanager

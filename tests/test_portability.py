@@ -22,8 +22,8 @@ from jaxtrain.experiment import (
     to_checkpoint,
 )
 from jaxtrain.models import gpt as gpt_model
-from jaxtrain.parallel.pipeline import to_virtual
-from jaxtrain.parallel.pipeline.portable import natural_shapes
+from jaxtrain.parallel.pipeline import portable, to_virtual
+from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.tree import named_leaves
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -121,6 +121,26 @@ def test_the_state_of_virtual_stages_is_the_natural_one_cut(name):
     natural = named(shapes(1))
     assert named(natural_shapes(shapes(2), 2)) == natural
     assert named(natural_shapes(shapes(4), 4)) == natural
+
+
+def test_natural_order_copies_stacked_leaves_alone_and_compiles_once():
+    mesh = jt.make_mesh(pipe=2, data=4)
+
+    def put(x, *spec):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(x, sharding)
+
+    layers = np.arange(4 * 6.0).reshape(4, 6)
+    state = {"blocks": {"w": put(layers.reshape(2, 2, 6), None, "pipe")}, "out": put(np.ones(8))}
+    natural = to_natural(state, 2)
+    assert natural["out"] is state["out"]
+    np.testing.assert_array_equal(natural["blocks"]["w"], layers)
+    compiled = portable._reshape_to.cache_info().misses
+    back = from_natural(to_natural(state, 2), state)
+    np.testing.assert_array_equal(back["blocks"]["w"], state["blocks"]["w"])
+    assert back["blocks"]["w"].sharding == state["blocks"]["w"].sharding
+    to_natural(from_natural(natural, state), 2)
+    assert portable._reshape_to.cache_info().misses == compiled + 1
 
 
 def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) -> list[str]:

@@ -5,13 +5,16 @@ import math
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import exit_codes, storage
 from jaxtrain.checkpoint import Checkpointer, SaveError, digest
 from jaxtrain.fit import _Saving
+from jaxtrain.storage import StorageError
 from tests.test_fit import make_experiment
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,17 +26,30 @@ class Stub:
     def __init__(self, losses=()):
         self.losses, self.saved, self.notes = dict(losses), [], []
         self.latest, self.progress, self.fail = (-1, {}), self, set()
+        self.watchdog, self.fail_later = self, set()
+
+    def before_save(self):
+        """Replaced by a test."""
 
     def at(self, step):
         self.latest = (step, {"loss": self.losses[step]}) if step in self.losses else self.latest
 
     def save(self, step, state, *, metrics, config):
+        self.before_save()
         if step in self.fail:
             raise SaveError(f"no room for {step}")
+        if step in self.fail_later:
+            self.fail.add("wait")
         self.saved.append((step, metrics))
 
     def best_step(self):
         return None
+
+    def is_saving(self):
+        return False
+
+    def written(self):
+        return (0, 0)
 
     def wait(self):
         if "wait" in self.fail:
@@ -60,9 +76,9 @@ def drive(stub, options, *, steps=12, seconds=10.0, each=1, **changes):
 def test_several_processes_look_at_one_clock_now_and_then(monkeypatch, each, looks):
     looked = []
 
-    def broadcast(due):
-        looked.append(bool(due))
-        return due
+    def broadcast(flags):
+        looked.append(bool(flags[0]))
+        return flags
 
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", broadcast)
@@ -95,18 +111,30 @@ def test_the_best_may_be_the_most():
     assert stub.saved == [(2, {"eval/loss": 3.0}), (4, {"eval/loss": 5.0})]
 
 
-def test_a_failing_save_is_noted_and_the_next_one_tried():
+def test_a_failing_save_is_noted_once_and_made_again_a_minute_later():
+    again = "; the run goes on without it, and tries again every minute"
     stub = Stub()
-    stub.fail = {4}
-    drive(stub, jt.RunOptions(save_every=4), steps=13)
-    assert [step for step, _ in stub.saved] == [8, 12]
-    assert stub.notes == ["warning: no room for 4; the run goes on without it"]
-    # One that fails in the background is noted by the next, which is not left out for it.
+    stub.fail = {6, 12}
+    drive(stub, jt.RunOptions(save_every=6), steps=30)
+    # Steps take ten seconds: 6 and 12 fail, 18 is on the beat anyway.
+    assert [step for step, _ in stub.saved] == [18, 24]
+    assert stub.notes == [
+        f"warning: no room for 6{again}",
+        "step 18: checkpoints are written again",
+    ]
     stub = Stub()
-    stub.fail = {"wait"}
-    drive(stub, jt.RunOptions(save_every=4), steps=13)
-    assert [step for step, _ in stub.saved] == [4, 8, 12]
-    assert stub.notes == ["warning: the one before failed; the run goes on without it"]
+    stub.fail = {10}
+    drive(stub, jt.RunOptions(save_every=10), steps=25)
+    assert [step for step, _ in stub.saved] == [16, 20]
+    # One that fails in the background is asked after a minute, and made again at once.
+    stub = Stub()
+    stub.fail_later = {10}
+    drive(stub, jt.RunOptions(save_every=10), steps=25)
+    assert [step for step, _ in stub.saved] == [10, 16, 20]
+    assert stub.notes == [
+        f"warning: the one before failed{again}",
+        "step 16: checkpoints are written again",
+    ]
 
 
 def test_a_checkpoint_is_told_when_it_is_there():
@@ -128,12 +156,27 @@ def test_a_checkpoint_is_told_when_it_is_there():
     assert stub.notes[1:] == ["checkpoint 4 saved within 0.0 s"]
 
 
-def test_the_last_save_must_succeed():
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses between tries, which take no time."""
+    pauses = []
+    monkeypatch.setattr(storage, "pause", pauses.append)
+    monkeypatch.setattr(storage, "now", lambda: sum(pauses))
+    return pauses
+
+
+def test_the_last_save_is_tried_again_and_must_succeed_in_the_end(pauses):
     stub = Stub()
     stub.fail = {12}
     saving = drive(stub, jt.RunOptions())
-    with pytest.raises(SaveError, match="no room for 12"):
-        saving.finish(12, None)
+    with pytest.raises(StorageError, match=r"no room for 12, after tries for 20 s"):
+        saving.finish(12, None, seconds=20.0)
+    assert sum(pauses) == pytest.approx(20.0)
+    stub.fail = {12, "wait"}
+    done = len(pauses) + 3
+    stub.before_save = lambda: stub.fail.discard(12) if len(pauses) >= done else None
+    saving.finish(12, None, seconds=20.0)
+    assert stub.saved == [(12, None)]
 
 
 def test_a_resumed_run_knows_the_best_so_far(tmp_path):
@@ -145,7 +188,9 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path):
         assert [step for step in range(12) if stub.at(step) or saving._is_best(step)] == [6]
 
 
-def test_a_run_trains_through_failing_saves_and_ends_as_without_them(tmp_path, monkeypatch, capsys):
+def test_a_run_trains_through_failing_saves_and_ends_as_without_them(
+    tmp_path, monkeypatch, capsys, pauses
+):
     """The disk is full from step 4 to step 8 and at the end; then the folder is resumed from."""
     room = Checkpointer._check_room
 
@@ -159,11 +204,12 @@ def test_a_run_trains_through_failing_saves_and_ends_as_without_them(tmp_path, m
     options = jt.RunOptions(run_dir=str(tmp_path / "run"), save_every=2, log_every=1)
     with monkeypatch.context() as patch:
         patch.setattr(Checkpointer, "_check_room", full)
-        with pytest.raises(SaveError, match=r"checkpoint 12 could not be saved in .*No space"):
+        with pytest.raises(StorageError, match=r"checkpoint 12 could not be saved in .*No space"):
             jt.fit(make_experiment(), options)
     printed = capsys.readouterr().out
-    for step in (4, 6, 8):
-        assert f"warning: checkpoint {step} could not be saved" in printed
+    assert printed.count("warning: ") == 1  # the last one is said where it is tried again
+    assert "warning: checkpoint 4 could not be saved" in printed
+    assert "step 10: checkpoints are written again" in printed
     checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
     assert checkpoints.steps() == [2, 10]
     lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
@@ -192,7 +238,7 @@ def test_a_run_resumes_from_the_newest_sound_checkpoint(tmp_path, caplog):
 
 def test_a_last_save_that_fails_is_a_sentence_and_a_status_of_failure(tmp_path):
     code = """
-import sys, jaxtrain as jt
+import importlib, sys, jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.refusal import refusing
 from tests.test_fit import make_experiment
@@ -200,13 +246,37 @@ def full(self, step, size):
     with self._failing_as_one(f"checkpoint {step}"):
         raise OSError(28, "No space left on device")
 Checkpointer._check_room = full
+importlib.import_module('jaxtrain.fit').LAST_SAVE_SECONDS = 0.1
 with refusing():
     jt.fit(make_experiment(steps=2), jt.RunOptions(run_dir=sys.argv[1]))
 """
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
+    assert done.returncode == exit_codes.STORAGE
     assert "Traceback" not in done.stderr
     # Before it, plugins of JAX may say that they found no device.
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: checkpoint 2 could not be saved in ")
+    assert line.startswith("error: the last checkpoint: checkpoint 2 could not be saved in ")
+
+
+def test_a_save_that_goes_on_writing_is_no_hang(monkeypatch):
+    """Files that grow feed the watchdog; files that stand still do not."""
+    stub, sizes, beats = Stub(), [0], []
+    monkeypatch.setattr(sys.modules["jaxtrain.fit"], "LOOK_SECONDS", 0.005)
+    stub.written = lambda: (1, sizes[0])
+    stub.beat = lambda doing: beats.append(doing)
+    saving = _Saving(make_experiment(), stub, stub, jt.RunOptions())
+
+    def upload():
+        for size in range(1, 4):
+            sizes[0] = size
+            deadline = time.monotonic() + 30
+            while len(beats) < size and time.monotonic() < deadline:
+                time.sleep(0.001)
+        fed = len(beats)
+        time.sleep(0.1)
+        assert len(beats) <= fed + 1
+
+    stub.wait = upload
+    saving.finish(12, None, seconds=1.0)
+    assert beats[:3] == ["while a checkpoint is being written"] * 3

@@ -16,6 +16,8 @@ import grain
 import jax
 import numpy as np
 
+from jaxtrain import storage
+
 Batch = dict[str, Any]
 # How (seed, step) becomes rows; it is raised with any change to that, and kept with every run.
 ORDER_VERSION = 1
@@ -148,7 +150,10 @@ class Batches:
         if step < 0:
             raise ValueError(f"step is {step}; give at least 0")
         first = step * self.global_batch
-        read = [self.source[self.source_index(first + row)] for row in rows]
+        read = storage.retrying(
+            lambda: [self.source[self.source_index(first + row)] for row in rows],
+            f"the rows of batch {step}",
+        )
         return {
             name: np.stack([row[name] for row in read])
             if read

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
+from jaxtrain import storage
 from jaxtrain.data.sources import Document
 from jaxtrain.data.tokenizers import Tokenizer
 
@@ -89,7 +90,8 @@ def tokenize(
         with _one_at_a_time(folder):
             if not folder.exists():
                 _write_cache(folder, documents, tokenizer, dtype)
-    return dataclasses.replace(_read_cache(folder, dtype), fingerprint=texts.fingerprint())
+    corpus = storage.retrying(lambda: _read_cache(folder, dtype), f"the token cache '{folder}'")
+    return dataclasses.replace(corpus, fingerprint=texts.fingerprint())
 
 
 def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -289,6 +291,8 @@ def _read_cache(folder: Path, dtype: np.dtype) -> Corpus:
         with (folder / "index.npz").open("rb") as f, np.load(f, allow_pickle=False) as index:
             starts, num_bytes, size = index["starts"], int(index["num_bytes"]), int(index["size"])
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        if storage.passes(error):
+            raise
         raise ValueError(
             f"'{folder / 'index.npz'}' is damaged ({error}); delete '{folder}'"
         ) from None

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from jaxtrain import storage
+
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".css", ".toml", ".yaml", ".yml"),
@@ -157,17 +159,24 @@ def text_folder(
 
 def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:
     """Lists the files below `root` with these endings: relative POSIX paths, sorted."""
+    what = f"the listing of '{root}'"
     if "://" in str(root):
-        return sorted(_find_in_bucket(root, root, suffixes))
-    found = []
-    for folder, folders, files in os.walk(root):
+        return storage.retrying(lambda: sorted(_find_in_bucket(root, root, suffixes)), what)
+    return storage.retrying(lambda: sorted(_find_on_disk(root, suffixes, skip)), what)
+
+
+def _find_on_disk(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> Iterator[str]:
+    for folder, folders, files in os.walk(root, onerror=_unless_forbidden):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        found += [
-            Path(folder, name).relative_to(root).as_posix()
-            for name in files
-            if name.lower().endswith(suffixes) and not name.startswith(".")
-        ]
-    return sorted(found)
+        for name in files:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield Path(folder, name).relative_to(root).as_posix()
+
+
+def _unless_forbidden(error: OSError) -> None:
+    """A folder that cannot be listed is passed over for good, or fails: never only now and then."""
+    if storage.passes(error):
+        raise error
 
 
 def _find_in_bucket(
@@ -185,6 +194,11 @@ def _find_in_bucket(
 Reader = Callable[[Path, str], Iterator[Document]]
 
 
+def _reading(read: Reader, root: Path, name: str) -> Iterator[Document]:
+    """The documents of a file, through failures of storage that pass."""
+    return storage.iterating(lambda: read(root, name), f"'{root / name}'")
+
+
 def _split_files(root: Path, names: list[str], held_out: float, read: Reader) -> Split:
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
@@ -193,7 +207,7 @@ def _split_files(root: Path, names: list[str], held_out: float, read: Reader) ->
         held -= {max(names, key=hash_fraction)}
 
     def documents(chosen: list[str]) -> Documents:
-        return Documents(lambda: (document for name in chosen for document in read(root, name)))
+        return Documents(lambda: (each for name in chosen for each in _reading(read, root, name)))
 
     return Split(
         documents([name for name in names if name not in held]),
@@ -206,7 +220,7 @@ def _split_rows(root: Path, name: str, held_out: float, read: Reader) -> Split:
         return Documents(
             lambda: (
                 document
-                for document in read(root, name)
+                for document in _reading(read, root, name)
                 if (hash_fraction(document.name) < held_out) == held
             )
         )
@@ -216,7 +230,7 @@ def _split_rows(root: Path, name: str, held_out: float, read: Reader) -> Split:
 
 def _split_text(root: Path, name: str, held_out: float) -> Split:
     def part(held: bool) -> Iterator[Document]:
-        for whole in _read_text(root, name):
+        for whole in _reading(_read_text, root, name):
             cut = _cut(whole.text, held_out)
             text = whole.text[cut:] if held else whole.text[:cut]
             if text:
@@ -325,7 +339,7 @@ def _parquet_batches(path: Path, column: str) -> Iterator[list[str | None]]:
                 yield batch.column(0).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         # What pyarrow finds wrong with the content has no errno, and does not name the file.
-        if getattr(error, "errno", None):
+        if getattr(error, "errno", None) or storage.passes(error):
             raise
         reason = str(error).split("\n")[0].rstrip(". ")
         raise ValueError(

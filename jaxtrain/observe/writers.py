@@ -3,17 +3,30 @@
 import contextlib
 import datetime
 import json
+import logging
 import math
-import tempfile
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO, Protocol
 
 import jax
 from etils import epath
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from jaxtrain import storage
+
+logger = logging.getLogger(__name__)
 
 # Seconds between uploads of a log that lives in a bucket.
 UPLOAD_SECONDS = 10.0
+# How long the end of a run waits for a log that cannot be written; a host that is taken away may
+# leave no more than half a minute.
+CLOSE_SECONDS = 10.0
 
 
 class Writer(Protocol):
@@ -33,14 +46,16 @@ class JSONLWriter:
     2.5}``.
 
     Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
-    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns. A file in a
-    bucket cannot be appended to: there the whole log is written anew, at most every
-    ``UPLOAD_SECONDS`` and once more by ``close``.
+    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns; in a bucket, and
+    where storage fails, as :class:`_GrowingFile` says.
 
     Args:
       path: the file, on a disk or in a bucket.
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
       clock: seconds, monotonic.
+
+    Raises:
+      StorageError: the lines there can neither be read nor replaced.
     """
 
     def __init__(
@@ -50,15 +65,15 @@ class JSONLWriter:
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._path, self._clock = epath.Path(path), clock
-        lines = [] if resume_step is None else _lines_up_to(self._path, resume_step)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if _is_remote(path):
-            self._file, self._lines = None, lines
-            self._upload()
-        else:
-            _replace(self._path, lines)
-            self._file, self._lines = self._path.open("a"), []
+        path = epath.Path(path)
+
+        def start() -> bytes:
+            lines = [] if resume_step is None else _lines_up_to(path, resume_step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, "".join(lines))
+            return "".join(lines).encode()
+
+        self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line.
@@ -70,32 +85,18 @@ class JSONLWriter:
             raise ValueError("a value is named 'step', like the step itself; give it another name")
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         named = {name: _plain(x) for name, x in values.items()}
-        line = json.dumps({"step": step, "time": now} | named) + "\n"
-        if self._file is not None:
-            self._file.write(line)
-            self._file.flush()
-            return
-        self._lines.append(line)
-        if self._clock() - self._uploaded >= UPLOAD_SECONDS:
-            self._upload()
+        self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-        else:
-            self._upload()
-
-    def _upload(self) -> None:
-        self._path.write_text("".join(self._lines))
-        self._uploaded = self._clock()
+        """Writes what is pending and lets go."""
+        self._file.close()
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, through tensorboardX.
+    """Scalars for TensorBoard, in an event file of its own.
 
-    In a bucket the event file is written anew, at most every ``UPLOAD_SECONDS`` and once more by
-    ``close``, from a copy on the local disk.
+    On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
+    :class:`_GrowingFile` says.
 
     Args:
       directory: where its event files go, on a disk or in a bucket.
@@ -110,39 +111,134 @@ class TensorBoardWriter:
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        import tensorboardX  # It imports PyTorch where there is one: seconds.
 
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
-        self._bucket = epath.Path(directory) if _is_remote(directory) else None
-        self._local = tempfile.TemporaryDirectory() if self._bucket is not None else None
-        self._clock, self._uploaded = clock, clock()
-        self._writer = tensorboardX.SummaryWriter(
-            str(directory) if self._local is None else self._local.name,
-            purge_step=purge,
-            flush_secs=30,
+        directory = epath.Path(directory)
+        storage.retrying(
+            lambda: directory.mkdir(parents=True, exist_ok=True), f"the folder {directory}"
         )
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
+        self._file = _GrowingFile(directory / name, b"", clock)
+        self._append(Event(file_version="brain.Event:2"))
+        self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        if self._bucket is not None and self._clock() - self._uploaded >= UPLOAD_SECONDS:
-            self._writer.flush()
-            self._upload()
+        points = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+        self._append(Event(step=step, summary=Summary(value=points)))
 
     def close(self) -> None:
-        """Writes what is pending."""
-        self._writer.close()
-        if self._bucket is not None:
-            self._upload()
-            self._local.cleanup()
+        """Writes what is pending and lets go."""
+        self._file.close()
 
-    def _upload(self) -> None:
-        self._bucket.mkdir(parents=True, exist_ok=True)
-        for file in epath.Path(self._local.name).iterdir():
-            (self._bucket / file.name).write_bytes(file.read_bytes())
-        self._uploaded = self._clock()
+    def _append(self, event: Event) -> None:
+        """Appends a record: the length, its checksum, the event, its checksum."""
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        parts = (length, _checksum(length), data, _checksum(data))
+        self._file.append(b"".join(parts))
+
+
+class _GrowingFile:
+    """A file that grows; whatever happens to storage, ``append`` neither raises nor loses anything.
+
+    On a disk the bytes are there when ``append`` returns. An object in a bucket cannot be appended
+    to: there a thread writes the whole anew, at most every ``UPLOAD_SECONDS`` and for at most a
+    twentieth of the time, and ``close`` once more. What cannot be written is kept, said once, and
+    written with what comes later.
+
+    Args:
+      path: the file.
+      content: what it holds already.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, path: epath.Path, content: bytes, clock: Callable[[], float]):
+        self._path, self._clock = path, clock
+        self._failing = False
+        self._file: BinaryIO | None = None
+        self._pending = b""
+        self._thread: ThreadPoolExecutor | None = None
+        self._upload: Future[float] | None = None
+        self._next_upload = clock() + UPLOAD_SECONDS
+        if _is_remote(path):
+            self._chunks = [content]
+            self._thread = ThreadPoolExecutor(1, "jaxtrain-log")
+
+    def append(self, data: bytes) -> None:
+        """Adds bytes to the end."""
+        if self._thread is None:
+            self._pending += data
+            self._try(self._write_pending)
+            return
+        self._chunks.append(data)
+        if self._upload is not None and self._upload.done():
+            self._try(self._finish_upload)
+        if self._upload is None and self._clock() >= self._next_upload:
+            self._upload = self._thread.submit(self._write_whole)
+
+    def close(self) -> None:
+        """Writes what is pending, trying for ``CLOSE_SECONDS``, and lets go."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        write = self._write_pending if self._thread is None else self._write_whole
+        try:
+            storage.retrying(write, f"the log {self._path}", seconds=CLOSE_SECONDS)
+            self._worked()
+        except Exception as error:
+            logger.warning("%s: its last lines are lost", error)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # a bucket's client has errors of its own
+            if not self._failing:
+                logger.warning(
+                    "the log %s cannot be written (%s): the run goes on, and what is logged is "
+                    "kept to be written later",
+                    self._path,
+                    storage.why(error),
+                )
+            self._failing = True
+        else:
+            self._worked()
+
+    def _worked(self) -> None:
+        if self._failing:
+            logger.warning("the log %s is written again, and nothing is missing", self._path)
+        self._failing = False
+
+    def _write_pending(self) -> None:
+        # Without a buffer of Python's, which would not tell how much of it has been written.
+        try:
+            while self._pending:
+                if self._file is None:
+                    self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError:
+            file, self._file = self._file, None  # the handle may be stale
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+            raise
+
+    def _write_whole(self) -> float:
+        began = self._clock()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(b"".join(self._chunks))
+        return self._clock() - began
+
+    def _finish_upload(self) -> None:
+        upload, self._upload = self._upload, None
+        seconds = 0.0 if upload.exception() else upload.result()
+        self._next_upload = self._clock() + max(UPLOAD_SECONDS, 19 * seconds)
+        upload.result()  # raises what went wrong
 
 
 class Fanout:
@@ -204,8 +300,17 @@ def _is_remote(path: epath.PathLike) -> bool:
     return "://" in str(path)
 
 
-def _replace(path: epath.Path, lines: list[str]) -> None:
+def _replace(path: epath.Path, text: str) -> None:
     """Writes a file whole or not at all."""
+    if _is_remote(path):  # as every object is
+        path.write_text(text)
+        return
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(lines))
+    partial.write_text(text)
     partial.replace(path)
+
+
+def _checksum(data: bytes) -> bytes:
+    """The masked CRC-32C that TensorFlow's record files hold."""
+    x = crc32c(data)
+    return struct.pack("<I", ((x >> 15 | x << 17) + 0xA282EAD8) & 0xFFFFFFFF)

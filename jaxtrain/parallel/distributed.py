@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.storage import StorageError
+
 # What `jaxtrain launch` and the Kubernetes manifests set.
 COORDINATOR = "JAXTRAIN_COORDINATOR"
 PROCESSES = "JAXTRAIN_PROCESSES"
@@ -25,7 +27,9 @@ PROCESS_ID = "JAXTRAIN_PROCESS_ID"
 LOCAL_DEVICE_IDS = "JAXTRAIN_LOCAL_DEVICE_IDS"
 
 # The more particular first.
-_ERRORS = {e.__name__: e for e in (FileExistsError, FileNotFoundError, OSError, ValueError)}
+_ERRORS = {
+    e.__name__: e for e in (FileExistsError, FileNotFoundError, StorageError, OSError, ValueError)
+}
 
 # JAX's names of what it is to do, for ``cluster_detection_method``.
 _NOTHING_TO_DETECT = "deactivate"
@@ -135,9 +139,10 @@ def broadcast_text(text: str) -> str:
     """Returns the text of process 0 in every process; all call it alike."""
     data = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = np.zeros(size, np.uint8)
+    # Of few sizes: each is a program of its own.
+    padded = np.zeros(1 << max(6, size.bit_length()), np.uint8)
     padded[: min(size, data.size)] = data[:size]
-    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
+    return bytes(multihost_utils.broadcast_one_to_all(padded))[:size].decode()
 
 
 def _result_or_error(make: Callable[[], str]) -> tuple[str | None, str]:

@@ -1,7 +1,9 @@
 """Loading: a batch is a function of (seed, step), and each process reads its own rows once."""
 
 import collections
+import errno
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain import storage
 from jaxtrain.data import (
     Batches,
     BatchStream,
@@ -28,6 +31,7 @@ from jaxtrain.data import (
     tokenize,
 )
 from jaxtrain.data.loader import addressable_rows
+from jaxtrain.storage import StorageError
 
 
 class Rows:
@@ -434,3 +438,32 @@ def test_refusals(mesh):
     sharding = NamedSharding(mesh, P(("data", "fsdp")))
     with pytest.raises(ValueError, match=r"batch array 'tokens' of shape \(6, 4\) cannot be laid"):
         batches.sharded(0, sharding)
+
+
+def test_rows_are_read_through_failures_that_pass(monkeypatch):
+    """A batch is whole or an error; never short, and never of other rows."""
+    rows, fails = Rows(10), [0]
+
+    class Failing(Rows):
+        def __getitem__(self, index):
+            if fails[0] and index == 7:
+                fails[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().__getitem__(index)
+
+    pauses = []
+    monkeypatch.setattr(storage, "pause", pauses.append)
+    monkeypatch.setattr(storage, "now", lambda: sum(pauses))
+    expected = [Batches(rows, global_batch=4, seed=3).batch(step) for step in range(5)]
+    fails[0] = 3
+    with Batches(Failing(10), global_batch=4, seed=3).stream() as stream:
+        for batch in expected:
+            found = next(stream)
+            assert found.keys() == batch.keys()
+            for name, values in batch.items():
+                np.testing.assert_array_equal(found[name], values)
+    assert len(pauses) == 3
+    fails[0] = 10**9
+    batches = Batches(Failing(10), global_batch=10, seed=3)
+    with batches.stream() as stream, pytest.raises(StorageError, match="the rows of batch 0: Inp"):
+        next(stream)

@@ -1,6 +1,7 @@
 """Packing against its definition written out token by token."""
 
 import contextlib
+import errno
 import os
 import time
 import warnings
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain import storage
 from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, PackedTokens, packing, tokenize
 from jaxtrain.data.tokenizers import EOD
 
@@ -262,3 +264,22 @@ def test_a_corpus_has_the_fingerprint_of_its_texts(tmp_path):
     one = fingerprint(b"ab", b"c")
     assert one == fingerprint(b"ab", b"c", cache_dir=tmp_path)
     assert len({one, fingerprint(b"a", b"bc"), fingerprint(b"ab", b"d"), fingerprint(b"abc")}) == 4
+
+
+def test_a_cache_is_read_through_failures_that_pass(tmp_path, monkeypatch):
+    """A disk that does not answer at once is not a damaged cache, which one would delete."""
+    documents = [Document("a", b"some text"), Document("b", b"more")]
+    whole = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
+    load, failed = np.load, []
+
+    def load_later(*args, **kwargs):
+        if len(failed) < 2:
+            failed.append(args)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(storage, "pause", lambda seconds: None)
+    monkeypatch.setattr(np, "load", load_later)
+    again = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    assert len(failed) == 2

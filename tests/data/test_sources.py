@@ -1,7 +1,9 @@
 """Sources: what is read, in which order, how it is split, and what is said of bad files."""
 
+import errno
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,9 +11,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain import storage
 from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
 
 
@@ -292,3 +296,56 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 def test_documents_can_be_read_again():
     documents = sources.Documents(lambda: iter([Document("a", b"x")]))
     assert list(documents) == list(documents) == [("a", b"x")]
+
+
+def test_text_is_read_through_failures_that_pass(tmp_path, monkeypatch):
+    """Files, lines and folders: what a disk does not give at once is neither lost nor doubled."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("deep text")
+    (tmp_path / "b.txt").write_text("text")
+    lines = "".join(f'{{"text": "{i}"}}\n' for i in range(20_000))
+    (tmp_path / "c.jsonl").write_text(lines)
+
+    def names():
+        split = text_folder(tmp_path, held_out=0)
+        return [document.name for document in split.train]
+
+    whole = names()
+    assert len(whole) == 20_002
+    monkeypatch.setattr(storage, "pause", lambda seconds: None)
+    kind = type(epath.Path(tmp_path))
+    scandir, opened, failed = os.scandir, kind.open, []
+
+    def scandir_once(path):
+        if str(path).endswith("deep") and "deep" not in failed:
+            failed.append("deep")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scandir(path)
+
+    class Lines:
+        """Fails in the middle of the file."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def __iter__(self):
+            for number, line in enumerate(self.file):
+                if number == 12_345 and "line" not in failed:
+                    failed.append("line")
+                    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                yield line
+
+    def open_lines(self, *args, **kwargs):
+        file = opened(self, *args, **kwargs)
+        return Lines(file) if self.name == "c.jsonl" else file
+
+    monkeypatch.setattr(os, "scandir", scandir_once)
+    monkeypatch.setattr(kind, "open", open_lines)
+    assert names() == whole
+    assert sorted(failed) == ["deep", "line"]

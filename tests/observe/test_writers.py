@@ -1,11 +1,14 @@
 """Logs: every line valid, nothing lost, nothing doubled when a run is resumed."""
 
+import contextlib
 import datetime
+import errno
 import itertools
 import json
 import math
 import os
 import struct
+import threading
 import time
 
 import jax
@@ -18,6 +21,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jaxtrain.observe import writers
 from jaxtrain.observe.writers import Fanout, JSONLWriter, TensorBoardWriter, make_writers
+from tests.storage_faults import Faults
+from tests.test_durability import small_disk
 
 
 def read_lines(path) -> list[dict]:
@@ -135,7 +140,16 @@ def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, mon
     monkeypatch.setattr(writers, "_is_remote", lambda path: True)
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    now = [0.0]
+    now, uploads = [0.0], []
+    real = writers._GrowingFile._write_whole
+
+    def write_whole(self):
+        uploads.append(threading.current_thread())
+        if len(uploads) == 1:
+            now[0] += 30.0  # a slow bucket
+        return real(self)
+
+    monkeypatch.setattr(writers._GrowingFile, "_write_whole", write_whole)
     writer = JSONLWriter(path, resume_step=1, clock=lambda: now[0])
 
     def steps():
@@ -146,11 +160,82 @@ def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, mon
     assert steps() == [1]
     now[0] = writers.UPLOAD_SECONDS
     writer.write(3, {})
-    assert steps() == [1, 2, 3]
-    writer.write(4, {})
-    assert steps() == [1, 2, 3]
+    eventually(lambda: steps() == [1, 2, 3])
+    eventually(lambda: writer._file._upload.done())
+    writer.write(4, {})  # hears of the upload, which took 30 s: not before another 570
+    now[0] += 500.0
+    writer.write(5, {})
+    assert len(uploads) == 1
+    now[0] += 100.0
+    writer.write(6, {})
+    eventually(lambda: steps() == [1, 2, 3, 4, 5, 6])
+    writer.write(7, {})
     writer.close()
-    assert steps() == [1, 2, 3, 4]
+    assert steps() == [1, 2, 3, 4, 5, 6, 7]
+    # Never on the thread that trains, but for the last, which must be waited for.
+    assert [thread is threading.main_thread() for thread in uploads] == [False, False, True]
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_for_a_while_ends_nothing_and_loses_nothing(
+    tmp_path, monkeypatch, caplog, error
+):
+    """Also where it fills up in the middle of a line, and where the file must be opened again."""
+    faults = Faults(monkeypatch)
+    log = make_writers(tmp_path)
+    for step in range(8):
+        if step == 3:
+            faults.fail("log.jsonl", error, on="write")
+            faults.fail("tfevents", error, on="write")
+        if step == 6:
+            faults.mend()
+            faults.fail("log.jsonl", error, times=1)
+        log.write(step, {"loss": float(step)})
+    log.close()
+    assert faults.failed > 4
+    assert [line["step"] for line in read_lines(tmp_path / "log.jsonl")] == list(range(8))
+    assert read_curves(tmp_path / "tensorboard") == {"loss": {i: float(i) for i in range(8)}}
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be written" in line for line in said) == 2  # once for each file
+    assert sum("is written again, and nothing is missing" in line for line in said) == 2
+
+
+def test_a_disk_that_stays_away_is_said_at_the_end_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.05)
+    faults = Faults(monkeypatch)
+    log = make_writers(tmp_path)
+    log.write(1, {"loss": 1.0})
+    faults.fail(str(tmp_path), errno.EIO, on="write")
+    log.write(2, {"loss": 2.0})
+    log.close()
+    assert caplog.text.count("its last lines are lost") == 2
+    faults.mend()
+    assert [line["step"] for line in read_lines(tmp_path / "log.jsonl")] == [1]
+
+
+def test_logs_on_a_disk_that_is_full_for_a_while(tmp_path, caplog):
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        log = make_writers(disk)
+        log.write(0, {"loss": 0.0})
+        ballast = disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for step in range(1, 200):  # more than the page that the log has already
+            log.write(step, {"loss": float(step), "a name that takes some room": 1.0})
+        assert "No space left on device" in caplog.text
+        ballast.unlink()
+        log.write(200, {"loss": 200.0})
+        log.close()
+        assert [line["step"] for line in read_lines(disk / "log.jsonl")] == list(range(201))
+        assert sorted(read_curves(disk / "tensorboard")["loss"]) == list(range(201))
 
 
 def test_tensorboard_shows_one_curve_after_a_resume(tmp_path, monkeypatch):

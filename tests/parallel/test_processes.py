@@ -100,7 +100,9 @@ def test_processes_train_what_one_does(processes, devices, mesh, texts, alone, t
             assert ours[step] == pytest.approx(value, rel=2e-5), (name, step)
     ours, wanted = saved_params(run, texts), saved_params(alone, texts)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # Measured: 8e-7 at most.
+        assert np.linalg.norm(a - b) < 5e-6 * np.linalg.norm(b)
 
     assert len((run / "log.jsonl").read_text().splitlines()) == STEPS + 1
     assert len(list((run / "tensorboard").glob("events*"))) == 1

@@ -1,6 +1,7 @@
 """Signals, the agreement on a step to stop at, and the run that is stopped, in one process."""
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -125,8 +126,58 @@ def test_a_signal_saves_and_ends_the_run_which_goes_on_as_if_nothing_had_been(tm
     assert digest(resumed.state) == digest(whole.state)
 
 
-def test_a_signal_in_the_last_step_ends_the_run_as_usual(tmp_path):
-    result = jt.fit(signalled(at=4, steps=4), jt.RunOptions(run_dir=str(tmp_path)))
+def test_the_save_after_a_signal_is_tried_again(tmp_path, monkeypatch):
+    """One rename that fails, and the host is about to be taken away."""
+    rename, failed = os.rename, []
+
+    def once(source, target):
+        if "checkpoints" in str(target) and not failed:
+            failed.append(target)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "rename", once)
+    with pytest.raises(Preempted) as stop:
+        jt.fit(signalled(at=5, eval_batches=None), jt.RunOptions(run_dir=str(tmp_path)))
+    assert failed
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [stop.value.step]
+
+
+def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(tmp_path, capsys):
+    """In the loop and at the end: the run stops at that step, and resuming makes up for it."""
+    asked = []
+
+    def slow(sharding):
+        for number, batch in enumerate(plain(sharding)):
+            if asked and number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                asked.clear()
+                time.sleep(0.3)
+            assert not stopping or number <= 2, "the evaluation went on"
+            yield batch
+
+    experiment = make_experiment(steps=4)
+    plain, stopping = experiment.eval_batches, []
+    watched = dataclasses.replace(experiment, eval_batches=slow)
+    for name, every, expected in (("loop", 2, 2), ("end", 0, 4)):
+        options = jt.RunOptions(run_dir=str(tmp_path / name), eval_every=every)
+        asked[:] = stopping[:] = [True]
+        with pytest.raises(Preempted) as stop:
+            jt.fit(watched, options)
+        assert stop.value.step == expected
+        assert f"evaluation after step {expected} is left out" in capsys.readouterr().out
+        stopping.clear()
+        resumed = jt.fit(watched, dataclasses.replace(options, resume=True))
+        assert resumed.evaluation
+    whole = jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path / "whole")))
+    assert whole.evaluation == resumed.evaluation
+
+
+def test_a_signal_in_the_last_step_saves_it_and_leaves_the_evaluation_for_later(tmp_path):
+    with pytest.raises(Preempted) as stop:
+        jt.fit(signalled(at=4, steps=4), jt.RunOptions(run_dir=str(tmp_path)))
+    assert stop.value.step == 4
+    result = jt.fit(make_experiment(steps=4), jt.RunOptions(run_dir=str(tmp_path), resume=True))
     assert int(result.state.step) == 4
     assert result.evaluation
 

@@ -1,14 +1,17 @@
 """Several real processes, and what they do when one is asked to stop, dies, hangs or fails."""
 
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from jaxtrain import exit_codes
 from jaxtrain.checkpoint import Checkpointer
-from tests.survive.processes import last_step, logged, workers
+from tests.survive.processes import WORKER, Process, free_port, last_step, logged, workers
 
 MANY = ("--steps", "100000")
 
@@ -69,6 +72,28 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["loop", "end"])
+def test_a_signal_in_an_evaluation_stops_all_processes_in_it(tmp_path, where):
+    """In no order that has one wait for a batch that another has left out."""
+    run = tmp_path / "run"
+    long = ("--eval-batches", "1000000", "--seconds", "0.005", "--slow-process", "0")
+    steps = ("--steps", "4", *(("--eval-every", "2") if where == "loop" else ()))
+    with workers(tmp_path, *steps, *long, count=2, devices=2) as processes:
+        processes[1].until(lambda: "evaluating 7" in processes[1].output)
+        processes[1].send(signal.SIGTERM)
+        codes = [p.code(timeout=60) for p in processes]
+        assert codes == [exit_codes.PREEMPTED] * 2, processes[0].errors
+        step = 2 if where == "loop" else 4
+        assert f"the evaluation after step {step} is left out" in processes[0].output
+        assert f"stopped after step {step}" in processes[0].output
+    assert Checkpointer(run / "checkpoints").latest_step() == step
+    short = ("--eval-batches", "3", "--seconds", "0.005")
+    with workers(tmp_path, *steps, *short, "--resume", count=2, devices=2) as processes:
+        assert [p.code() for p in processes] == [0, 0], processes[0].errors
+        assert "step 4: held-out loss" in processes[0].output
+
+
+@pytest.mark.slow
 def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     arguments = ("--steps", "100", "--fail-at", "6")
     with workers(tmp_path, *arguments, count=2, devices=1) as processes:
@@ -122,3 +147,32 @@ def test_a_second_signal_stops_at_once_and_harms_no_checkpoint(tmp_path):
     assert Checkpointer(run / "checkpoints").latest_step() in (6, 7)  # 7 where it came before that
     with workers(tmp_path, "--steps", "9", "--resume") as [process]:
         assert process.code() == 0, process.errors
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_host_does_not_share_is_said_before_the_training(tmp_path):
+    """The second process has a file system of its own in the place of the run's folder."""
+    hidden = 'mount -t tmpfs none $0 && exec "$@"'
+    enter = ["unshare", "-m", "sh", "-c", hidden, str(tmp_path / "shared")]
+    (tmp_path / "shared").mkdir()
+    allowed = shutil.which("unshare") and not subprocess.run([*enter, "true"]).returncode
+    if not allowed:
+        pytest.skip("a mount of its own for one process needs root")
+    port = str(free_port())
+    worker = [WORKER, str(tmp_path / "shared" / "run"), "--processes", "2", "--port", port]
+    alone = (
+        f"import os; os.execvp('unshare', {[*enter, sys.executable, *worker, '--process', '1']})"
+    )
+    processes = [
+        Process([*worker, "--process", "0"], tmp_path, "0"),
+        Process(["-c", alone], tmp_path, "1"),
+    ]
+    try:
+        assert [p.code() for p in processes] != [0, 0]
+        for process in processes:
+            assert "process 1 does not see what process 0 writes in " in process.errors
+            assert "give a --run-dir that all hosts share" in process.errors
+        assert last_step(tmp_path / "shared" / "run") == 0
+    finally:
+        for process in processes:
+            process.end()

@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
     parser.add_argument("--hang-seconds", type=float, default=0.0)
     parser.add_argument("--chdir", default=".")
+    parser.add_argument("--eval-every", type=int, default=0)
+    parser.add_argument("--eval-batches", type=int, default=0)
     args = parser.parse_args()
     os.chdir(args.chdir)
 
@@ -63,6 +65,11 @@ def main() -> None:
             time.sleep(1)
         return batches.sharded(step, sharding)
 
+    def evaluated(sharding):
+        for number in range(args.eval_batches):
+            print("evaluating", number, flush=True)
+            yield make(number, sharding)
+
     experiment = jt.Experiment(
         name="worker",
         init_fn=problems.init,
@@ -72,6 +79,7 @@ def main() -> None:
         train_batches=lambda start, sharding: data.BatchStream(
             lambda step: make(step, sharding), start, prefetch=1
         ),
+        eval_batches=evaluated if args.eval_batches else None,
         steps=args.steps,
         mesh={"data": -1},
         items_per_step=8,
@@ -82,6 +90,7 @@ def main() -> None:
         resume=args.resume,
         log_every=1,
         save_every=args.save_every,
+        eval_every=args.eval_every,
         hang_minutes=args.hang_seconds / 60,
     )
     result = jt.fit(experiment, options)

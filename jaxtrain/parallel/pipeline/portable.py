@@ -5,6 +5,7 @@ checkpoint always has the second form, so it restores into any mesh, with any nu
 stages or none.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -38,23 +39,32 @@ def natural_shapes(state: PyTree, virtual: int, *, stacked: str = "blocks") -> P
 
 
 def to_natural(state: PyTree, virtual: int, *, stacked: str = "blocks") -> PyTree:
-    """Returns a copy of ``state`` in natural order, sharded as :func:`natural_shapes` says."""
+    """Returns ``state`` in natural order, sharded as :func:`natural_shapes` says.
+
+    Stacked leaves are copied, one after another; the others are those of ``state`` themselves.
+    """
     shapes = natural_shapes(state, virtual, stacked=stacked)
-    return _reshaped(state, shapes)
+    return jax.tree.map(_reshaped, state, shapes)
 
 
 def from_natural(state: PyTree, like: PyTree) -> PyTree:
-    """Returns a copy of a state in natural order in the shapes and shardings of ``like``."""
-    return _reshaped(state, like)
+    """Returns a state in natural order in the shapes and shardings of ``like``.
+
+    Stacked leaves are copied, one after another; the others are those of ``state`` themselves.
+    """
+    return jax.tree.map(_reshaped, state, like)
 
 
-def _reshaped(state: PyTree, like: PyTree) -> PyTree:
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    reshape = jax.jit(
-        lambda tree: jax.tree.map(lambda x, s: x.reshape(s.shape), tree, like),
-        out_shardings=shardings,
-    )
-    return reshape(state)
+def _reshaped(leaf: jax.Array, like: Any) -> jax.Array:
+    if leaf.shape == like.shape and leaf.sharding == like.sharding:
+        return leaf
+    return _reshape_to(like.shape, like.sharding)(leaf)
+
+
+@functools.cache
+def _reshape_to(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Any:
+    # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
+    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding)
 
 
 def _is_stacked(name: str, leaf: Any, virtual: int, stacked: str) -> bool:
