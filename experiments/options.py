@@ -20,6 +20,7 @@ from jaxtrain.host_memory import keep_freed_memory
 from jaxtrain.parallel import distributed
 from jaxtrain.refusal import refusing
 from jaxtrain.survive.accidents import Diverged
+from jaxtrain.survive.preemption import ending_at_sigterm
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -176,13 +177,14 @@ def main(
         config = parse(config_type, arguments)
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
-        distributed.initialize(**dataclasses.asdict(processes))
-        keep_freed_memory()
-        try:
-            fit(build(config), config.run)
-        except Diverged as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(exit_codes.DIVERGED) from None
+        with ending_at_sigterm(handle_signals=config.run.handle_signals):
+            distributed.initialize(**dataclasses.asdict(processes))
+            keep_freed_memory()
+            try:
+                fit(build(config), config.run)
+            except Diverged as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise SystemExit(exit_codes.DIVERGED) from None
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:

@@ -90,6 +90,9 @@ def initialize(
         return None
     # Read when the CPU backend starts, and by no other.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It takes SIGTERM from whoever handles it, and leaves a note that only those who ask for a
+    # "preemption sync point" would read.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=cluster.coordinator,
         num_processes=cluster.processes,

@@ -68,6 +68,19 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
         assert digest.startswith("digest ")
 
 
+def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):
+    arguments = (*MANY, "--start-seconds", "2")
+    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+        for process in processes:
+            process.until(lambda process=process: "starting" in process.output)
+        processes[1].send(signal.SIGTERM)
+        codes = [p.code(timeout=60) for p in processes]
+        assert codes[1] == exit_codes.PREEMPTED, processes[1].errors
+        assert "SIGTERM outside of training: nothing is to be saved" in processes[1].errors
+        assert codes[0] == exit_codes.PEER_LOST, processes[0].errors
+    assert exit_codes.restartable(exit_codes.of_run(codes))
+
+
 @pytest.mark.slow
 def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     arguments = ("--steps", "100", "--fail-at", "6")

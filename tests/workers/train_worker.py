@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
+    parser.add_argument("--start-seconds", type=float, default=0.0, help="until the loop begins")
     parser.add_argument("--slow-process", type=int, help="waits ten times as long for its data")
     parser.add_argument("--hang-at", type=int, help="the batch that never comes")
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
@@ -47,6 +48,11 @@ def main() -> None:
         def __getitem__(self, index):
             return {name: value[index] for name, value in self.batch.items()}
 
+    def init(rng):
+        print("starting", flush=True)
+        time.sleep(args.start_seconds)
+        return problems.init(rng)
+
     batches = data.Batches(Rows(), global_batch=8, seed=0)
 
     def make(step, sharding):
@@ -60,7 +66,7 @@ def main() -> None:
 
     experiment = jt.Experiment(
         name="worker",
-        init_fn=problems.init,
+        init_fn=init,
         loss_fn=problems.loss_fn,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
