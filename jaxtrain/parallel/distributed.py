@@ -106,6 +106,13 @@ def initialize(
     return cluster
 
 
+def coordinator_host() -> str | None:
+    """The host under which the processes have met process 0; None where JAX found it."""
+    if _found is None or _found.coordinator is None:
+        return None
+    return _found.coordinator.rsplit(":", 1)[0]
+
+
 def facts() -> dict[str, str]:
     """The header's line about processes; none for a single one. Starts the backend."""
     if _found is None and jax.process_count() == 1:
