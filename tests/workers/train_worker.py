@@ -1,10 +1,11 @@
 """One process of a small run, for tests: ``train_worker.py RUN_DIR [options]``.
 
-With ``--processes`` above 1 it joins the others over gloo. The batch takes a while to read, so that
+With ``--processes`` above 1, or started by the launcher, it joins the others over gloo. The batch takes a while to read, so that
 there is time to do something to the run, and can be made to hang or fail.
 """
 
 import argparse
+import os
 import time
 
 import jax
@@ -12,7 +13,8 @@ import jax
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", nargs="?")
+    parser.add_argument("--run-dir", dest="named_run_dir")
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--port", type=int)
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
     parser.add_argument("--start-seconds", type=float, default=0.0, help="until the loop begins")
     parser.add_argument("--slow-process", type=int, help="waits ten times as long for its data")
@@ -33,6 +36,12 @@ def main() -> None:
     if args.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{args.port}", args.processes, args.process)
+
+    if "JAXTRAIN_COORDINATOR" in os.environ:
+        from jaxtrain.parallel import distributed
+
+        distributed.initialize()
+        print("pid", os.getpid(), flush=True)
 
     import jaxtrain as jt
     from jaxtrain import data
@@ -79,8 +88,9 @@ def main() -> None:
         item="rows",
     )
     options = jt.RunOptions(
-        run_dir=args.run_dir,
+        run_dir=args.run_dir or args.named_run_dir,
         resume=args.resume,
+        auto_resume=args.auto_resume,
         log_every=1,
         save_every=args.save_every,
         hang_minutes=args.hang_seconds / 60,
