@@ -110,7 +110,8 @@ def test_a_process_that_falls_silent_is_noticed_within_a_minute(tmp_path):
 
 def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_completed(tmp_path):
     run = tmp_path / "run"
-    with launched(tmp_path, "--steps", "40", "--save-every", "5", count=3, restarts=1) as launcher:
+    arguments = ("--steps", "40", "--save-every", "5", "--global-batch", "12")
+    with launched(tmp_path, *arguments, count=3, restarts=1) as launcher:
         wait_for_step(launcher, run, 12)
         os.kill(pids(launcher)[1], signal.SIGKILL)
         assert launcher.code() == 0, launcher.errors

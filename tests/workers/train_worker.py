@@ -1,7 +1,8 @@
 """One process of a small run, for tests: ``train_worker.py RUN_DIR [options]``.
 
-With ``--processes`` above 1, or started by the launcher, it joins the others over gloo. The batch takes a while to read, so that
-there is time to do something to the run, and can be made to hang or fail.
+With ``--processes`` above 1, or started by the launcher, it joins the others over gloo. The
+batch takes a while to read, so that there is time to do something to the run, and can be made to
+hang or fail.
 """
 
 import argparse
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=0)
@@ -62,7 +64,7 @@ def main() -> None:
         time.sleep(args.start_seconds)
         return problems.init(rng)
 
-    batches = data.Batches(Rows(), global_batch=8, seed=0)
+    batches = data.Batches(Rows(), global_batch=args.global_batch, seed=0)
 
     def make(step, sharding):
         slow = 10 if args.process == args.slow_process else 1
@@ -84,7 +86,7 @@ def main() -> None:
         ),
         steps=args.steps,
         mesh={"data": -1},
-        items_per_step=8,
+        items_per_step=args.global_batch,
         item="rows",
     )
     options = jt.RunOptions(
