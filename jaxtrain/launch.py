@@ -28,16 +28,20 @@ _LOST_SECONDS = 15.0
 # Stands in the environment of everything that a launcher has started, however deep.
 _MARK = "JAXTRAIN_LAUNCH"
 # What the guard runs: it waits for the launcher's end of its input to close, which it does however
-# the launcher ends, and then kills everything that is marked until twice nothing is found.
+# the launcher ends, and then kills everything that is marked, or shares a session with what is,
+# until twice nothing is found.
 _GUARD = """
 import os, pathlib, sys, time
 sys.stdin.buffer.read()
-quiet = 0
+sessions, quiet = set(), 0
 while quiet < 2:
     quiet += 1
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
             if sys.argv[1].encode() in (process / "environ").read_bytes().split(b"\\0"):
+                sessions.add(session)
+            if session in sessions and state != "Z":
                 os.kill(int(process.name), 9)
                 quiet = 0
         except OSError:
@@ -279,6 +283,8 @@ class Group:
         mark = secrets.token_hex(16)
         self._guard = subprocess.Popen(
             [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={mark}"],
+            # Not marked by a launcher around this one, whose guard would kill it first.
+            env={name: value for name, value in os.environ.items() if name != _MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

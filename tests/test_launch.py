@@ -204,15 +204,15 @@ def alive(pid):
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
-    """Children, a grandchild that has left their session, and one that answers no signal."""
+    """Children, and grandchildren: one has left their session, is stopped, has no environment."""
     code = """
 import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 wait = [sys.executable, "-c", "import time; time.sleep(60)"]
-child = subprocess.Popen(wait, start_new_session=True)
+children = [subprocess.Popen(wait, start_new_session=True), subprocess.Popen(wait, env={})]
 if os.environ["JAXTRAIN_PROCESS_ID"] == "1":
-    os.kill(child.pid, signal.SIGSTOP)
-print("pids", os.getpid(), child.pid, flush=True)
+    os.kill(children[0].pid, signal.SIGSTOP)
+print("pids", os.getpid(), *(child.pid for child in children), flush=True)
 time.sleep(60)
 """
     process = launcher("--processes", "2", code=code)
@@ -222,7 +222,7 @@ time.sleep(60)
             pids += map(int, process.stdout.readline().split("pids")[1].split())
         assert all(map(alive, pids))
         process.kill()
-        process.communicate(timeout=10)
+        process.wait(timeout=10)
         until = time.monotonic() + 10
         while any(map(alive, pids)) and time.monotonic() < until:
             time.sleep(0.05)

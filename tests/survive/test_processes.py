@@ -20,9 +20,8 @@ def wait_for_step(process, run, step):
     assert not process.ended(), process.errors
 
 
-@pytest.mark.parametrize(
-    ("victim", "survivor"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "survivor"), [(1, 0), (0, 1)])
 def test_when_a_process_is_killed_the_other_ends_and_says_which(tmp_path, victim, survivor):
     run = tmp_path / "run"
     with workers(tmp_path, *MANY, "--save-every", "5", count=2, devices=2) as processes:
@@ -115,6 +114,8 @@ def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_compl
         wait_for_step(launcher, run, 12)
         os.kill(pids(launcher)[1], signal.SIGKILL)
         assert launcher.code() == 0, launcher.errors
+        said = r"process 1 of 3 \(host .*\) has died: its connection closed; process [02] cannot"
+        assert len(re.findall(said, launcher.errors)) == 2
         assert "process 1 ended with status 137; the others are ended" in launcher.errors
         assert "(1 of 1 restarts without progress)" in launcher.errors
         # One state in all of them.
