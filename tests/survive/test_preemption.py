@@ -126,8 +126,11 @@ def test_a_signal_saves_and_ends_the_run_which_goes_on_as_if_nothing_had_been(tm
     assert isinstance(stop.value, SystemExit)
     assert handlers() == before
     printed = capfd.readouterr()
-    assert printed.err.count("\n") == 1
-    assert "SIGTERM: finishing the step in flight and saving it, then exiting with" in printed.err
+    # Where a plugin for GPUs is installed and this test the first, XLA has logged besides.
+    (said,) = (
+        line for line in printed.err.splitlines() if not line.startswith(("WARNING: All", "I0"))
+    )
+    assert said.startswith("SIGTERM: finishing the step in flight and saving it, then exiting with")
     assert f"stopped after step {step}, which is saved in {tmp_path / 'run'}" in printed.out
     assert Checkpointer(tmp_path / "run" / "checkpoints").latest_step() == step
     unseen = make_experiment(eval_batches=None)
