@@ -4,6 +4,7 @@ An experiment module holds a frozen ``Config`` and ``build(config) -> Experiment
 are ``if __name__ == "__main__": main(Config, build)``.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -173,18 +174,18 @@ def main(
     Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
     and ``REFUSED``.
     """
-    with refusing():
+    with refusing(), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments)
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
-        with ending_at_sigterm(handle_signals=config.run.handle_signals):
-            distributed.initialize(**dataclasses.asdict(processes))
-            keep_freed_memory()
-            try:
-                fit(build(config), config.run)
-            except Diverged as error:
-                print(f"error: {error}", file=sys.stderr)
-                raise SystemExit(exit_codes.DIVERGED) from None
+        stack.enter_context(ending_at_sigterm(handle_signals=config.run.handle_signals))
+        distributed.initialize(**dataclasses.asdict(processes))
+        keep_freed_memory()
+        try:
+            fit(build(config), config.run)
+        except Diverged as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(exit_codes.DIVERGED) from None
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None) -> Any:
