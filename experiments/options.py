@@ -4,6 +4,7 @@ An experiment module holds a frozen ``Config`` and ``build(config) -> Experiment
 are ``if __name__ == "__main__": main(Config, build)``.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -25,6 +26,7 @@ from jaxtrain.provenance import OF_START, ROUNDED, SAME, from_plain, known_field
 from jaxtrain.refusal import refusing
 from jaxtrain.run_dir import runs
 from jaxtrain.survive.accidents import Diverged
+from jaxtrain.survive.preemption import ending_at_sigterm
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -208,10 +210,11 @@ def main(
     Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
     and ``REFUSED``.
     """
-    with refusing():
+    with refusing(), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
+        stack.enter_context(ending_at_sigterm(handle_signals=config.run.handle_signals))
         distributed.initialize(**dataclasses.asdict(processes))
         quiet.start()
         keep_freed_memory()

@@ -46,7 +46,7 @@ from jaxtrain.state import TrainState
 from jaxtrain.survive.accidents import ConsecutiveSkips, diagnose
 from jaxtrain.survive.lifeline import Lifeline, open_lifeline
 from jaxtrain.survive.pace import Pace
-from jaxtrain.survive.preemption import Preempted, Preemption
+from jaxtrain.survive.preemption import Preempted, Preemption, ending_at_sigterm
 from jaxtrain.survive.watchdog import Watchdog
 
 PyTree = Any
@@ -234,21 +234,25 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     """
     options = options or RunOptions()
     _check_calls(experiment.steps_per_call, options)
-    mesh = make_experiment_mesh(experiment)
-    abstract = make_abstract_state(experiment, mesh)
-    record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
-    experiment = dataclasses.replace(experiment, config=record)
-    skips = _Skips(options.max_consecutive_skips)
-    watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
-    run_dir, resume = find_run_dir(
-        experiment.name,
-        options.run_dir,
-        resume=options.resume,
-        auto_resume=options.auto_resume,
-        overwrite=options.overwrite,
-    )
+    # A process that stopped without the others would leave them waiting.
+    handle_signals = options.handle_signals and (options.watch_peers or jax.process_count() == 1)
     with contextlib.ExitStack() as stack:
+        # Before anything that takes long, as what comes before the loop does for a large model.
+        stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
+        mesh = make_experiment_mesh(experiment)
+        abstract = make_abstract_state(experiment, mesh)
+        record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
+        experiment = dataclasses.replace(experiment, config=record)
+        skips = _Skips(options.max_consecutive_skips)
+        watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
+        run_dir, resume = find_run_dir(
+            experiment.name,
+            options.run_dir,
+            resume=options.resume,
+            auto_resume=options.auto_resume,
+            overwrite=options.overwrite,
+        )
         claim = functools.partial(
             claim_run_dir,
             run_dir,
@@ -294,11 +298,7 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         watchdog.run_dir = run_dir
         stack.enter_context(watchdog)
         stack.enter_context(storage.restartable())
-        # A process that stopped without the others would leave them waiting.
-        together = options.watch_peers or jax.process_count() == 1
-        preemption = stack.enter_context(
-            _Preemption(peers, handle_signals=options.handle_signals and together)
-        )
+        preemption = stack.enter_context(_Preemption(peers, handle_signals=handle_signals))
         rate = throughput.Throughput(experiment.items_per_step)
         pace = Pace(peers)
         logging = _Logging(experiment, mesh, log, progress, rate, pace, options.log_every)

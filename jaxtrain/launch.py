@@ -7,21 +7,47 @@ may be any program that calls :func:`jaxtrain.parallel.distributed.initialize`.
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, TextIO
 
-from jaxtrain.exit_codes import PREEMPTED, RESTARTABLE
+from jaxtrain import exit_codes
 from jaxtrain.parallel import distributed
 
 _POLL_SECONDS = 0.05
 # How long the last output of a process that has ended is waited for.
 _DRAIN_SECONDS = 5.0
+# Where a process is lost, the others notice within seconds and end by themselves, or never will.
+_LOST_SECONDS = 15.0
+# Stands in the environment of everything that a launcher has started, however deep.
+_MARK = "JAXTRAIN_LAUNCH"
+# What the guard runs: it waits for the launcher's end of its input to close, which it does however
+# the launcher ends, and then kills everything that is marked, or shares a session with what is,
+# until twice nothing is found.
+_GUARD = """
+import os, pathlib, sys, time
+sys.stdin.buffer.read()
+sessions, quiet = set(), 0
+while quiet < 2:
+    quiet += 1
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if sys.argv[1].encode() in (process / "environ").read_bytes().split(b"\\0"):
+                sessions.add(session)
+            if session in sessions and state != "Z":
+                os.kill(int(process.name), 9)
+                quiet = 0
+        except OSError:
+            pass
+    time.sleep(0.2)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +55,9 @@ class LaunchOptions:
     """Starts a command as several processes: jaxtrain launch --processes 8 -- python -m
     experiments.gpt.
 
-    Each line of output is prefixed with its process's number. When one process fails, all are ended
-    and its exit status is the launcher's. A host with TPU chips needs no launcher: it runs one
-    process.
+    Each line of output is prefixed with its process's number. When one process fails, all are
+    ended, and the exit status is that of the failure. A host with TPU chips needs no launcher: it
+    runs one process.
     """
 
     processes: int
@@ -47,31 +73,57 @@ class LaunchOptions:
     simulate_devices_per_process: int = 0
     """Run on the CPU, with this many simulated devices in each process."""
     max_restarts: int = 0
-    """How often to start again, with --auto-resume, after the run was preempted (exit status 75),
-    hung (76) or lost a process (77)."""
+    """How often to start again, with --auto-resume, after the run was preempted, hung, or lost a
+    process or its storage; counted anew after an attempt of ten minutes. The pause before it
+    doubles, from a second to five minutes."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 
 
-def run_launch(options: LaunchOptions, command: list[str]) -> int:
-    """Runs the command until it is over and returns its exit status.
+def run_launch(
+    options: LaunchOptions,
+    command: list[str],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Runs the command until it is over.
+
+    Args:
+      options: how many processes, and how often to start them again.
+      command: what each of them runs.
+      clock: seconds, monotonic; times the attempts.
+      sleep: waits so many seconds before a restart.
+
+    Returns:
+      The exit status, by :func:`jaxtrain.exit_codes.of_run`.
 
     Raises:
       ValueError: for options that do not fit each other or this host.
     """
     check(options, command)
-    for attempt in range(options.max_restarts + 1):
-        environments = [os.environ | settings for settings in process_settings(options, os.environ)]
-        first = options.host_index * options.processes
-        again = command if attempt == 0 else resumed(command)
-        group = Group(again, environments, first_index=first)
-        with group.forwarding_signals():
-            group.start()
-            status = group.wait(grace_seconds=options.grace_seconds)
-        if status not in RESTARTABLE or group.signals or attempt == options.max_restarts:
-            return status
-        _say(f"starting again ({attempt + 1} of {options.max_restarts} restarts)")
-    raise AssertionError("a loop over at least one attempt returns")
+    count, first = 0, options.host_index * options.processes
+    with _Signals() as signals:
+        while True:
+            environments = [os.environ | own for own in process_settings(options, os.environ)]
+            started = clock()
+            signals.group = Group(command, environments, first_index=first)
+            signals.group.start()
+            status = signals.group.wait(grace_seconds=options.grace_seconds)
+            again = exit_codes.restart(status, clock() - started, count, limit=options.max_restarts)
+            if again is None or signals.came:
+                return status
+            count, pause = again
+            _say(
+                f"starting again in {pause:.1f} s after status {status} "
+                f"({count} of {options.max_restarts} restarts without progress)"
+            )
+            while pause > 0 and not signals.came:
+                sleep(min(pause, _POLL_SECONDS))
+                pause -= _POLL_SECONDS
+            if signals.came:
+                return status
+            command = resumed(command)
 
 
 def check(options: LaunchOptions, command: Sequence[str]) -> None:
@@ -170,8 +222,38 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class _Signals:
+    """Passes SIGTERM, SIGINT and SIGHUP on to a group while it is open.
+
+    Attributes:
+      came: the signals that have come.
+      group: to which they go.
+    """
+
+    def __init__(self):
+        self.came: list[int] = []
+        self.group: Group | None = None
+
+    def __enter__(self) -> "_Signals":
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        del frame
+        self.came.append(number)
+        if self.group is not None:
+            self.group.ask(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
 class Group:
-    """Processes that live and end together.
+    """Processes that live and end together, and end with this one, however that ends.
 
     Args:
       command: what each runs.
@@ -186,8 +268,8 @@ class Group:
         *,
         first_index: int = 0,
     ):
-        self.signals: list[int] = []
         self._command, self._environments, self._first = command, environments, first_index
+        self._asked: int | None = None
         self._printing = threading.Lock()
         self._processes: list[subprocess.Popen] = []
         self._readers: list[threading.Thread] = []
@@ -198,14 +280,25 @@ class Group:
         Raises:
           OSError: for a command that is not there.
         """
+        mark = secrets.token_hex(16)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={mark}"],
+            # Not marked by a launcher around this one, whose guard would kill it first.
+            env={name: value for name, value in os.environ.items() if name != _MARK},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             for index, environment in enumerate(self._environments, self._first):
-                self._start(environment, index)
+                self._start({**environment, _MARK: mark}, index)
         except OSError:
             self._signal(signal.SIGKILL)
+            self._dismiss_guard()
             raise
-        if self.signals:  # It came while they were being started.
-            self._signal(self.signals[-1])
+        if self._asked is not None:  # It came while they were being started.
+            self._signal(self._asked)
 
     def _start(self, environment: Mapping[str, str], index: int) -> None:
         process = subprocess.Popen(
@@ -225,77 +318,79 @@ class Group:
             reader.start()
             self._readers.append(reader)
 
+    def _dismiss_guard(self) -> None:
+        self._guard.kill()
+        self._guard.communicate()
+
     def _copy(self, source: BinaryIO, sink: TextIO, prefix: bytes) -> None:
         with source:
-            for line in source:
+            # In parts: what has no line breaks is not kept in memory for one.
+            for line in iter(lambda: source.readline(65536), b""):
                 text = prefix + line.rstrip(b"\r\n") + b"\n"
-                with self._printing, contextlib.suppress(ValueError, BrokenPipeError):
+                # Where nobody reads any more the processes go on all the same.
+                with self._printing, contextlib.suppress(ValueError, OSError):
                     sink.write(text.decode("utf-8", "replace"))
                     sink.flush()
 
-    @contextlib.contextmanager
-    def forwarding_signals(self):
-        """While this lasts, SIGTERM and SIGINT go to the processes; a second one kills them."""
-
-        def forward(number, frame):
-            del frame
-            self.signals.append(number)
-            self._signal(number if len(self.signals) == 1 else signal.SIGKILL)
-
-        before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def ask(self, number: int) -> None:
+        """Passes a signal on to all; whatever comes after it kills them."""
+        first, self._asked = self._asked is None, number
+        self._signal(number if first else signal.SIGKILL)
 
     def wait(self, *, grace_seconds: float) -> int:
         """Waits for all; once one has failed, ends the others.
 
-        Those that fail with a status to restart on, or after a signal was passed on, fail together:
-        the others have ``grace_seconds`` to follow before they are told to. Whoever has been told
-        has as long again before it is killed.
+        Those that were preempted, or asked to end, are saving: they have ``grace_seconds`` to
+        follow, and as long again after SIGTERM. A failure that may be restarted, of a process that
+        is lost, is noticed by the others, or never will be: one that is stopped, or waits in a
+        collective, answers no signal. After an error the others are told at once.
 
         Returns:
-          0, or the status of the first process that failed; 128 and the signal's number where a
-          signal ended it.
+          The code of the run, from the processes that ended by themselves.
         """
-        status, ends = 0, {}
-        while any(process.poll() is None for process in self._processes):
-            if status == 0 and (status := self._first_failure()):
-                alike = status in RESTARTABLE or bool(self.signals)
-                told = time.monotonic() + (grace_seconds if alike else 0.0)
-                ends = {signal.SIGTERM: told, signal.SIGKILL: told + grace_seconds}
-            for number, when in list(ends.items()):
-                if time.monotonic() >= when:
-                    del ends[number]
-                    self._signal(number)
+        codes: dict[int, int] = {}
+        sent: list[int] = []
+        due: dict[int, float] = {}
+        said = 0
+        while True:
+            for index, process in enumerate(self._processes, self._first):
+                if index not in codes and (code := process.poll()) is not None:
+                    # What was ended from here has not failed.
+                    codes[index] = 0 if -code in sent else code
+            running = len(codes) < len(self._processes)
+            status = exit_codes.of_run(list(codes.values()))
+            if status != said:
+                said = status
+                index = next(i for i, code in codes.items() if exit_codes.of_run([code]) == status)
+                others = "; the others are ended" if running else ""
+                _say(f"process {index} ended with status {status}{others}")
+            if not running:
+                break
+            now = time.monotonic()
+            if status and not due and not sent:
+                due = self._deadlines(status, now, grace_seconds)
+            for number in [number for number, when in due.items() if now >= when]:
+                del due[number]
+                sent.append(number)
+                self._signal(number)
             time.sleep(_POLL_SECONDS)
-        status = status or self._first_failure()
         if status:  # And what they have started.
             self._signal(signal.SIGKILL, whole_groups=True)
         # A process may have left children that hold on to its output: not for ever.
         until = time.monotonic() + _DRAIN_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
+        self._dismiss_guard()
         return status
 
-    def _first_failure(self) -> int:
-        """The status of a process that has failed, 0 for none; of several, preemption counts."""
-        failed = {
-            index: code
-            for index, process in enumerate(self._processes, self._first)
-            if (code := process.poll())
-        }
-        if not failed:
-            return 0
-        index = next((i for i, code in failed.items() if code == PREEMPTED), min(failed))
-        code = failed[index] if failed[index] > 0 else 128 - failed[index]
-        if any(process.poll() is None for process in self._processes):
-            _say(f"process {index} ended with status {code}; the others are ended")
-        else:
-            _say(f"process {index} ended with status {code}")
-        return code
+    def _deadlines(self, status: int, now: float, grace_seconds: float) -> dict[int, float]:
+        """When those that still run are sent which signal."""
+        if status == exit_codes.PREEMPTED or self._asked is not None:
+            return {signal.SIGTERM: now + grace_seconds, signal.SIGKILL: now + 2 * grace_seconds}
+        if exit_codes.restartable(status):
+            patience = min(grace_seconds, _LOST_SECONDS)
+            return {signal.SIGTERM: now + patience / 2, signal.SIGKILL: now + patience}
+        return {signal.SIGTERM: now, signal.SIGKILL: now + grace_seconds}
 
     def _signal(self, number: int, *, whole_groups: bool = False) -> None:
         for process in self._processes:

@@ -1,5 +1,6 @@
 """The launcher: who its processes are, what it prints, how it ends, when it starts again."""
 
+import itertools
 import os
 import pathlib
 import signal
@@ -104,38 +105,131 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 
 COUNTING = """
-import os, pathlib, sys
+import os, pathlib, signal, sys, time
 tries = pathlib.Path(sys.argv[1]) / os.environ["JAXTRAIN_PROCESS_ID"]
 done = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (done + 1))
+codes = sys.argv[2].split(",")
 print(done, *sys.argv[2:])
-sys.exit(0 if done == int(sys.argv[2]) else int(sys.argv[3]))
+code = int(codes[int(os.environ["JAXTRAIN_PROCESS_ID"])]) if done < int(sys.argv[3]) else 0
+if code < 0:
+    os.kill(os.getpid(), -code)
+# The others notice a little later.
+time.sleep(0.2 if code in (77, 134) else 0)
+sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("status", [75, 76, 77])
-def test_a_preempted_run_is_started_again_to_go_on_where_it_was(status, tmp_path, capfd):
-    command = python(COUNTING, tmp_path, 2, status, "--run-dir", "r", "--overwrite")
-    assert run_launch(LaunchOptions(processes=2, max_restarts=3), command) == 0
+def attempts(folder, codes, *, times, max_restarts, **injected):
+    """Runs processes that end with these codes so many times and then with 0."""
+    folder.mkdir(exist_ok=True)
+    text = ",".join(map(str, codes))
+    command = python(COUNTING, folder, text, times, "--run-dir", "r", "--overwrite")
+    options = LaunchOptions(processes=len(codes), max_restarts=max_restarts)
+    status = run_launch(options, command, **{"sleep": lambda seconds: None} | injected)
+    return status, len((folder / "0").read_text())
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "restarts"),
+    [
+        ([-signal.SIGKILL, 77, 77], 137, True),  # a process is killed, the others notice
+        ([77, 77, -signal.SIGSEGV], 139, True),
+        ([77, 75, 77], 75, True),
+        ([76, 77, 134], 76, True),
+        ([77, 1, 77], 1, False),  # an error that would come again
+        ([-signal.SIGKILL, 2, 77], 2, False),
+        ([77, 78, 75], 78, False),
+        ([143, 75, 75], 143, False),  # somebody insisted
+    ],
+)
+def test_all_processes_decide_whether_there_is_a_restart(codes, status, restarts, tmp_path):
+    done = attempts(tmp_path / "ends", codes, times=1, max_restarts=2)
+    assert done == ((0, 2) if restarts else (status, 1))
+    if restarts:
+        assert attempts(tmp_path / "stays", codes, times=9, max_restarts=1) == (status, 2)
+
+
+def test_a_restart_goes_on_where_the_run_was(tmp_path, capfd):
+    assert attempts(tmp_path, [75, 75], times=2, max_restarts=3) == (0, 3)
     printed = sorted(capfd.readouterr().out.splitlines())
-    same = f"2 {status} --run-dir r"
     for process in range(2):
-        assert f"[{process}] 0 {same} --overwrite" in printed
+        assert f"[{process}] 0 75,75 2 --run-dir r --overwrite" in printed
         for attempt in (1, 2):
-            assert f"[{process}] {attempt} {same} --auto-resume" in printed
+            assert f"[{process}] {attempt} 75,75 2 --run-dir r --auto-resume" in printed
     assert len(printed) == 6
 
 
-def test_restarts_are_limited_and_only_for_what_may_be_resumed(tmp_path, capfd):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    command = python(COUNTING, tmp_path / "a", 9, 75, "--run-dir", "r")
-    assert run_launch(LaunchOptions(processes=1, max_restarts=2), command) == 75
-    assert len((tmp_path / "a" / "0").read_text()) == 3
-    command = python(COUNTING, tmp_path / "b", 9, 1, "--run-dir", "r")
-    assert run_launch(LaunchOptions(processes=1, max_restarts=2), command) == 1
-    assert len((tmp_path / "b" / "0").read_text()) == 1
-    capfd.readouterr()
+def test_pauses_grow_and_restarts_count_anew_after_progress(tmp_path):
+    # Attempts of 1 s, but for the fifth, which lasts ten minutes.
+    now, lasted, slept = [0.0], iter([1, 1, 1, 1, 600, 1, 1, 1, 1, 1]), []
+    reads = itertools.count()
+
+    def clock():
+        if next(reads) % 2:  # the second look ends an attempt
+            now[0] += next(lasted)
+        return now[0]
+
+    status = attempts(
+        tmp_path, [-9], times=99, max_restarts=4, clock=clock, sleep=lambda s: slept.append(s)
+    )
+    # Four without progress, one after it, and three more.
+    assert status == (137, 9)
+    # Between half of 1 + 2 + 4 + 8 seconds twice, and all of it.
+    assert 15 <= sum(slept) < 30.1
+
+
+def test_a_signal_during_the_pause_ends_the_launcher(tmp_path):
+    def interrupted(seconds):
+        signal.raise_signal(signal.SIGTERM)
+
+    assert attempts(tmp_path, [77], times=9, max_restarts=3, sleep=interrupted) == (77, 1)
+
+
+def launcher(*flags, code, arguments=(), **more):
+    """A launcher in a process of its own."""
+    line = [sys.executable, "-m", "jaxtrain", "launch", *flags, "--", *python(code, *arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, cwd=ROOT, env=environment, **piped, text=True, **more)
+
+
+def alive(pid):
+    """Whether there is such a process and it is no zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
+    """Children, and grandchildren: one has left their session, is stopped, has no environment."""
+    code = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait = [sys.executable, "-c", "import time; time.sleep(60)"]
+children = [subprocess.Popen(wait, start_new_session=True), subprocess.Popen(wait, env={})]
+if os.environ["JAXTRAIN_PROCESS_ID"] == "1":
+    os.kill(children[0].pid, signal.SIGSTOP)
+print("pids", os.getpid(), *(child.pid for child in children), flush=True)
+time.sleep(60)
+"""
+    process = launcher("--processes", "2", code=code)
+    pids = []
+    try:
+        for _ in range(2):
+            pids += map(int, process.stdout.readline().split("pids")[1].split())
+        assert all(map(alive, pids))
+        process.kill()
+        process.wait(timeout=10)
+        until = time.monotonic() + 10
+        while any(map(alive, pids)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert [pid for pid in pids if alive(pid)] == []
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -154,25 +248,17 @@ time.sleep(0.3)
 print("saved", times, flush=True)
 sys.exit(75)
 """
-    line = [sys.executable, "-m", "jaxtrain", "launch", "--processes", "2", "--max-restarts", "3"]
-    line += ["--", *python(code, "--run-dir", "r")]
-    launcher = subprocess.Popen(
-        line,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    flags = ["--processes", "2", "--max-restarts", "3"]
+    process = launcher(*flags, code=code, arguments=["--run-dir", "r"])
     try:
-        seen = [launcher.stdout.readline() for _ in range(2)]
-        assert all(line.endswith("ready\n") for line in seen), launcher.stderr.read()
-        launcher.send_signal(number)
-        out, _ = launcher.communicate(timeout=30)
+        seen = [process.stdout.readline() for _ in range(2)]
+        assert all(line.endswith("ready\n") for line in seen), process.stderr.read()
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
     finally:
-        launcher.kill()
+        process.kill()
     assert sorted(out.splitlines()) == ["[0] saved 1", "[1] saved 1"]
-    assert launcher.returncode == 75
+    assert process.returncode == 75
 
 
 def test_nothing_that_a_process_started_is_left(tmp_path):
@@ -188,12 +274,9 @@ time.sleep(60)
     assert run_launch(LaunchOptions(processes=1), ["bash", "-c", shell]) == 3
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + 5
-    while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        if pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            break
+    while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    else:
-        assert not pathlib.Path(f"/proc/{pid}").exists()
+    assert not alive(pid)
 
 
 @pytest.mark.parametrize(

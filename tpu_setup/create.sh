@@ -7,6 +7,8 @@
 #   --runtime VERSION software of the hosts; left out, the one for the type, from
 #                     https://docs.cloud.google.com/tpu/docs/runtimes
 #   --spot            cheaper, and may be taken away at any time: see resume.sh
+#   --reserved        from a reservation
+#   --network NAME, --subnetwork NAME, --internal-ips (no external addresses), --service-account MAIL
 #   --queued          ask for a queued resource of that name, and wait until it is active
 #   --poll SECONDS    how often to ask while waiting (default 30)
 #   --project, --zone, --name (or TPU_PROJECT, TPU_ZONE, TPU_NAME), --dry-run, --help
@@ -15,20 +17,22 @@ set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
-type='' runtime='' spot=() queued=false poll=30
+type='' queued=false poll=30
 while (($#)); do
   case $1 in
     --type) type=$(value "$@"); shift 2 ;;
-    --runtime) runtime=$(value "$@"); shift 2 ;;
     --poll) poll=$(value "$@"); shift 2 ;;
-    --spot) spot=(--spot); shift ;;
     --queued) queued=true; shift ;;
-    *) common_flag "$@"; shift "$used" ;;
+    *) creation_flag "$@"; shift "$used" ;;
   esac
 done
 need_target
 [[ -n $type ]] || die "which accelerator? give --type, such as v5litepod-16"
 
+runtime='' flags=()
+for ((i = 0; i < ${#placed[@]}; i++)); do
+  if [[ ${placed[i]} == --runtime ]]; then runtime=${placed[++i]}; else flags+=("${placed[i]}"); fi
+done
 if [[ -z $runtime ]]; then
   case $type in
     v6e-*) runtime=v2-alpha-tpuv6e ;;
@@ -40,12 +44,12 @@ if [[ -z $runtime ]]; then
 fi
 
 if ! $queued; then
-  tpu tpu-vm create --accelerator-type "$type" --version "$runtime" "${spot[@]}"
+  tpu tpu-vm create --accelerator-type "$type" --version "$runtime" "${flags[@]}"
   exit
 fi
 
 tpu queued-resources create --node-id "$name" --accelerator-type "$type" \
-  --runtime-version "$runtime" "${spot[@]}"
+  --runtime-version "$runtime" "${flags[@]}"
 if $dry_run; then
   tpu queued-resources describe --format 'value(state.state)'
   exit

@@ -5,34 +5,40 @@
 #
 # On the workers the tree is replaced, but for its runs/ folder.
 #
+#   --archive FILE    copy what is packed in this file; where there is none, pack it there
 #   --project, --zone, --name (or TPU_PROJECT, TPU_ZONE, TPU_NAME), --dry-run, --help
 
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
+archive=''
 while (($#)); do
-  common_flag "$@"; shift "$used"
+  case $1 in
+    --archive) archive=$(value "$@"); shift 2 ;;
+    *) common_flag "$@"; shift "$used" ;;
+  esac
 done
 need_target
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-archive=${TMPDIR:-/tmp}/$name.tar.gz
+keep=$archive
+archive=${archive:-${TMPDIR:-/tmp}/$name.tar.gz}
 
 # Files that were deleted and not committed are still in git's list.
 pack() {
   cd "$root"
   git ls-files -z --cached --others --exclude-standard |
     while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
-    tar --null --files-from - -czf "$archive"
+    tar --null --files-from - -czf "$archive.new"
+  mv "$archive.new" "$archive"
 }
 
 if $dry_run; then
   echo "# $archive: what git ls-files lists in $root"
-else
+elif [[ -z $keep || ! -e $archive ]]; then
   (pack)
 fi
-run gcloud compute tpus tpu-vm scp "$archive" "$name:jaxtrain.tar.gz" --worker all \
-  --project "$project" --zone "$zone"
+copy_to_all "$archive" jaxtrain.tar.gz
 on_all_workers "mkdir -p $remote_tree && cd $remote_tree && \
 find . -mindepth 1 -maxdepth 1 ! -name runs -exec rm -rf {} + && tar -xzf ~/jaxtrain.tar.gz"

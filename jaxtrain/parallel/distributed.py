@@ -94,6 +94,9 @@ def initialize(
         return None
     # Read when the CPU backend starts, and by no other.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It takes SIGTERM from whoever handles it, and leaves a note that only those who ask for a
+    # "preemption sync point" would read.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=cluster.coordinator,
         num_processes=cluster.processes,
@@ -105,6 +108,13 @@ def initialize(
     )
     _found = cluster
     return cluster
+
+
+def coordinator_host() -> str | None:
+    """The host under which the processes have met process 0; None where JAX found it."""
+    if _found is None or _found.coordinator is None:
+        return None
+    return _found.coordinator.rsplit(":", 1)[0]
 
 
 def facts() -> dict[str, str]:

@@ -4,12 +4,14 @@ JAX notices a lost process by a heartbeat of 100 seconds, and then aborts with a
 collective that waits for it may hang until then. A TCP connection closes the moment a process dies,
 whoever killed it, and costs nothing between steps. Over it the processes
 
-* learn that one is gone, and which: each then says so and exits with ``PEER_LOST``;
+* learn that one is gone, and which: each then says so and exits with ``PEER_LOST``, or, where an
+  error has ended it that would come again, with status 1;
 * agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stop_step`);
 * tell the first how fast they are (:meth:`Lifeline.share`).
 
 Messages are lines of JSON. The first process listens on a port that the system chooses; whoever
-connects must know a random token, which only the processes of the run are told.
+connects must know a random token, which only the processes of the run are told. The port is open
+while they connect, on the interface where they have met, and to strangers it is silent.
 """
 
 import contextlib
@@ -29,18 +31,24 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain.exit_codes import PEER_LOST
-from jaxtrain.parallel.distributed import broadcast_text
+from jaxtrain.parallel.distributed import broadcast_text, coordinator_host
 from jaxtrain.survive.signals import say
 
-# A host that lost its power or its network closes no connection: silence tells. Together with
-# the seconds between beats it stays below a minute.
-SILENCE_SECONDS = 45.0
+# A host that lost its power or its network closes no connection: silence tells. Together with the
+# time that a launcher gives to a process that is only stopped it stays below a minute.
+SILENCE_SECONDS = 40.0
 BEAT_SECONDS = 5.0
 # All processes have just taken part in a collective, so they are up.
 JOIN_SECONDS = 30.0
 # When a process ends with an error of its own, the others may be about to raise the same one: they
 # get this long to do so, before they are ended with a sentence about it.
 ERROR_SECONDS = 10.0
+# A message is a line; one of an error carries its words.
+MESSAGE_BYTES = 1 << 20
+# A greeting is short, and comes at once.
+GREETING_BYTES = 1000
+GREETING_SECONDS = 5.0
+MOST_STRANGERS = 100
 
 
 class Lifeline:
@@ -72,7 +80,7 @@ class Lifeline:
         self._stop_wanted = False
         self._at: dict[int, int] = {}
         self._stop_at: int | None = None
-        self._leave_at: tuple[float, str] | None = None
+        self._leave_at: tuple[float, str, int] | None = None
         self._closing = self._left = False
         self._heard = dict.fromkeys(peers, clock())
         self._pending = dict.fromkeys(peers, b"")
@@ -133,7 +141,7 @@ class Lifeline:
                 return
             self._closing = True
         reason = None if error is None else f"{type(error).__name__}: {error}"
-        self._send_all({"bye": reason})
+        self._send_all({"bye": reason, "code": _code_for_others(error)})
         if self._thread is not None:
             self._thread.join()
         for peer in self._peers.values():
@@ -161,37 +169,43 @@ class Lifeline:
                 else:
                     self._send_all(message)
             elif "lost" in message:
-                self._leave_in(message["seconds"], message["lost"])
+                self._leave_in(message["seconds"], message["lost"], message["code"])
             elif "bye" in message:
-                self._bye(sender, message["bye"])
+                self._bye(sender, message["bye"], message["code"])
             all_there = len(self._at) == self.processes
             if first and self._stop_wanted and self._stop_at is None and all_there:
                 self._stop_at = max(self._at.values())
                 self._send_all({"stop_at": self._stop_at})
             self._changed.notify_all()
 
-    def _bye(self, sender: int, reason: str | None) -> None:
+    def _bye(self, sender: int, reason: str | None, code: int) -> None:
         self._peers.pop(sender).close()
         if reason is not None:
-            self._leave_in(ERROR_SECONDS, f"{self._name(sender)} has ended with {reason}")
+            sentence = f"{self._name(sender)} has ended with {reason}"
+            self._leave_in(ERROR_SECONDS, sentence, code)
 
-    def _leave_in(self, seconds: float, sentence: str) -> None:
+    def _lose(self, process: int, how: str) -> None:
+        self._leave_in(0, f"{self._name(process)} has died: {how}", PEER_LOST)
+
+    def _leave_in(self, seconds: float, sentence: str, code: int) -> None:
         """Has all processes end after some seconds, if nothing ends them before."""
         with self._changed:
             if self._closing or self._leave_at is not None:
                 return
-            self._leave_at = (self._clock() + seconds, sentence)
-            self._send_all({"lost": sentence, "seconds": seconds})
+            self._leave_at = (self._clock() + seconds, sentence, code)
+            self._send_all({"lost": sentence, "seconds": seconds, "code": code})
             if seconds == 0:
                 self._leave()
 
     def _leave(self) -> None:
+        _, sentence, code = self._leave_at
+        more = "; --resume goes on from the last checkpoint" if code == PEER_LOST else ""
         say(
-            f"{self._leave_at[1]}; process {self.process} cannot go on without it and exits with "
-            f"code {PEER_LOST}; --resume goes on from the last checkpoint"
+            f"{sentence}; process {self.process} cannot go on without it and exits with "
+            f"code {code}{more}"
         )
         self._left = True
-        self._exit(PEER_LOST)
+        self._exit(code)
 
     def _name(self, process: int) -> str:
         return f"process {process} of {self.processes} (host {self._hosts.get(process, '?')})"
@@ -219,8 +233,7 @@ class Lifeline:
                     self._send_all({"beat": True})
                 for process in self._peers:
                     if now - self._heard[process] > SILENCE_SECONDS:
-                        silence = f"nothing was heard of it for {SILENCE_SECONDS:.0f} s"
-                        self._leave_in(0, f"{self._name(process)} has died: {silence}")
+                        self._lose(process, f"nothing was heard of it for {SILENCE_SECONDS:.0f} s")
                 if self._leave_at is not None and now >= self._leave_at[0]:
                     self._leave()
 
@@ -231,11 +244,17 @@ class Lifeline:
             data = b""
         self._heard[process] = self._clock()
         *lines, self._pending[process] = (self._pending[process] + data).split(b"\n")
-        for line in lines:
-            self._handle(process, json.loads(line))
-        if not data and process in self._peers:
+        broken = "its connection closed" if not data else ""
+        try:
+            if len(self._pending[process]) > MESSAGE_BYTES:
+                raise ValueError
+            for line in lines:
+                self._handle(process, _message(line))
+        except (ValueError, KeyError, TypeError):
+            broken = "what it sends is no message"
+        if broken and process in self._peers:
             self._peers.pop(process).close()
-            self._leave_in(0, f"{self._name(process)} has died: its connection closed")
+            self._lose(process, broken)
         if process not in self._peers:
             selector.unregister(peer)
 
@@ -296,27 +315,48 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
     token = secrets.token_hex(16)
     peers: dict[int, socket.socket] = {}
     hosts: dict[int, str] = {}
-    with socket.create_server(("", 0), backlog=processes) as server:
+    server, addresses = _listen(processes)
+    with server, selectors.DefaultSelector() as selector:
         call = {
             "token": token,
             "port": server.getsockname()[1],
-            "addresses": _addresses(),
+            "addresses": addresses,
             "host": socket.gethostname(),
         }
         broadcast_text(json.dumps(call))
+        selector.register(server, selectors.EVENT_READ)
         deadline = time.monotonic() + JOIN_SECONDS
+        # Anybody may connect, and say anything or nothing: nobody is waited for.
         while len(peers) < processes - 1 and time.monotonic() < deadline:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                peer, _ = server.accept()
-                peer.settimeout(5.0)
-                hello = _read_line(peer)
-                if not hmac.compare_digest(hello["token"], token):
-                    peer.close()
+            for key, _ in selector.select(timeout=0.2):
+                if key.fileobj is server:
+                    with contextlib.suppress(OSError):
+                        peer, _ = server.accept()
+                        peer.setblocking(False)
+                        selector.register(peer, selectors.EVENT_READ, _Greeting())
+                    strangers = [key for key in selector.get_map().values() if key.data]
+                    if len(strangers) > processes + MOST_STRANGERS:
+                        selector.unregister(strangers[0].fileobj)
+                        strangers[0].fileobj.close()
                     continue
-                peer.sendall(b'{"welcome": true}\n')
-                peers[int(hello["process"])] = peer
-                hosts[int(hello["process"])] = str(hello["host"])
+                hello = key.data.read(key.fileobj)
+                if hello is None:
+                    continue
+                selector.unregister(key.fileobj)
+                process = _process_of(hello, token, processes)
+                if process is None or process in peers:
+                    key.fileobj.close()
+                    continue
+                key.fileobj.settimeout(BEAT_SECONDS)
+                with contextlib.suppress(OSError):
+                    key.fileobj.sendall(b'{"welcome": true}\n')
+                    peers[process], hosts[process] = key.fileobj, str(hello.get("host"))
+            for key in list(selector.get_map().values()):
+                if key.data is not None and key.data.too_late():
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()
     missing = sorted(set(range(1, processes)) - peers.keys())
     failure = None
     if missing:
@@ -326,6 +366,52 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
             "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
         )
     return peers, hosts, failure
+
+
+class _Greeting:
+    """What somebody who has connected has said so far."""
+
+    def __init__(self):
+        self._said, self._until = b"", time.monotonic() + GREETING_SECONDS
+
+    def too_late(self) -> bool:
+        return time.monotonic() > self._until
+
+    def read(self, peer: socket.socket) -> dict[str, Any] | None:
+        """The greeting, once it is whole; an empty one where it will never be."""
+        try:
+            data = peer.recv(GREETING_BYTES)
+            self._said += data
+            if not data or len(self._said) > GREETING_BYTES:
+                return {}
+            return _message(self._said) if self._said.endswith(b"\n") else None
+        except (OSError, ValueError):
+            return {}
+
+
+def _process_of(hello: dict[str, Any], token: str, processes: int) -> int | None:
+    """Which process greets so; None for a stranger."""
+    process = hello.get("process")
+    said = str(hello.get("token")).encode(errors="replace")
+    known = hmac.compare_digest(said, token.encode())
+    if not known or type(process) is not int or not 0 < process < processes:
+        return None
+    return process
+
+
+def _listen(processes: int) -> tuple[socket.socket, list[str]]:
+    """Opens the port where the others have met process 0, and says under which addresses it is."""
+    host = coordinator_host()
+    # An OSError where the address is another machine's, which passes connections on.
+    with contextlib.suppress(OSError):
+        if host is not None:
+            server = socket.create_server((host, 0), backlog=max(processes, MOST_STRANGERS))
+            address = server.getsockname()[0]
+            # Some hosts resolve their own name to a loopback address, where nobody else is.
+            if host in ("localhost", "127.0.0.1") or not address.startswith("127."):
+                return server, [address]
+            server.close()
+    return socket.create_server(("", 0), backlog=max(processes, MOST_STRANGERS)), _addresses()
 
 
 def _call(
@@ -354,10 +440,34 @@ def _read_line(peer: socket.socket) -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
         byte = peer.recv(1)
-        if not byte or len(line) > 1000:
+        if not byte or len(line) > GREETING_BYTES:
             raise ValueError("no greeting")
         line += byte
-    return json.loads(line)
+    return _message(line)
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """A message from its line.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError("a message is a JSON object")
+    return message
+
+
+def _code_for_others(error: BaseException | None) -> int:
+    """The exit code of the others: an error in the program would come again, others may not.
+
+    Those are of storage, and of the runtime, which breaks where a process is lost.
+    """
+    comes_again = not isinstance(error, (OSError, jax.errors.JaxRuntimeError))
+    return 1 if comes_again else PEER_LOST
 
 
 def _addresses() -> list[str]:

@@ -1,6 +1,9 @@
 """Stopping where all processes agree to, because one of them was told to by a signal."""
 
+import contextlib
+import os
 import signal
+from collections.abc import Callable
 from types import TracebackType
 
 from jaxtrain.exit_codes import PREEMPTED
@@ -25,6 +28,28 @@ class Preempted(SystemExit):
             f"stopped after step {self.step}, which is saved in {self.run_dir}: go on with "
             f"--resume --run-dir {self.run_dir} (exit code {PREEMPTED})"
         )
+
+
+def ending_at_sigterm(
+    *, handle_signals: bool = True, exit: Callable[[int], None] = os._exit
+) -> contextlib.AbstractContextManager:
+    """While this lasts, SIGTERM ends the process at once with ``PREEMPTED``; SIGINT is left alone.
+
+    For what comes before training, which may take minutes inside a compiler. There is nothing to
+    save yet, and a run that is preempted then must be started again like any other.
+
+    Args:
+      handle_signals: False leaves SIGTERM alone too.
+      exit: ends the process, given an exit code.
+    """
+
+    def leave(number: int) -> None:
+        say(f"SIGTERM outside of training: nothing is to be saved; exiting with code {PREEMPTED}")
+        exit(PREEMPTED)
+
+    if not handle_signals:
+        return contextlib.nullcontext()
+    return SignalWatch(leave, signals=(signal.SIGTERM,))
 
 
 class Preemption:

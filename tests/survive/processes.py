@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -88,6 +89,28 @@ def workers(
     finally:
         for process in started:
             process.end()
+
+
+@contextlib.contextmanager
+def launched(
+    folder: pathlib.Path, *arguments: str, count: int, restarts: int = 0
+) -> Iterator[Process]:
+    """Starts the processes of one run of ``train_worker.py`` under the launcher."""
+    flags = ["--processes", str(count), "--max-restarts", str(restarts)]
+    flags += ["--simulate-devices-per-process", "1"]
+    run = ["--run-dir", str(folder / "run")]
+    command = ["-m", "jaxtrain", "launch", *flags, "--", sys.executable, WORKER, *run, *arguments]
+    process = Process(command, folder, "launcher")
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def pids(launcher: Process) -> dict[int, int]:
+    """The newest process of each number that a launcher's output tells of."""
+    found = re.findall(r"^\[(\d+)\] pid (\d+)$", launcher.output, re.MULTILINE)
+    return {int(number): int(pid) for number, pid in found}
 
 
 def free_port() -> int:

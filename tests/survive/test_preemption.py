@@ -33,6 +33,17 @@ def handlers():
     return [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
 
 
+@pytest.fixture
+def default_handlers():
+    """Those of a shell in the foreground: what runs in the background ignores SIGINT."""
+    set_now = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in set_now.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_handlers")
 def test_the_first_signal_asks_and_the_second_ends_at_once():
     before, first, ended, now = handlers(), [], [], [0.0]
     with SignalWatch(first.append, exit=ended.append, clock=lambda: now[0]):
@@ -116,8 +127,11 @@ def test_a_signal_saves_and_ends_the_run_which_goes_on_as_if_nothing_had_been(tm
     assert isinstance(stop.value, SystemExit)
     assert handlers() == before
     printed = capfd.readouterr()
-    assert printed.err.count("\n") == 1
-    assert "SIGTERM: finishing the step in flight and saving it, then exiting with" in printed.err
+    # Where a plugin for GPUs is installed and this test the first, XLA has logged besides.
+    (said,) = (
+        line for line in printed.err.splitlines() if not line.startswith(("WARNING: All", "I0"))
+    )
+    assert said.startswith("SIGTERM: finishing the step in flight and saving it, then exiting with")
     assert f"stopped after step {step}, which is saved in {tmp_path / 'run'}" in printed.out
     assert Checkpointer(tmp_path / "run" / "checkpoints").latest_step() == step
     unseen = make_experiment(eval_batches=None)
@@ -255,16 +269,20 @@ def test_who_has_died_is_said_by_all_and_an_orderly_end_by_none(capfd):
     assert exits == []
 
 
-def test_an_error_of_one_leaves_the_others_time_to_raise_their_own(monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("no space"), 1), (OSError("no space"), exit_codes.PEER_LOST)]
+)
+def test_an_error_of_one_leaves_the_others_time_to_raise_their_own(error, code, monkeypatch, capfd):
     monkeypatch.setattr(lifeline, "ERROR_SECONDS", 0.5)
     exits = []
     lines, _ = lifelines(3, exits)
-    lines[2].close(ValueError("no space"))
+    lines[2].close(error)
     lines[1].close(ValueError("no space, here too"))
     time.sleep(0.2)
     assert exits == []
-    eventually(lambda: exits == [(0, exit_codes.PEER_LOST)])
-    assert "(host host2) has ended with ValueError: no space; process 0" in capfd.readouterr().err
+    eventually(lambda: exits == [(0, code)])
+    said = f"(host host2) has ended with {type(error).__name__}: no space; process 0"
+    assert said in capfd.readouterr().err
     lines[0].close()
 
 

@@ -1,5 +1,6 @@
 """Several real processes, and what they do when one is asked to stop, dies, hangs or fails."""
 
+import os
 import re
 import shutil
 import signal
@@ -11,7 +12,16 @@ import pytest
 
 from jaxtrain import exit_codes
 from jaxtrain.checkpoint import Checkpointer
-from tests.survive.processes import WORKER, Process, free_port, last_step, logged, workers
+from tests.survive.processes import (
+    WORKER,
+    Process,
+    free_port,
+    last_step,
+    launched,
+    logged,
+    pids,
+    workers,
+)
 
 MANY = ("--steps", "100000")
 
@@ -21,9 +31,8 @@ def wait_for_step(process, run, step):
     assert not process.ended(), process.errors
 
 
-@pytest.mark.parametrize(
-    ("victim", "survivor"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "survivor"), [(1, 0), (0, 1)])
 def test_when_a_process_is_killed_the_other_ends_and_says_which(tmp_path, victim, survivor):
     run = tmp_path / "run"
     with workers(tmp_path, *MANY, "--save-every", "5", count=2, devices=2) as processes:
@@ -71,6 +80,19 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
         assert digest.startswith("digest ")
 
 
+def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):
+    arguments = (*MANY, "--start-seconds", "2")
+    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+        for process in processes:
+            process.until(lambda process=process: "starting" in process.output)
+        processes[1].send(signal.SIGTERM)
+        codes = [p.code(timeout=60) for p in processes]
+        assert codes[1] == exit_codes.PREEMPTED, processes[1].errors
+        assert "SIGTERM outside of training: nothing is to be saved" in processes[1].errors
+        assert codes[0] == exit_codes.PEER_LOST, processes[0].errors
+    assert exit_codes.restartable(exit_codes.of_run(codes))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["loop", "end"])
 def test_a_signal_in_an_evaluation_stops_all_processes_in_it(tmp_path, where):
@@ -108,13 +130,52 @@ def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_falls_silent_is_noticed_within_a_minute(tmp_path):
-    with workers(tmp_path, *MANY, count=2, devices=1) as processes:
-        wait_for_step(processes[0], tmp_path / "run", 5)
-        processes[1].send(signal.SIGSTOP)  # like a host that is gone: no connection is closed
+    """Like a host that is gone, it closes no connection; and it answers no signal but SIGKILL."""
+    with launched(tmp_path, *MANY, count=2) as launcher:
+        wait_for_step(launcher, tmp_path / "run", 5)
+        os.kill(pids(launcher)[1], signal.SIGSTOP)
         start = time.monotonic()
-        assert processes[0].code(timeout=60) == exit_codes.PEER_LOST
+        assert launcher.code(timeout=80) == exit_codes.PEER_LOST
         assert time.monotonic() - start < 60
-        assert "has died: nothing was heard of it for 45 s" in processes[0].errors
+        assert "has died: nothing was heard of it for 40 s" in launcher.errors
+
+
+def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_completed(tmp_path):
+    run = tmp_path / "run"
+    arguments = ("--steps", "40", "--save-every", "5", "--global-batch", "12")
+    with launched(tmp_path, *arguments, count=3, restarts=1) as launcher:
+        wait_for_step(launcher, run, 12)
+        os.kill(pids(launcher)[1], signal.SIGKILL)
+        assert launcher.code() == 0, launcher.errors
+        said = r"process 1 of 3 \(host .*\) has died: its connection closed; process [02] cannot"
+        assert len(re.findall(said, launcher.errors)) == 2
+        assert "process 1 ended with status 137; the others are ended" in launcher.errors
+        assert "(1 of 1 restarts without progress)" in launcher.errors
+        # One state in all of them.
+        digests = set(re.findall(r"^\[\d\] (digest .*)$", launcher.output, re.MULTILINE))
+        assert len(digests) == 1
+    assert [line["step"] for line in logged(run) if "train/loss" in line] == list(range(1, 41))
+
+
+def test_joining_the_others_does_not_take_sigterm_away(tmp_path):
+    code = """
+import time
+from jaxtrain.parallel import distributed
+from jaxtrain.survive.preemption import ending_at_sigterm
+with ending_at_sigterm():
+    distributed.initialize()
+    print("joined", flush=True)
+    time.sleep(60)
+"""
+    flags = ["-m", "jaxtrain", "launch", "--processes", "2", "--simulate-devices-per-process", "1"]
+    launcher = Process([*flags, "--", sys.executable, "-c", code], tmp_path, "launcher")
+    try:
+        launcher.until(lambda: launcher.output.count("joined") == 2)
+        launcher.send(signal.SIGTERM)
+        assert launcher.code(timeout=20) == exit_codes.PREEMPTED
+        assert launcher.errors.count("SIGTERM outside of training") == 2
+    finally:
+        launcher.end()
 
 
 def test_a_hang_ends_the_run_with_every_threads_stack_and_the_step(tmp_path):

@@ -22,11 +22,23 @@ FOLDER = ROOT / "tpu_setup"
 MANIFESTS = ["jobset-tpu.yaml", "jobset-gpu.yaml"]
 
 
-def gpu_env():
+GIVEN = {
+    "IMAGE": "registry/image:1",
+    "RUN_DIR": "gs://bucket/run",
+    "DATA": "gs://bucket/text",
+    "TOKENIZER": "gs://bucket/tokenizer.json",
+    "RDMA": "rdma/hca_shared_devices_a",
+}
+
+
+def gpu_env(**already):
     """The variables of gpu.env, as the shell reads them."""
     lines = "set -a; env -0 > /dev/null; . ./gpu.env; env -0"
     done = subprocess.run(
-        ["bash", "-c", lines], cwd=FOLDER, env={"PATH": os.environ["PATH"]}, capture_output=True
+        ["bash", "-c", lines],
+        cwd=FOLDER,
+        env={"PATH": os.environ["PATH"]} | already,
+        capture_output=True,
     )
     pairs = dict(pair.split("=", 1) for pair in done.stdout.decode().split("\0") if pair)
     return {n: v for n, v in pairs.items() if n.startswith(("XLA", "NCCL"))}
@@ -36,9 +48,7 @@ def load(name):
     """A manifest, filled in as its first lines say."""
     yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install 'jaxtrain[test]'")
     text = (FOLDER / "kubernetes" / name).read_text()
-    filled = string.Template(text.replace("$(", "$$(")).substitute(
-        IMAGE="registry/image:1", RUN_DIR="gs://bucket/run", **gpu_env()
-    )
+    filled = string.Template(text.replace("$(", "$$(")).substitute(**GIVEN, **gpu_env())
     return yaml.safe_load(filled)
 
 
@@ -102,6 +112,22 @@ def test_the_tpu_manifest_takes_one_slice_and_its_flags_are_those_of_the_experim
     assert config.mesh.dcn_data == replicated["replicas"]
     assert config.run.run_dir == "gs://bucket/run"
     assert config.run.auto_resume
+    assert container["resources"]["requests"]["google.com/tpu"] == 4
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_job_has_its_data_its_share_of_the_host_and_its_compiled_programs(name):
+    manifest = load(name)
+    container, pod = container_of(manifest), job_of(manifest)[1]["template"]["spec"]
+    args = container["args"]
+    config = parse(Config, args[args.index("experiments.gpt") + 1 :])
+    assert (config.data, config.tokenizer) == (GIVEN["DATA"], GIVEN["TOKENIZER"])
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "cache")
+    assert environment["JAX_COMPILATION_CACHE_DIR"] == mount["mountPath"]
+    (volume,) = (v for v in pod["volumes"] if v["name"] == "cache")
+    assert "persistentVolumeClaim" in volume  # a pod's own volume would be gone after a restart
 
 
 def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet():
@@ -123,7 +149,22 @@ def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet()
     assert config.mesh.data * config.mesh.fsdp == gpus * job["completions"]
     assert config.mesh.dcn_data == job["completions"]
     assert config.run.auto_resume
-    assert {each["name"]: each["value"] for each in container["env"]} == gpu_env()
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert gpu_env().items() <= environment.items()
+    assert container["resources"]["limits"][GIVEN["RDMA"]] == 1
+    security = container["securityContext"]
+    # In effect for root only.
+    assert (security["capabilities"]["add"], security["runAsUser"]) == (["IPC_LOCK"], 0)
+
+
+def test_what_is_set_already_stands_beside_the_gpu_variables():
+    already = {"XLA_FLAGS": "--xla_mine=1", "NCCL_DEBUG": "INFO", "XLA_CLIENT_MEM_FRACTION": ".5"}
+    both = gpu_env(**already)
+    # Last, where XLA heeds it.
+    assert both["XLA_FLAGS"] == gpu_env()["XLA_FLAGS"] + " --xla_mine=1"
+    assert {name: both[name] for name in already if name != "XLA_FLAGS"} == {
+        name: value for name, value in already.items() if name != "XLA_FLAGS"
+    }
 
 
 def test_the_dockerfile_is_linted():
@@ -159,24 +200,78 @@ def test_every_xla_flag_is_known_to_this_jaxlib(flags, known):
     assert (done.returncode == 0) == known, done.stderr
 
 
-@pytest.mark.parametrize("status", [0, 1, 75, 77])
-def test_the_sbatch_file_runs_each_task_and_goes_back_to_the_queue(status, tmp_path):
-    """srun and scontrol are stood in for; the file is run as Slurm would."""
-    for name in ("srun", "scontrol"):
-        program = tmp_path / name
-        answer = f"env > {tmp_path}/env; exit {status}" if name == "srun" else ""
-        program.write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/calls\n{answer}\n')
-        program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
-    environment["SLURM_SUBMIT_DIR"] = str(ROOT)
-    line = ["bash", str(FOLDER / "slurm" / "train.sbatch"), "experiments.gpt", "--run-dir", "/r"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    run = "srun --label python -u -m experiments.gpt --run-dir /r --auto-resume"
-    assert calls == [run, "scontrol requeue 12"] if status >= 75 else [run]
-    given = (tmp_path / "env").read_text()
+class Slurm:
+    """Runs the sbatch file as Slurm would, with srun, scontrol and sleep stood in for."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.environment = {
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "12",
+            "SLURM_CPUS_PER_TASK": "6",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "JAXTRAIN_PYTHON": sys.executable,
+        }
+        for name in ("tpu_setup", "jaxtrain"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "bin").mkdir()
+        for name in ("srun", "scontrol", "sleep"):
+            program = folder / "bin" / name
+            answer = f"env > {folder}/env; exit $(cat {folder}/status)" if name == "srun" else ""
+            program.write_text(f'#!/bin/bash\necho {name} "$@" >> {folder}/calls\n{answer}\n')
+            program.chmod(0o755)
+
+    def submit(self, status, *flags):
+        """Returns what was run besides srun."""
+        (self.folder / "status").write_text(str(status))
+        (self.folder / "calls").write_text("")
+        line = ["bash", str(FOLDER / "slurm" / "train.sbatch"), *flags]
+        self.done = subprocess.run(line, env=self.environment, capture_output=True, text=True)
+        calls = (self.folder / "calls").read_text().splitlines()
+        self.srun = [call for call in calls if call.startswith("srun ")]
+        return [call.split()[0] for call in calls if call not in self.srun]
+
+
+TRAIN = ("experiments.gpt", "--run-dir", "/r")
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    return Slurm(tmp_path)
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 253, *range(70, 85), 127, 130, 134, 137, 139, 143])
+def test_the_sbatch_file_goes_back_to_the_queue_where_a_run_can_be_restarted(status, slurm):
+    calls = slurm.submit(status, *TRAIN)
+    # What srun says of a task that memory has run out for.
+    code = 137 if status == 253 else status
+    assert slurm.done.returncode == code, slurm.done.stderr
+    pause = [] if code == exit_codes.PREEMPTED else ["sleep"]
+    assert calls == ([*pause, "scontrol"] if exit_codes.restartable(code) else [])
+
+
+def test_the_sbatch_file_runs_each_task_with_its_cpus_and_the_gpu_variables(slurm):
+    assert slurm.submit(0, *TRAIN) == []
+    (call,) = slurm.srun
+    assert call == (
+        f"srun --label --wait=120 --cpus-per-task=6 {sys.executable} -u -m experiments.gpt "
+        "--run-dir /r --auto-resume"
+    )
+    given = (slurm.folder / "env").read_text()
     assert all(f"{name}={value}\n" in given for name, value in gpu_env().items())
-    refused = subprocess.run(line[:2], env=environment, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "error: train what?" in refused.stderr
+    slurm.submit(0)
+    assert slurm.done.returncode == 2
+    assert "error: train what?" in slurm.done.stderr
+    lines = (FOLDER / "slurm" / "train.sbatch").read_text().splitlines()
+    options = {line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH")}
+    assert {"--exclusive", "--mem", "--cpus-per-task", "--requeue", "--signal"} <= options
+
+
+def test_the_sbatch_file_gives_up_after_twenty_restarts_without_progress(slurm):
+    slurm.submit(77, *TRAIN)
+    counted = slurm.folder / ".jaxtrain-restarts-12"
+    assert counted.read_text() == "1\n"
+    counted.write_text("19")
+    assert slurm.submit(137, *TRAIN) == ["sleep", "scontrol"]
+    assert slurm.submit(137, *TRAIN) == []
+    assert not counted.exists()

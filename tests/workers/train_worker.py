@@ -2,8 +2,9 @@
 
 With RUN_DIR ``new`` the run is numbered, under the folder ``--chdir``.
 
-With ``--processes`` above 1 it joins the others over gloo. The batch takes a while to read, so that
-there is time to do something to the run, and can be made to hang or fail.
+With ``--processes`` above 1, or started by the launcher, it joins the others over gloo. The
+batch takes a while to read, so that there is time to do something to the run, and can be made to
+hang or fail.
 """
 
 import argparse
@@ -15,15 +16,19 @@ import jax
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", nargs="?")
+    parser.add_argument("--run-dir", dest="named_run_dir")
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
+    parser.add_argument("--start-seconds", type=float, default=0.0, help="until the loop begins")
     parser.add_argument("--slow-process", type=int, help="waits ten times as long for its data")
     parser.add_argument("--hang-at", type=int, help="the batch that never comes")
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
@@ -40,6 +45,12 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{args.port}", args.processes, args.process)
 
+    if "JAXTRAIN_COORDINATOR" in os.environ:
+        from jaxtrain.parallel import distributed
+
+        distributed.initialize()
+        print("pid", os.getpid(), flush=True)
+
     import jaxtrain as jt
     from jaxtrain import data
     from jaxtrain.checkpoint import digest
@@ -54,7 +65,12 @@ def main() -> None:
         def __getitem__(self, index):
             return {name: value[index] for name, value in self.batch.items()}
 
-    batches = data.Batches(Rows(), global_batch=8, seed=0)
+    def init(rng):
+        print("starting", flush=True)
+        time.sleep(args.start_seconds)
+        return problems.init(rng)
+
+    batches = data.Batches(Rows(), global_batch=args.global_batch, seed=0)
 
     def make(step, sharding):
         slow = 10 if args.process == args.slow_process else 1
@@ -72,7 +88,7 @@ def main() -> None:
 
     experiment = jt.Experiment(
         name="worker",
-        init_fn=problems.init,
+        init_fn=init,
         loss_fn=problems.loss_fn,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
@@ -82,12 +98,13 @@ def main() -> None:
         eval_batches=evaluated if args.eval_batches else None,
         steps=args.steps,
         mesh={"data": -1},
-        items_per_step=8,
+        items_per_step=args.global_batch,
         item="rows",
     )
     options = jt.RunOptions(
-        run_dir=None if args.run_dir == "new" else args.run_dir,
+        run_dir=None if args.run_dir == "new" else args.run_dir or args.named_run_dir,
         resume=args.resume,
+        auto_resume=args.auto_resume,
         log_every=1,
         save_every=args.save_every,
         eval_every=args.eval_every,
