@@ -1,5 +1,6 @@
 """The estimate against definitions: bytes and FLOPs by hand, real arrays, another counter."""
 
+import collections
 import dataclasses
 import functools
 
@@ -29,6 +30,7 @@ from jaxtrain.plan.estimate import (
     within_island,
 )
 from jaxtrain.plan.flops import count_flops
+from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.roofline import wire_seconds
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.plan.walk import Habits, walk_step
@@ -149,6 +151,37 @@ def test_what_is_not_known_is_named_and_takes_memory():
     assert cost.hbm_bytes >= 2 * 4 * 8 * 8
     assert cost.flops["float32"] >= 2 * 8 * 8
     assert peak >= 4 * 8 * 8
+
+
+def test_what_is_computed_and_sent_is_the_compilers_own_figure():
+    B, D, F = 64, 256, 1024
+    mesh = jt.make_mesh(data=2, tensor=4)
+
+    def gradient(up, down, x):
+        return jax.grad(lambda w: jnp.sum((jnp.tanh(x @ w[0]) @ w[1]) ** 2))((up, down))
+
+    specs = [((), ("tensor",)), (("tensor",), ()), (("data",), ())]
+    cost, peak = walk(gradient, specs, (D, F), (F, D), (B, D), mesh=dict(mesh.shape))
+    placed = [
+        jax.sharding.NamedSharding(mesh, jax.P(*(axes[0] if axes else None for axes in spec)))
+        for spec in specs
+    ]
+    jitted = jax.jit(gradient, in_shardings=placed, out_shardings=tuple(placed[:2]))
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((D, F), (F, D), (B, D))]
+    compiled = jitted.lower(*shapes).compile()
+    # Besides products, the compiler counts an operation or two per element.
+    assert cost.flops["float32"] == pytest.approx(compiled.cost_analysis()["flops"], rel=0.02)
+    sent = collections.Counter()
+    for found in read_program(compiled.as_text(), mesh).collectives:
+        sent[found.axes] += found.executions * found.sent
+    walked = collections.Counter()
+    for (_, axes), size in cost.wire_bytes.items():
+        walked[axes] += size
+    assert walked == pytest.approx(sent, rel=0.02)
+    sizes = compiled.memory_analysis()
+    held = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+    # An all-reduce has an operand beside its result on a CPU, and nowhere else.
+    assert 0.5 * held < peak < held
 
 
 def test_what_a_loop_keeps_for_its_backward_pass_is_counted_by_hand():

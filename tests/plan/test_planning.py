@@ -247,12 +247,14 @@ def test_a_module_without_mesh_flags(capsys, tmp_path, monkeypatch):
 
 
 def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
-    experiment = small()
-    whole = plan_experiment(experiment, parse_target("cpu:8"))
-    box = Box(monkeypatch, whole.memory.needed - 1).target
-    monkeypatch.setattr(mend, "_larger", lambda target: iter(()))
-    found = mend.nearest_fit(experiment, box, has_flag=lambda flag: flag.startswith("mesh"))
-    assert found[0].flags == "--mesh.fsdp 8 --mesh.data 1"
+    # Whatever is planned fits.
+    monkeypatch.setattr(mend, "plan_experiment", lambda *_: types.SimpleNamespace(fits=True))
+    box = Box(monkeypatch, 2**40).target
+    found = [
+        mend.nearest_fit(small(), box, has_flag=lambda flag, has=has: flag.startswith(has))[0].flags
+        for has in ("accumulate", "mesh")
+    ]
+    assert found == ["--accumulate 2", "--mesh.fsdp 8 --mesh.data 1"]
 
 
 class Box:
