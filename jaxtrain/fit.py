@@ -367,11 +367,10 @@ def _changes(
     """
     saved = has_checkpoint(run_dir / "checkpoints")
 
-    def read() -> str:
-        record = provenance.read_record(run_dir)
-        return json.dumps(checkpoints.config() if record is None and saved else record or {})
-
-    then = json.loads(distributed.from_first_process(read))
+    text = distributed.from_first_process(lambda: json.dumps(provenance.read_record(run_dir)))
+    then = json.loads(text) or {}
+    if not then and saved:
+        then = checkpoints.config()  # of all processes together
     changes = provenance.compare(then, experiment.config, experiment.may_change)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
