@@ -123,7 +123,7 @@ def find_run_dir(
             found = newest_run(name) if resume else next_free(name)
         taken = found.exists() and any(found.iterdir())
         is_run = taken and _is_run(found)
-        resumable = is_run or (taken and has_checkpoint(found / "checkpoints"))
+        resumable = is_run or (taken and _holds_step(found / "checkpoints"))
         if resume and not resumable:
             raise FileNotFoundError(f"there is no run to resume in {found}")
         if taken and not resumable:
@@ -209,12 +209,16 @@ def has_checkpoint(directory: epath.Path) -> bool:
     A run that was killed before its first checkpoint has none.
     """
 
-    def look() -> str:
-        there = directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
-        return "yes" if there else ""
-
     what = f"the listing of {directory}"
-    return bool(distributed.from_first_process(lambda: storage.retrying(look, what)))
+    return bool(
+        distributed.from_first_process(
+            lambda: "yes" if storage.retrying(lambda: _holds_step(directory), what) else ""
+        )
+    )
+
+
+def _holds_step(directory: epath.Path) -> bool:
+    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
 
 
 def write_text(path: epath.Path, text: str) -> None:

@@ -149,10 +149,10 @@ def test_a_checkpoint_is_told_when_it_is_there():
             return None if self.asked < 2 else step != 8
 
     stub = Writing()
-    drive(stub, jt.RunOptions(save_every=4), steps=12).finish(12, None)
+    drive(stub, jt.RunOptions(save_every=4), steps=12).finish(12, None, seconds=1.0)
     assert stub.notes == ["checkpoint 4 saved within 20.0 s"]
     stub.is_saved = lambda step: True
-    drive(stub, jt.RunOptions(save_every=4), steps=4).finish(4, None)
+    drive(stub, jt.RunOptions(save_every=4), steps=4).finish(4, None, seconds=1.0)
     assert stub.notes[1:] == ["checkpoint 4 saved within 0.0 s"]
 
 

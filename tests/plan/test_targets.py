@@ -61,7 +61,8 @@ def test_what_cannot_be_names_what_can(text, slices, sentence):
 
 
 def test_simulated_devices():
-    assert parse_target("cpu:4").devices() == jax.devices()[:4]
+    here = jax.devices()
+    assert parse_target("cpu:4").devices() == here[:4]
     with pytest.raises(ValueError, match="needs 99 simulated devices and JAX has started with 8"):
         parse_target("cpu:99").devices()
 
