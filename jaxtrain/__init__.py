@@ -18,7 +18,8 @@ from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
-from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, constrain, from_local_rows, gather
+from jaxtrain.parallel.placement import constrain, gather
+from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
 from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (

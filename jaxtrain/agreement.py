@@ -32,7 +32,8 @@ from rich.table import Table
 from jaxtrain.experiment import Experiment, compile_train, make_abstract_state, make_state
 from jaxtrain.parallel.mesh import AXES, fill_sizes, make_mesh
 from jaxtrain.parallel.pipeline import Stages
-from jaxtrain.parallel.sharding import Gather, Rule, Rules, as_rules, batch_sharding
+from jaxtrain.parallel.placement import Gather
+from jaxtrain.parallel.sharding import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves

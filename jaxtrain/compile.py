@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import math
 import os
@@ -20,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.sharding import LARGE, Rule, Rules, axes_of, batch_shardings, tracing_on
+from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.sharding import LARGE, Rule, Rules, axes_of, batch_shardings
 from jaxtrain.precision import equations, products_in
 from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
@@ -165,21 +165,15 @@ def compile_step(
     mesh = mesh and automatic(mesh)
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
-
-    @functools.wraps(step)
-    def called(state: PyTree, batch: PyTree) -> Any:
-        # A function of its own: JAX would reuse the trace of ``step`` for other rules.
-        return step(state, batch)
-
     if mesh is None:
         state_in = batch_in = None
-        jitted = jax.jit(called, donate_argnums=donated)
+        jitted = jax.jit(step, donate_argnums=donated)
     else:
         state_in = _shardings_on(state, mesh)
         batch_in = batch_shardings(batch_shapes, mesh)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
-            called,
+            step,
             in_shardings=(state_in, batch_in),
             out_shardings=(state_in, copied) if donate else copied,
             donate_argnums=donated,
@@ -187,7 +181,7 @@ def compile_step(
     start = time.perf_counter()
     with tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext():
         if donate:
-            _check_returned(state_shapes, jax.eval_shape(called, state_shapes, batch_shapes))
+            _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)

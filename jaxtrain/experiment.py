@@ -18,7 +18,8 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
-from jaxtrain.parallel.sharding import Gather, Rules, as_rules, constrain_tree
+from jaxtrain.parallel.placement import Gather, constrain_tree
+from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update

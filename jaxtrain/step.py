@@ -25,7 +25,7 @@ from jaxtrain.gradients import (
 )
 from jaxtrain.optim import current_learning_rate, frozen, spikes_skipped
 from jaxtrain.optim.accumulation import hold_state, updates_made
-from jaxtrain.parallel.sharding import Gather, constrain_tree, enter_loss, model_gathers
+from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves, path_name
@@ -63,9 +63,9 @@ def build_train_step(
       has_model_state: which of the two forms ``loss_fn`` has.
       gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin how gradients lie.
       gather: who makes weights whole over ``data`` and ``fsdp`` on meshes that need it
-        (:func:`jaxtrain.parallel.sharding.enter_loss` says which and why): ``"step"``, all of them
-        as they enter the loss, or ``"model"``, which calls :func:`jaxtrain.gather` layer by layer,
-        or :func:`jaxtrain.constrain` on its activations.
+        (:func:`jaxtrain.parallel.placement.entered_specs` says which and why): ``"step"``, all as
+        they enter the loss, or ``"model"``, which calls :func:`jaxtrain.gather` layer by layer or
+        :func:`jaxtrain.constrain` on its activations.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:

@@ -14,7 +14,7 @@ from jaxtrain.models import gpt
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.tables import make_table
-from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.step import build_update

@@ -15,7 +15,7 @@ from jaxtrain.tree import named_leaves
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LIBRARY, LINEN, NNX, STATEFUL, LOOP = BLOCKS
+LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY = BLOCKS
 F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
@@ -41,6 +41,14 @@ def with_model(*blocks: str, options: str = "") -> str:
 def test_the_library_example_learns(capsys):
     run(LIBRARY)
     assert float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1)) < 0.1
+
+
+def test_the_model_of_the_example_is_checked_in_three_lines(capsys):
+    *settings, check = PARITY.splitlines()
+    assert all(line.startswith("jax.config.update(") for line in settings)  # as conftest has them
+    few = check.replace("batch)", 'batch, layouts=["data=2,fsdp=2,tensor=2"])', 1)
+    run(LIBRARY.split("mesh =")[0] + few)
+    assert "1 of 1 meshes agree with one device to 1e-05" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

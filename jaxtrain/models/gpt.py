@@ -31,7 +31,8 @@ from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline.stages import Stages
-from jaxtrain.parallel.sharding import OptionalRules, constrain
+from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.tree import named_leaves
 
 __all__ = [

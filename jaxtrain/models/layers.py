@@ -10,6 +10,7 @@ value heads, K features per head, V rows of the token table.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxtrain.models.config import GPTConfig
 from jaxtrain.ops.activations import gelu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.rotary import rotate
-from jaxtrain.parallel.sharding import constrain, in_shard_map
+from jaxtrain.parallel.placement import constrain, free_axes, in_shard_map
 
 INIT_STD = 0.02
 
@@ -89,6 +90,7 @@ class Attention(nnx.Module):
         # Every dense layer sees [N, D]: with [B, T, D] the weight's gradient transposes and copies
         # on CPU, at twice the time.
         x_ND = x_BTD.reshape(B * T, D)
+        _check_heads(D // self.head_dim)
         q, k, v = (
             constrain(
                 dense(x_ND).reshape(B, T, -1, self.head_dim), "batch", "sequence", heads, None
@@ -99,6 +101,17 @@ class Attention(nnx.Module):
             q, k = rotate(q, angles), rotate(k, angles)
         out_BTHK, extra = attend(q, k, v)
         return self.out(out_BTHK.reshape(B * T, -1)).reshape(B, T, D), extra
+
+
+def _check_heads(heads: int) -> None:
+    """Raises where the mesh is to split heads and cannot: every device would do all of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = free_axes(mesh, "heads")
+    if heads % (parts := math.prod(mesh.shape[axis] for axis in axes)):
+        raise ValueError(
+            f"{heads} attention heads are not divisible by mesh axis {' x '.join(axes)} of size "
+            f"{parts}: use a divisor of {heads}, or map 'heads' to None in Rules(axes=...)"
+        )
 
 
 class Norm(nnx.Module):

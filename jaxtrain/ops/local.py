@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import free_axes
+from jaxtrain.parallel.placement import free_axes
 
 
 def obstacle(rows: int, heads: int) -> str | None:

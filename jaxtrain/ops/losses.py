@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.parallel.mesh import BATCH_AXES
-from jaxtrain.parallel.sharding import constrain
+from jaxtrain.parallel.placement import constrain
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26

@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.parallel.mesh import platform
-from jaxtrain.parallel.sharding import constrain
+from jaxtrain.parallel.placement import constrain
 
 # Names of what the backward pass needs, for rematerialisation policies.
 SAVED = ("attention_out", "attention_lse")

@@ -10,21 +10,19 @@ Optimizer state is found by path: the moment of ``blocks/mlp/up/kernel`` has a p
 words, and takes that parameter's spec.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.mesh import BATCH_AXES, automatic, describe_mesh
+from jaxtrain.parallel.mesh import BATCH_AXES, automatic
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -164,7 +162,7 @@ def batch_shardings(batch: PyTree, mesh: Mesh) -> PyTree:
       ValueError: where a leading axis does not divide.
     """
     rows = batch_sharding(mesh)
-    axes = _names(rows.spec[0]) if rows.spec else ()
+    axes = names_of(rows.spec[0]) if rows.spec else ()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
@@ -186,60 +184,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array whose leading axis is the batch."""
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
     return NamedSharding(mesh, P(axes) if axes else P())
-
-
-@dataclasses.dataclass
-class _Placement:
-    """What code that is traced for a mesh may ask: rules, and how each parameter lies (by path)."""
-
-    rules: Rules = dataclasses.field(default_factory=Rules)
-    params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
-    pins: int = 0  # calls of constrain and gather
-
-
-_PLACEMENT = contextvars.ContextVar("placement", default=_Placement())  # noqa: B039
-
-
-@contextlib.contextmanager
-def tracing_on(
-    mesh: Any, state: PyTree, rules: Rules | Sequence[Rule] | None = None
-) -> Iterator[None]:
-    """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
-
-    Args:
-      mesh: concrete or abstract.
-      state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows.
-      rules: whose ``axes`` :func:`constrain` and the kernels follow.
-    """
-    params = None
-    if (tree := getattr(state, "params", None)) is not None:
-        named = named_leaves(tree).items()
-        params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
-    token = _PLACEMENT.set(_Placement(as_rules(rules), params))
-    try:
-        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
-            yield
-    finally:
-        _PLACEMENT.reset(token)
-
-
-def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
-    """Axes of a mesh, of size above 1, that no surrounding ``shard_map`` has taken over.
-
-    Args:
-      mesh: the ambient one, or of an array that is traced.
-      logical: those that carry this logical axis, by the ambient rules; None for all.
-    """
-    if mesh.empty:
-        return ()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
-    carried = mesh.axis_names if logical is None else _mesh_axes(logical, mesh) if free else ()
-    return tuple(axis for axis in carried if axis in free)
-
-
-def _mesh_axes(logical: str | None, mesh: Any) -> tuple[str, ...]:
-    return _PLACEMENT.get().rules.mesh_axes(logical, mesh)
 
 
 def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
@@ -266,7 +210,7 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     """
     mesh = automatic(mesh)
     rows = batch_sharding(mesh)
-    parts = math.prod(mesh.shape[axis] for axis in _names(rows.spec[0] if rows.spec else None))
+    parts = math.prod(mesh.shape[axis] for axis in names_of(rows.spec[0] if rows.spec else None))
     here = len({str(i) for i in rows.addressable_devices_indices_map((parts,)).values()})
 
     def place(name: str, x: Any) -> jax.Array:
@@ -283,180 +227,27 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     return map_named(place, batch)
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation's sharding, one logical axis name per dimension; None is not split.
-
-    Reads the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters while it traces) and
-    leaves ``x`` alone where there is none. What carries a logical axis is said by
-    :data:`LOGICAL_AXES` and by ``compile_step(rules=...)``. A dimension that its mesh axes do not
-    divide is left to the compiler, and so are axes that surrounding ``shard_map`` code has taken
-    over.
-
-    >>> constrain(jax.numpy.ones((4, 2)), "batch", None).shape
-    (4, 2)
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    if len(axes) != x.ndim:
-        raise ValueError(f"constrain: {len(axes)} axis names {axes} for an array of rank {x.ndim}")
-    _PLACEMENT.get().pins += 1
-    if not free_axes(mesh):
-        return x
-    entries = []
-    for size, logical in zip(x.shape, axes, strict=True):
-        carried = free_axes(mesh, logical) if logical is not None else ()
-        fits = size % math.prod(mesh.shape[axis] for axis in carried) == 0
-        entries.append((carried or None) if fits else P.UNCONSTRAINED)
-    return jax.lax.with_sharding_constraint(x, P(*entries))
-
-
-def gather(params: PyTree, path: str = "") -> PyTree:
-    """Copies parameters whole over the mesh axes that split the batch; other axes stay.
-
-    For models that gather their weights layer by layer, so that no more than one layer's are whole
-    at a time; the step that has such a loss is built with ``gather="model"``. Without a mesh
-    nothing happens.
-
-    Args:
-      params: all parameters, or the subtree at ``path``. A leaf may lack leading dimensions of its
-        parameter: one layer of a stack.
-      path: where in ``state.params`` the subtree stands, such as ``"blocks"``.
-
-    Raises:
-      ValueError: for a leaf that is no parameter of the state being compiled for.
-    """
-    placement, mesh = _PLACEMENT.get(), jax.sharding.get_abstract_mesh()
-    if placement.params is None or mesh.empty:
-        return params
-    placement.pins += 1
-    free, under = free_axes(mesh), f"{path}/" if path else ""
-    specs = map_named(lambda name, x: _gathered_spec(under + name, x, free), params)
-    return jax.lax.with_sharding_constraint(params, specs)
-
-
-def _gathered_spec(name: str, leaf: Any, free: Sequence[str]) -> P:
-    """The spec of a parameter, or of a layer of it, without the batch's axes."""
-    shape, spec = _PLACEMENT.get().params.get(name, ((), P()))
-    rank = len(leaf.shape)
-    if rank > len(shape) or shape[len(shape) - rank :] != tuple(leaf.shape):
-        raise ValueError(
-            f"gather: the state has no parameter {name!r} that ends in shape "
-            f"{tuple(leaf.shape)}; give the path at which the subtree stands in state.params"
-        )
-    whole = _without_batch_axes(spec, len(shape), free)
-    return P(*whole[len(shape) - rank :])
-
-
-Gather = Literal["step", "model"]
-
-
-def enter_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree:
-    """Parameters as a loss is given them on a mesh: where :func:`entered_specs` says so, gathered.
-
-    Args:
-      params, shardings: see there.
-    """
-    specs = entered_specs(params, shardings)
-    return params if specs is None else jax.lax.with_sharding_constraint(params, specs)
-
-
-def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
-    """How parameters are to lie where a loss that pins nothing reads them; None for as they are.
-
-    Where three or more axes are left to XLA's partitioner and the batch's split weights too, it may
-    reshard wrongly: unconstrained models then have wrong gradients, and some a wrong loss (jax
-    0.10.2). With weights that lose the batch's axes first, that has not been seen.
-
-    Args:
-      params: the parameters, being traced.
-      shardings: theirs, or those of their gradients; None for what ``compile_step`` knows.
-
-    Returns:
-      Like ``params``, with an entry for every dimension.
-
-    Raises:
-      ValueError: where the mesh needs it and nobody says how the parameters lie.
-    """
-    mesh, free = _mesh_that_needs_it(params)
-    if not free:
-        return None
-    if shardings is not None:
-        return jax.tree.map(
-            lambda x, s: NamedSharding(s.mesh, _without_batch_axes(s.spec, x.ndim, free)),
-            params,
-            shardings,
-        )
-    if _PLACEMENT.get().params is None:
-        raise ValueError(
-            f"the step is traced for a mesh {describe_mesh(mesh)} and does not know how its "
-            "parameters lie on it, by which XLA may compute wrong gradients: compile it with "
-            "jaxtrain.compile_step, or build it with gradient_shardings"
-        )
-    return map_named(lambda name, x: _gathered_spec(name, x, free), params)
-
-
-def _mesh_that_needs_it(params: PyTree) -> tuple[Any, tuple[str, ...]]:
-    """The mesh that is traced for and, where weights are to be gathered on it, its free axes."""
-    mesh, leaves = jax.sharding.get_abstract_mesh(), jax.tree.leaves(params)
-    if mesh.empty and leaves:
-        # Without an ambient mesh the arrays themselves may lie on one.
-        mesh = getattr(getattr(jax.typeof(leaves[0]), "sharding", None), "mesh", mesh)
-    free = free_axes(mesh)
-    return mesh, free if len(free) >= 3 and set(BATCH_AXES) & set(free) else ()
-
-
-@contextlib.contextmanager
-def model_gathers() -> Iterator[None]:
-    """Checks that a loss traced within pins something, where :func:`enter_loss` would gather.
-
-    Raises:
-      ValueError: where it calls neither :func:`constrain` nor :func:`gather`.
-    """
-    placement, (mesh, free) = _PLACEMENT.get(), _mesh_that_needs_it(None)
-    before = placement.pins
-    yield
-    if free and placement.pins == before:
-        raise ValueError(
-            f"the step is built with gather='model' and its loss calls neither jaxtrain.gather nor "
-            f"jaxtrain.constrain, on a mesh {describe_mesh(mesh)}: call them, or leave gather out"
-        )
-
-
-def _without_batch_axes(spec: P, rank: int, free: Sequence[str]) -> P:
-    """A spec with an entry per dimension, of free axes that split no batch."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    kept = [tuple(a for a in _names(e) if a in free and a not in BATCH_AXES) for e in entries]
-    return P(*map(_tidy, kept))
-
-
-def in_shard_map() -> bool:
-    """Whether the code being traced is inside a ``shard_map`` over some axis of the mesh."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return AxisType.Manual in kinds
-
-
 def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
     """Adds unused mesh axes to the largest dimension that they divide (ZeRO over ``data``).
 
     Leaves the spec alone where the axes are in use, of size 1, or divide nothing.
     """
-    used = {axis for entry in spec for axis in _names(entry)}
+    used = {axis for entry in spec for axis in names_of(entry)}
     axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1 and a not in used)
     parts = math.prod(mesh.shape[a] for a in axes)
     if not axes:
         return spec
     entries = list(spec) + [None] * (len(shape) - len(spec))
     local = [
-        size // math.prod(mesh.shape[a] for a in _names(entry))
+        size // math.prod(mesh.shape[a] for a in names_of(entry))
         for size, entry in zip(shape, entries, strict=True)
     ]
     fitting = [d for d, size in enumerate(local) if size % parts == 0 and size >= parts]
     if not fitting:
         return spec
     best = max(fitting, key=lambda d: local[d])
-    entries[best] = (*_names(entries[best]), *axes)
-    return P(*(_tidy(entry) for entry in entries))
+    entries[best] = (*names_of(entries[best]), *axes)
+    return P(*(tidy(entry) for entry in entries))
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
@@ -465,7 +256,7 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
     if pattern is None:
         layers = rules.mesh_axes("layers", mesh) if name.startswith(f"{rules.stacked}/") else ()
         divides = shape[:1] and shape[0] % math.prod(mesh.shape[a] for a in layers) == 0
-        return spread(P(_tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
+        return spread(P(tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
     if len(axes) != len(shape):
         raise ValueError(
             f"parameter {name!r} has shape {shape} and sharding rule {pattern!r} names "
@@ -484,7 +275,7 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
                     f"divisible by mesh axis {axis!r} of size {mesh.shape[axis]}; {mend}"
                 )
         used.update(carried)
-        entries.append(_tidy(carried))
+        entries.append(tidy(carried))
     table = LOGICAL_AXES | dict(rules.axes)
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
     on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
@@ -553,20 +344,15 @@ def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[
 
 def axes_of(spec: P) -> Iterator[str]:
     """The mesh axes that a spec names."""
-    return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in _names(entry))
+    return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in names_of(entry))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def names_of(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _tidy(entry: Any) -> Any:
-    names = _names(entry)
+def tidy(entry: Any) -> Any:
+    names = names_of(entry)
     return None if not names else names[0] if len(names) == 1 else names
-
-
-def constrain_tree(shardings: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation."""
-    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)

@@ -32,7 +32,8 @@ from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
+from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.partition import Cost, Spec
 from jaxtrain.plan.roofline import wire_seconds

@@ -19,7 +19,8 @@ from jaxtrain.experiment import Experiment, build_step, make_abstract_state, mak
 from jaxtrain.observe.memory import human_bytes
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings, tracing_on
+from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.plan.chips import Chip
 from jaxtrain.plan.flops import Flops, count_flops
 from jaxtrain.plan.hlo import Collective, Program, read_program

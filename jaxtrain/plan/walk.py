@@ -8,7 +8,7 @@ every value the mesh axes that split each of its dimensions. Three rules stand f
 a split dimension, its result is summed over those devices (all-reduce; reduce-scatter where the
 result is the gradient of a parameter that is split over them). Where an operand is split over an
 axis that the other one splits its own rows by (a weight under FSDP), the smaller one is gathered.
-Where :func:`jaxtrain.parallel.sharding.constrain` names a layout, that is what follows.
+Where :func:`jaxtrain.parallel.placement.constrain` names a layout, that is what follows.
 
 *Fusion.* Element-wise work, changes of dtype, broadcasts, slices, transposes and reshapes are part
 of what reads them, and have no memory of their own until a matrix product, a loop or the end of a

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import gradients
 from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen
-from jaxtrain.parallel.sharding import batch_sharding, tracing_on
+from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.step import normalize_loss, with_policy
 from jaxtrain.tree import named_leaves

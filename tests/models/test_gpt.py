@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -476,3 +477,17 @@ def test_the_program_does_not_grow_with_depth(optimizer):
     # The same operations on longer stacks; the compiler fuses a few of them otherwise.
     np.testing.assert_array_equal(few[:2], many[:2])
     assert many[2] == pytest.approx(few[2], rel=0.05)
+
+
+def test_heads_that_the_mesh_cannot_split_are_refused():
+    config = gpt.GPTConfig(vocab_size=11, seq_len=4, layers=1, width=24, heads=3)
+    optimizer = optax.sgd(0.1)
+    mesh = jt.make_mesh(tensor=8)
+    state = jt.abstract_state(
+        functools.partial(gpt.init, config), optimizer, mesh=mesh, rules=gpt.RULES
+    )
+    batch = {name: jax.ShapeDtypeStruct((8, 4), jnp.int32) for name in ("tokens", "targets")}
+    batch["mask"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    step = jt.build_train_step(gpt.loss_fn(config), optimizer)
+    with pytest.raises(ValueError, match=r"3 attention heads are .* axis tensor of size 8"):
+        jt.compile_step(step, state, batch, mesh=mesh)

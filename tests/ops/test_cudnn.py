@@ -20,7 +20,7 @@ from jaxtrain.experiment import build_step, make_abstract_state
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import constrain
+from jaxtrain.parallel.placement import constrain
 
 
 @pytest.fixture

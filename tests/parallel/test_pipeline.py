@@ -27,7 +27,7 @@ from jaxtrain.parallel.pipeline import (
     virtual_rules,
 )
 from jaxtrain.parallel.pipeline.stages import run_layers
-from jaxtrain.parallel.sharding import constrain_tree
+from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
 from tests.parallel import pipelines as small

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.parallel.pipeline import virtual_rules
-from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings, tracing_on
+from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings
 from jaxtrain.tree import named_leaves
 from tests import problems
 

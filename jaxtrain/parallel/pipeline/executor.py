@@ -51,7 +51,7 @@ from jaxtrain.parallel.pipeline.stages import (
 )
 from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
-from jaxtrain.parallel.sharding import Gather
+from jaxtrain.parallel.placement import Gather
 from jaxtrain.precision import Policy, as_policy
 
 PyTree = Any

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.sharding import OptionalRules, Rule, Rules, entered_specs
+from jaxtrain.parallel.placement import entered_specs
+from jaxtrain.parallel.sharding import OptionalRules, Rule, Rules
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -140,7 +141,7 @@ def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int, virtual: i
 def enter_stages(
     stages: Stages, params: PyTree, shardings: PyTree | None = None
 ) -> tuple[PyTree, Stages]:
-    """:func:`jaxtrain.parallel.sharding.enter_loss` for stages: weights are gathered before the
+    """:func:`jaxtrain.parallel.placement.entered_specs` for stages: weights are gathered before the
     first tick, and stay so wherever a stage reads them and hands back their gradients.
 
     Outer parameters are then whole on all axes: of a lookup in a table that is split by rows, XLA's
