@@ -26,6 +26,7 @@ from jaxtrain.parallel.pipeline import (
     to_virtual,
     virtual_rules,
 )
+from jaxtrain.parallel.pipeline.buffers import leaves_read
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
@@ -658,3 +659,16 @@ def test_mistakes_found_when_traced(options, message):
 def test_virtual_must_divide_the_layers():
     with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3"):
         to_virtual(small_params(), 3)
+
+
+def test_a_jitted_embedding_reads_what_it_reads():
+    def embed(params, batch):
+        return jax.jit(lambda p: p["table"][batch] * 2)(params)
+
+    params = {"head": jnp.ones(3), "number": jnp.int32(1), "table": jnp.ones((4, 2))}
+
+    def after_all(params, batch):
+        return embed(jax.tree.map(lambda x: x + 1, params), batch)
+
+    for function in (embed, jax.jit(embed), after_all):
+        assert leaves_read(function, params, jnp.zeros(5, int)) == (2,)

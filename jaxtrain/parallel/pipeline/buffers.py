@@ -21,13 +21,23 @@ def leaves_read(function: Callable, params: PyTree, *args: Any) -> tuple[int, ..
     Gradients of the others are zero, and are not to be added up over a vocabulary in every tick.
     """
     jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    inputs = jaxpr.invars[: len(jax.tree.leaves(params))]
+    inputs, read = jaxpr.invars[: len(jax.tree.leaves(params))], _inputs_read(jaxpr)
     return tuple(
-        i
-        for i, v in enumerate(inputs)
-        if id(v) in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        i for i, v in enumerate(inputs) if i in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
     )
+
+
+def _inputs_read(jaxpr: Any) -> set[int]:
+    """The positions of the inputs that the outputs depend on; a jitted function is looked into."""
+    read = {id(v) for v in jaxpr.outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and not any(id(v) in read for v in eqn.outvars):
+            continue
+        positions = range(len(eqn.invars))
+        if eqn.primitive.name in ("jit", "pjit"):
+            positions = _inputs_read(eqn.params["jaxpr"].jaxpr)
+        read |= {id(eqn.invars[i]) for i in positions}
+    return {i for i, v in enumerate(jaxpr.invars) if id(v) in read}
 
 
 def pick_leaves(tree: PyTree, where: tuple[int, ...]) -> list:
