@@ -74,7 +74,7 @@ def test_only_what_the_config_has_is_varied():
 
     assert [tuple(mesh) for mesh in make_meshes(Config(), 4)] == [("data", "fsdp")] * 3
     assert list(make_candidates(Config(), {"data": 2, "fsdp": 2})) == [
-        Candidate({"data": 2, "fsdp": 2})
+        Candidate({"data": 2, "fsdp": 2}, accumulates=False)
     ]
     changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}))
     assert changed == Config(mesh=Mesh(data=2, fsdp=2))

@@ -209,6 +209,7 @@ def test_signals_can_be_left_to_the_caller(tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    (tmp_path / "owner.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     options = jt.RunOptions(run_dir=str(tmp_path), resume=True)
     result = jt.fit(make_experiment(steps=2, eval_batches=None), options)
