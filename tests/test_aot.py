@@ -64,6 +64,7 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
         policy=policy,
         accumulate=2,
         gradient_shardings=jt.gradient_shardings(state),
+        gather="model",
     )
     train = jt.compile_step(step, state, batch, mesh=mesh)
     assert all(check.holds for check in train.checks), train.report()
@@ -210,6 +211,7 @@ def working_bytes(target, schedule, microbatches, remat="full"):
         remat=remat,
         policy=policy,
         gradient_shardings=shardings,
+        gather="model",
     )
     step = build_update(engine, optimizer, policy=policy, constrain=constrain_tree(shardings))
     compiled = jt.compile_step(step, state, batch, mesh=mesh).compiled

@@ -164,7 +164,8 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint_and_moves_the_damaged_as
 def test_no_traceback_is_printed_for_damaged_arrays(saved):
     for path in files_of(saved / "3" / "state" / "d"):
         path.write_bytes(b"")
-    code = "import sys, numpy as np; from jaxtrain.checkpoint import Checkpointer\n"
+    code = "import sys, numpy as np; from jaxtrain import quiet\n"
+    code += "from jaxtrain.checkpoint import Checkpointer; quiet.start()\n"
     code += "print(Checkpointer(sys.argv[1]).restore_part({'count': np.int32(0)}))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(saved)], cwd=ROOT, capture_output=True, text=True

@@ -9,7 +9,7 @@ import tyro
 
 from experiments import options
 from experiments.gpt import TOKENIZER_FILE
-from jaxtrain import data
+from jaxtrain import data, quiet
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
     config = tyro.cli(Config, args=arguments, prog=options.program_name())
     with refusing():
+        quiet.start()
         model, params, tokenizer = load(config.run, config.step)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]
         written = generate(

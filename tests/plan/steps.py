@@ -67,6 +67,7 @@ def compile_gpt(
         optimizer,
         policy=policy,
         gradient_shardings=jt.gradient_shardings(state, zero=zero),
+        gather="model",
     )
     platform = mesh.devices.flat[0].platform
     options = FAST if platform == "cpu" else None
