@@ -10,13 +10,10 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import jax
 from etils import epath
-from tensorboardX.crc32c import crc32c
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxtrain import storage
 
@@ -111,6 +108,8 @@ class TensorBoardWriter:
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        # It imports PyTorch where there is one, which takes seconds.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
@@ -126,6 +125,9 @@ class TensorBoardWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         points = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
         self._append(Event(step=step, summary=Summary(value=points)))
 
@@ -133,7 +135,7 @@ class TensorBoardWriter:
         """Writes what is pending and lets go."""
         self._file.close()
 
-    def _append(self, event: Event) -> None:
+    def _append(self, event: Any) -> None:
         """Appends a record: the length, its checksum, the event, its checksum."""
         event.wall_time = time.time()
         data = event.SerializeToString()
@@ -312,5 +314,7 @@ def _replace(path: epath.Path, text: str) -> None:
 
 def _checksum(data: bytes) -> bytes:
     """The masked CRC-32C that TensorFlow's record files hold."""
+    from tensorboardX.crc32c import crc32c
+
     x = crc32c(data)
     return struct.pack("<I", ((x >> 15 | x << 17) + 0xA282EAD8) & 0xFFFFFFFF)
