@@ -279,7 +279,7 @@ class Checkpointer:
 
         It never waits, and asks no other process.
         """
-        if self._manager is not None and self._manager.is_saving_in_progress():
+        if self.is_saving():
             return None
         return (self.directory / str(step)).exists()
 

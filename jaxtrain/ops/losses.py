@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.parallel.mesh import BATCH_AXES
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import constrain, free_axes
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26
@@ -203,8 +203,7 @@ def _batch_shards(B: int) -> int:
 def _auto_axes() -> dict[str, int]:
     """Axes of the ambient mesh that split these arrays; in manual code (a pipeline) not all do."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True) if not mesh.empty else ()
-    return {name: mesh.shape[name] for name, kind in kinds if kind == jax.sharding.AxisType.Auto}
+    return {axis: mesh.shape[axis] for axis in free_axes(mesh)}
 
 
 def _fixed_scale(dtype, mask_BT) -> jax.Array | float:

@@ -66,12 +66,11 @@ def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
         return ()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     free = {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
-    carried = mesh.axis_names if logical is None else _mesh_axes(logical, mesh) if free else ()
+    if not free:
+        return ()
+    rules = _PLACEMENT.value.rules
+    carried = mesh.axis_names if logical is None else rules.mesh_axes(logical, mesh)
     return tuple(axis for axis in carried if axis in free)
-
-
-def _mesh_axes(logical: str | None, mesh: Any) -> tuple[str, ...]:
-    return _PLACEMENT.value.rules.mesh_axes(logical, mesh)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

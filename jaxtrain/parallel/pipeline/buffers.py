@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.pipeline.tables import NONE
+from jaxtrain.parallel.placement import free_axes
 
 PyTree = Any
 
@@ -88,8 +88,7 @@ def rows(batch: PyTree, j: jax.Array | int) -> PyTree:
 def pin_rows(x: jax.Array, *, axis: int) -> jax.Array:
     """Splits an axis as the rows of batches are; the others are the partitioner's."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = [a for a, kind in kinds if kind == AxisType.Auto and mesh.shape[a] > 1]
+    free = free_axes(mesh)
     if not free:
         return x
     entries = [P.UNCONSTRAINED] * x.ndim
