@@ -15,18 +15,18 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxtrain import data, exit_codes, optim, quiet
+from jaxtrain import data, optim
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import Experiment
-from jaxtrain.fit import RunOptions, fit
-from jaxtrain.host_memory import keep_freed_memory
-from jaxtrain.parallel import distributed
-from jaxtrain.paths import as_path
-from jaxtrain.provenance import OF_START, ROUNDED, SAME, from_plain, known_fields, read_record
-from jaxtrain.refusal import refusing
-from jaxtrain.run_dir import runs
-from jaxtrain.survive.accidents import Diverged
-from jaxtrain.survive.preemption import ending_at_sigterm
+from jaxtrain.host import distributed, exit_codes, quiet
+from jaxtrain.host.memory import keep_freed_memory
+from jaxtrain.host.paths import as_path
+from jaxtrain.run.folder import runs
+from jaxtrain.run.loop import RunOptions, fit
+from jaxtrain.run.provenance import OF_START, ROUNDED, SAME, from_plain, known_fields, read_record
+from jaxtrain.run.refusal import refusing
+from jaxtrain.run.survive.accidents import Diverged
+from jaxtrain.run.survive.preemption import ending_at_sigterm
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
@@ -207,8 +207,8 @@ def main(
 ) -> None:
     """Parses the flags, joins the other processes, builds the experiment and trains it.
 
-    Ends the process with the codes of :mod:`jaxtrain.exit_codes`: what cannot be is one sentence
-    and ``REFUSED``.
+    Ends the process with the codes of :mod:`jaxtrain.host.exit_codes`: what cannot be is one
+    sentence and ``REFUSED``.
     """
     with refusing(), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))

@@ -4,23 +4,20 @@ The public names; everything else is importable from its module. ``import jaxtra
 """
 
 # isort: off
-import jaxtrain.quiet  # noqa: F401  before JAX is imported
+import jaxtrain.host.quiet  # noqa: F401  before JAX is imported
 
 # isort: on
+import importlib
+from typing import Any
+
 from jaxtrain import optim
-from jaxtrain.agreement import parity
-from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.experiment import Experiment
-from jaxtrain.fit import FitResult, Hook, RunOptions, fit, train_loop
 from jaxtrain.gradients import WeightedLoss
-from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline
 from jaxtrain.parallel.placement import constrain, gather
 from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
-from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
     TrainState,
@@ -30,22 +27,31 @@ from jaxtrain.state import (
     init_state,
 )
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
-from jaxtrain.survive.accidents import Diverged
-from jaxtrain.survive.preemption import Preempted
+
+# What a step does not need is imported when it is first asked for.
+_LAZY = {
+    "Checkpointer": "run.checkpoints.checkpointer",
+    "Diverged": "run.survive.accidents",
+    "Experiment": "experiment",
+    "FitResult": "run.loop",
+    "Hook": "run.loop",
+    "Plan": "planning.report",
+    "Preempted": "run.survive.preemption",
+    "RunOptions": "run.loop",
+    "explain": "planning.ahead_of_time",
+    "fit": "run.loop",
+    "from_linen": "models.adapters",
+    "from_nnx": "models.adapters",
+    "parity": "agreement",
+    "plan": "planning.ahead_of_time",
+    "train_loop": "run.loop",
+}
 
 __all__ = [
     "LOGICAL_AXES",
-    "Checkpointer",
     "CompiledStep",
-    "Diverged",
-    "Experiment",
-    "FitResult",
-    "Hook",
-    "Plan",
     "Policy",
-    "Preempted",
     "Rules",
-    "RunOptions",
     "Stages",
     "TrainState",
     "WeightedLoss",
@@ -56,22 +62,28 @@ __all__ = [
     "compile_step",
     "constrain",
     "describe_sharding",
-    "explain",
-    "fit",
     "float32_products",
-    "from_linen",
     "from_local_rows",
-    "from_nnx",
     "gather",
     "gradient_shardings",
     "init_state",
     "make_mesh",
     "make_optimizer",
     "optim",
-    "parity",
     "pipeline",
-    "plan",
     "scan_steps",
     "schedules",
-    "train_loop",
+    *_LAZY,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"jaxtrain.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,16 +14,17 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from jaxtrain import agreement, launch, quiet
+from jaxtrain import agreement
 from jaxtrain.experiment import Experiment
-from jaxtrain.observe import terminal
+from jaxtrain.host import quiet
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
-from jaxtrain.plan import search
-from jaxtrain.plan.command import run_plan as plan_and_print
-from jaxtrain.plan.targets import Target, parse_target, stay_on_cpu
-from jaxtrain.refusal import refusing
-from jaxtrain.survive import replay
+from jaxtrain.planning import search
+from jaxtrain.planning.command import run_plan as plan_and_print
+from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
+from jaxtrain.run import launch, replay
+from jaxtrain.run.observe import terminal
+from jaxtrain.run.refusal import refusing
 
 DESCRIPTION = "What there is to know about a training run before it starts, and after."
 

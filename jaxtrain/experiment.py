@@ -5,7 +5,7 @@ what was planned is what is trained.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
-from jaxtrain.step import build_eval_step, build_train_step, build_update
+from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 
 PyTree = Any
 
@@ -57,7 +57,7 @@ class Experiment:
       gather: as for :func:`jaxtrain.build_train_step`.
       policy: dtypes; a policy's name will do.
       accumulate: microbatches per step.
-      steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
+      steps_per_call: train steps that :func:`jaxtrain.run.loop` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
@@ -229,6 +229,57 @@ def build_step(
         constrain=constrain_tree(shardings),
         norms=True,
     )
+
+
+def call_end(done: int, steps: int, steps_per_call: int) -> int:
+    """Returns the last step of the call that follows ``done`` steps of ``steps``.
+
+    Calls end at multiples of ``steps_per_call``, wherever a run begins, so a resumed run makes the
+    calls that an uninterrupted one would have made. One that begins or ends between two multiples
+    makes a shorter call there, which is a program of its own.
+
+    >>> [call_end(done, 20, 8) for done in (0, 5, 8, 16)]
+    [8, 8, 16, 20]
+    """
+    return min(steps, (done // steps_per_call + 1) * steps_per_call)
+
+
+def call_lengths(start: int, steps: int, steps_per_call: int) -> list[int]:
+    """Returns how many steps the calls of a run have: each length once, the longest first.
+
+    >>> call_lengths(0, 16, 8), call_lengths(5, 20, 8), call_lengths(20, 20, 8)
+    ([8], [8, 4, 3], [])
+    """
+    first = call_end(start, steps, steps_per_call)
+    last = steps - steps % steps_per_call
+    begins = {start, first, last}
+    lengths = {call_end(done, steps, steps_per_call) - done for done in begins if done >= start}
+    return sorted((length for length in lengths if length > 0), reverse=True)
+
+
+def compile_loop(
+    experiment: Experiment, state: TrainState, mesh: Mesh, start: int, steps: int
+) -> tuple[Callable[..., Any], Mapping[int, CompiledStep]]:
+    """Compiles what :func:`jaxtrain.train_loop` calls on the way from ``start`` to ``steps``.
+
+    Returns:
+      The function, for one batch where ``steps_per_call`` is 1 and else for a list of them; and its
+      programs by the number of their steps, the longest first.
+    """
+    if experiment.steps_per_call == 1:
+        train = compile_train(experiment, state, mesh)
+        return train, {1: train}
+    lengths = call_lengths(start, steps, experiment.steps_per_call)
+    many = scan_steps(build_step(experiment, state, mesh))
+    programs = {
+        n: compile_step(many, state, [experiment.batch] * n, mesh=mesh, rules=experiment.rules)
+        for n in lengths or [experiment.steps_per_call]
+    }
+
+    def train(state: TrainState, batches: Sequence[PyTree]) -> Any:
+        return programs[len(batches)](state, batches)
+
+    return train, programs
 
 
 def compile_eval(

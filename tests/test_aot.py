@@ -15,8 +15,8 @@ from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.tables import make_table
 from jaxtrain.parallel.placement import constrain_tree
-from jaxtrain.plan.hlo import read_program
-from jaxtrain.plan.targets import parse_target
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.planning.targets import parse_target
 from jaxtrain.step import build_update
 
 # Attention says that it cannot be cuDNN here.

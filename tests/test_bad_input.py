@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from experiments import gpt, options
 from experiments.gpt import generate
 from jaxtrain import experiment as experiments
-from jaxtrain import manifest
-from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.run_dir import find_run_dir
+from jaxtrain.run.checkpoints import manifest
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.folder import find_run_dir
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]

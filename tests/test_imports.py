@@ -23,8 +23,9 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import jaxtrain
-heavy = {"flax", "orbax", "tensorboardX", "torch", "grain", "tyro"} & set(sys.modules)
+heavy = {"flax", "orbax", "tensorboardX", "torch", "grain", "tyro", "rich"} & set(sys.modules)
 assert not heavy, heavy
+assert not [m for m in sys.modules if m.startswith(("jaxtrain.run", "jaxtrain.planning"))]
 assert all(hasattr(jaxtrain, name) for name in jaxtrain.__all__)
 import experiments
 names = [
@@ -44,7 +45,7 @@ print(len(names), not (OPTIONAL & set(sys.modules)))
     "code",
     [
         "import jaxtrain.cli",
-        "import experiments.gpt, jaxtrain.quiet; jaxtrain.quiet.start()",
+        "import experiments.gpt, jaxtrain.host.quiet; jaxtrain.host.quiet.start()",
     ],
 )
 def test_compilers_of_absent_chips_say_nothing(code):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.checkpoint import digest
+from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.tree import named_leaves
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()

@@ -135,4 +135,4 @@ state_of() {
 }
 
 # exit_codes VERB ...: what a status means is written in one place.
-exit_codes() { python3 -I "$(dirname "$0")/../jaxtrain/exit_codes.py" "$@"; }
+exit_codes() { python3 -I "$(dirname "$0")/../jaxtrain/host/exit_codes.py" "$@"; }

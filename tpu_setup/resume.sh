@@ -6,7 +6,7 @@
 #     -- experiments.gpt --run-dir gs://BUCKET/RUN --save-every 500 ...
 #
 # Creates the TPU where there is none that is ready; copies the working tree as it is now, and
-# installs. Goes on after what jaxtrain/exit_codes.py calls restartable, after a failed install, and
+# installs. Goes on after what jaxtrain/host/exit_codes.py calls restartable, after a failed install, and
 # whenever the TPU is not ready any more; ends with the status of anything else. The pause doubles
 # with every attempt, up to five minutes; after an attempt of ten minutes all is counted anew.
 #

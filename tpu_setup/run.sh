@@ -5,7 +5,7 @@
 #   run.sh --project P --zone Z --name N -- experiments.gpt --run-dir gs://BUCKET/RUN ...
 #
 # What follows -- is what follows "python -m". What an earlier run has left on the workers is ended
-# first. The exit status is that of the run, by jaxtrain/exit_codes.py: 75 means that it was preempted
+# first. The exit status is that of the run, by jaxtrain/host/exit_codes.py: 75 means that it was preempted
 # and can be resumed, 77 that the TPU is gone, 255 that it could not be reached any more. Ctrl-C asks
 # the run to save and end.
 #

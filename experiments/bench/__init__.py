@@ -2,7 +2,7 @@
 
 The variants of a row run in turn, round after round, in one process, so that whatever else the
 machine does falls on all of them alike. Memory that is freed stays with the process, as in the
-experiments (:mod:`jaxtrain.host_memory`). A row is one line of JSON; those that matter are kept in
+experiments (:mod:`jaxtrain.host.memory`). A row is one line of JSON; those that matter are kept in
 ``experiments/bench/results`` with the command that made them.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 from experiments.bench import machine
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
-from jaxtrain.host_memory import keep_freed_memory
+from jaxtrain.host import memory
+from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.models import gpt
-from jaxtrain.observe import memory
 
 MATRIX_PRODUCTS = "matrix products"
 

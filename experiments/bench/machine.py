@@ -12,7 +12,7 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 
-from jaxtrain.host_memory import keep_freed_memory
+from jaxtrain.host.memory import keep_freed_memory
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 # Of these, what belongs to the backend in use.

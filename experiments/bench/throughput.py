@@ -25,7 +25,7 @@ from jaxtrain import optim
 from jaxtrain.models import gpt
 from jaxtrain.models.remat import REMAT
 from jaxtrain.precision import POLICIES, Policy
-from jaxtrain.refusal import refusing
+from jaxtrain.run.refusal import refusing
 
 # Those of the row `step`, whose tables have no padding, by this row's names.
 OF_STEP = {"tiny": "small", "gpt2-124m": "gpt2-124m"}

@@ -19,9 +19,9 @@ import jax
 
 from experiments.bench import Variant, against_torch, gpt_work, machine, rates
 from experiments.bench import step as ours
-from jaxtrain.host_memory import keep_freed_memory
+from jaxtrain.host import memory
+from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.models import gpt
-from jaxtrain.observe import memory
 from jaxtrain.precision import Policy
 
 # Of the matrix products; the fastest is the yardstick.

@@ -9,12 +9,13 @@ import tyro
 
 from experiments import options
 from experiments.gpt import TOKENIZER_FILE
-from jaxtrain import data, quiet
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain import data
+from jaxtrain.host import quiet
+from jaxtrain.host.paths import as_path
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate
-from jaxtrain.paths import as_path
-from jaxtrain.refusal import refusing
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.refusal import refusing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxtrain import storage
+from jaxtrain.host import storage
 
 Batch = dict[str, Any]
 # How (seed, step) becomes rows; it is raised with any change to that, and kept with every run.

@@ -20,9 +20,9 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
-from jaxtrain import storage
 from jaxtrain.data.sources import Document
 from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.host import storage
 
 _ENCODE_BYTES = 1 << 23
 

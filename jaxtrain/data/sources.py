@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from jaxtrain import storage
+from jaxtrain.host import storage
 
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (

@@ -10,7 +10,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import local, pallas, splash
+from jaxtrain.ops import pallas, per_device, splash
 from jaxtrain.ops.tiled import MASKED, SAVED, tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
 
@@ -81,7 +81,7 @@ def attention(
         # JAX's rule for partitioning this kernel wants queries and keys split alike, and fails
         # inside a pipeline; each device's own part needs no rule.
         kernel = functools.partial(_cudnn_attention, causal=causal)
-        return local.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     return tiled_attention(
         q_BTHK,
         k_BSGK,
@@ -190,7 +190,7 @@ def _obstacle(
         rows, heads, keys = sizes
         if keys != length and kernel != "cudnn":
             return f"as many keys as queries ({length}), and they are {keys}"
-        need = local.obstacle(rows, heads)
+        need = per_device.obstacle(rows, heads)
     return need
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops import local
+from jaxtrain.ops import per_device
 
 # Queries and keys per tile, forward and backward; the kernel's own 128 does not fit the shared
 # memory of every GPU in float32.
@@ -86,7 +86,7 @@ def pallas_attention(
         )
         return checkpoint_name(out_BTHK, saved_name)
 
-    return local.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    return per_device.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
 
 
 def _is_there() -> bool:

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, H query heads, G key and value heads, K features.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import local
+from jaxtrain.ops import per_device
 
 # A tile's rows and columns fill the 128 lanes of a vector register.
 LANES = 128
@@ -59,7 +59,7 @@ def splash_attention(
         kernel = _kernel(T, H, causal=causal, saved_name=saved_name, interpret=interpret)
         return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
 
-    return local.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    return per_device.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
 
 
 def _kernels():

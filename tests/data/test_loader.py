@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import storage
 from jaxtrain.data import (
     Batches,
     BatchStream,
@@ -31,7 +30,8 @@ from jaxtrain.data import (
     tokenize,
 )
 from jaxtrain.data.loader import addressable_rows
-from jaxtrain.storage import StorageError
+from jaxtrain.host import storage
+from jaxtrain.host.storage import StorageError
 
 
 class Rows:

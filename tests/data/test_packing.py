@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain import storage
 from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, PackedTokens, packing, tokenize
 from jaxtrain.data.tokenizers import EOD
+from jaxtrain.host import storage
 
 DTYPES = {
     "tokens": np.int32,

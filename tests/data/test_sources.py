@@ -15,8 +15,8 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain import storage
 from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
+from jaxtrain.host import storage
 
 
 def write(folder, files):

@@ -23,8 +23,8 @@ from experiments.gpt import (
 )
 from experiments.options import main
 from jaxtrain import data
-from jaxtrain.checkpoint import digest
-from jaxtrain.fit import fit
+from jaxtrain.run.checkpoints.checkpointer import digest
+from jaxtrain.run.loop import fit
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
 SMALL += ["--global-batch", "8", "--held-out-bytes", "2000", "--sample-tokens", "8"]

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.options import main, parse
 from experiments.vision import Config, build
-from jaxtrain.fit import RunOptions, fit
+from jaxtrain.run.loop import RunOptions, fit
 
 pytest.importorskip("sklearn")
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
-from jaxtrain.ops.local import obstacle
 from jaxtrain.ops.pallas import pallas_attention
+from jaxtrain.ops.per_device import obstacle
 from jaxtrain.ops.splash import splash_attention
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products

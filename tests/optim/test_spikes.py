@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.checkpoint import Checkpointer, digest
 from jaxtrain.optim import skip_spikes, spikes_skipped
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from tests import problems
 
 

@@ -16,8 +16,8 @@ import jaxtrain as jt
 from experiments.gpt import Config, build
 from experiments.options import main, parse
 from jaxtrain import data
-from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from tests import problems
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -146,8 +146,8 @@ def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone
 
 ONE_FOLDER = """
 import jax
-from jaxtrain.parallel import distributed
-from jaxtrain.run_dir import claim_run_dir, find_run_dir
+from jaxtrain.host import distributed
+from jaxtrain.run.folder import claim_run_dir, find_run_dir
 
 distributed.initialize()
 distributed.initialize()  # More calls do nothing.

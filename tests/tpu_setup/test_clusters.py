@@ -14,8 +14,9 @@ import pytest
 
 from experiments.gpt import Config
 from experiments.options import parse
-from jaxtrain import cli, exit_codes
-from jaxtrain.launch import LaunchOptions
+from jaxtrain import cli
+from jaxtrain.host import exit_codes
+from jaxtrain.run.launch import LaunchOptions
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tpu_setup"

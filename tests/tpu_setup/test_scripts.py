@@ -246,7 +246,7 @@ def test_sync_packs_the_working_tree_as_it_is(cloud):
     assert "! -name runs" in unpack[-1]
     with tarfile.open(archive) as tar:
         names = set(tar.getnames())
-    assert {"pyproject.toml", "jaxtrain/fit.py", "experiments/gpt/__init__.py"} <= names
+    assert {"pyproject.toml", "jaxtrain/run/loop.py", "experiments/gpt/__init__.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(".git/")]
 
 

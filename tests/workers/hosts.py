@@ -12,8 +12,8 @@ from etils import epath
 from etils.epath import backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain import paths, storage
-from jaxtrain.checkpoint import Checkpointer, digest
+from jaxtrain.host import paths, storage
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 
 directory, process, processes, port = sys.argv[1], *map(int, sys.argv[2:])
 jax.config.update("jax_platforms", "cpu")

@@ -21,15 +21,15 @@ def main() -> None:
         jax.distributed.initialize(f"localhost:{port}", processes, process)
 
     from experiments import gpt, options
-    from jaxtrain.checkpoint import Checkpointer, digest
     from jaxtrain.experiment import (
         make_abstract_state,
         make_experiment_mesh,
         restore_state,
         to_checkpoint,
     )
-    from jaxtrain.fit import fit
-    from jaxtrain.paths import as_path
+    from jaxtrain.host.paths import as_path
+    from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+    from jaxtrain.run.loop import fit
 
     config = options.parse(gpt.Config, sys.argv[6:])
     experiment = dataclasses.replace(gpt.build(config), conclude=None)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.parallel import distributed
+from jaxtrain.host import distributed
 from tests import problems
 
 

@@ -46,14 +46,14 @@ def main() -> None:
         jax.distributed.initialize(f"localhost:{args.port}", args.processes, args.process)
 
     if "JAXTRAIN_COORDINATOR" in os.environ:
-        from jaxtrain.parallel import distributed
+        from jaxtrain.host import distributed
 
         distributed.initialize()
         print("pid", os.getpid(), flush=True)
 
     import jaxtrain as jt
     from jaxtrain import data
-    from jaxtrain.checkpoint import digest
+    from jaxtrain.run.checkpoints.checkpointer import digest
     from tests import problems
 
     class Rows:

@@ -1,0 +1,100 @@
+"""Memory in use, sizes in words, and keeping on a CPU what XLA frees."""
+
+import ctypes
+import os
+import pathlib
+import resource
+import sys
+
+import jax
+
+# From glibc's malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+
+# Address space asked for at a time; a page of it costs nothing until it is written.
+TOP_PAD = 256 * 2**20
+
+
+def device_memory() -> dict[str, float]:
+    """Returns bytes of device memory, the largest over this process's devices.
+
+    Returns:
+      ``in_use`` and ``peak`` (since the process began), from ``memory_stats()``; empty where the
+      backend keeps no such count (CPU).
+    """
+    stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    names = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use"}
+    return {
+        name: float(max(each[key] for each in stats))
+        for name, key in names.items()
+        if stats and all(key in each for each in stats)
+    }
+
+
+def host_memory() -> int:
+    """Returns the most bytes of memory that this process has had resident."""
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():
+        # Linux counts in ru_maxrss what the parent had when it started this process.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def human_bytes(size: float) -> str:
+    """Writes a size in binary units.
+
+    >>> human_bytes(0), human_bytes(1536), human_bytes(80 * 2**30)
+    ('0 B', '1.5 KiB', '80.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1023.95:  # what is shown as 1024.0 belongs to the next unit
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_count(count: float) -> str:
+    """Writes a count in decimal units.
+
+    >>> human_count(950), human_count(14_200), human_count(999_900), human_count(6.74e9)
+    ('950', '14.2 k', '1 M', '6.74 G')
+    """
+    for unit in ("", " k", " M", " G", " T", " P"):
+        if abs(count) < 999.5:  # from here on three digits would be written 1e+03
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} E"
+
+
+def keep_freed_memory() -> bool:
+    """Has glibc's malloc keep what is freed, where JAX computes on the CPU.
+
+    XLA takes a step's temporaries from malloc and frees them after the step. glibc gives large
+    blocks back to the kernel, which hands them out page by page again, zeroed, in the next step.
+
+    Starts JAX's backend where it is not running yet. Does nothing on an accelerator, and nothing
+    under another C library (musl, macOS).
+
+    Blocks above 64 MiB are given back all the same, for glibc does not grow the heaps of threads
+    further. With ``MALLOC_ARENA_MAX=1`` in the environment all threads share the one heap that has
+    no such limit: steps with large temporaries are faster, small ones a little slower, and the
+    process holds the most that it ever used.
+
+    Returns:
+      Whether anything was set.
+    """
+    if jax.default_backend() != "cpu" or not _is_glibc():
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    # -1: no heap is ever trimmed. mmap off: large blocks come from the heap.
+    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_TOP_PAD, TOP_PAD)])
+
+
+def _is_glibc() -> bool:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION").startswith("glibc")
+    except (AttributeError, OSError, ValueError):
+        return False

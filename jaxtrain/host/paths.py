@@ -1,0 +1,89 @@
+"""Folders on a disk or in a bucket."""
+
+import errno
+import os
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxtrain.host import distributed, storage
+
+# For so long a listing over the network may not know of a new file.
+SHARED_SECONDS = 60.0
+
+
+def as_path(path: epath.PathLike) -> epath.Path:
+    """Returns a path on a disk or in a bucket (``gs://...``).
+
+    Raises:
+      ValueError: it is in no storage that is known here, such as ``http://...``.
+
+    >>> str(as_path("runs") / "a")
+    'runs/a'
+    """
+    try:
+        return epath.Path(path)
+    except KeyError as error:
+        raise ValueError(
+            f"'{path}' is in no storage known here ({error.args[0]}): give a folder or gs://..."
+        ) from None
+
+
+def absolute(path: epath.PathLike) -> epath.Path:
+    """Returns a path that changing the working directory does not change."""
+    # A remote path must not be resolved: that would turn gs://bucket into a local directory.
+    path = as_path(path)
+    return path if "://" in str(path) else path.expanduser().resolve()
+
+
+def check_writable(path: epath.Path) -> None:
+    """Makes sure that a folder can be made, or written in where it exists, as far as that shows.
+
+    Raises:
+      NotADirectoryError, PermissionError: it cannot; buckets say so themselves, later.
+    """
+    if "://" in str(path):
+        return
+    path = absolute(path)
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "is on a read-only file system" if read_only else "may not be written in by this user"
+        raise PermissionError(f"the folder '{there}' {why}: choose another, or make it writable")
+
+
+def check_shared(path: epath.Path) -> None:
+    """Makes sure that all processes see a file as the first one, which has written it, does.
+
+    Raises:
+      ValueError: one does not, in all processes; it was looked for as long as a listing may be old.
+    """
+    if jax.process_count() == 1:
+        return
+    text = distributed.from_first_process(path.read_text)
+
+    def look() -> None:
+        if not path.exists() or path.read_text() != text:
+            raise FileNotFoundError("not there as the first process has written it")
+
+    seen = True
+    try:
+        storage.retrying(
+            look,
+            f"{path}, looked for by process {jax.process_index()}",
+            passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
+            seconds=SHARED_SECONDS,
+        )
+    except storage.StorageError:
+        seen = False
+    blind = np.flatnonzero(~multihost_utils.process_allgather(np.array(seen)))
+    if blind.size:
+        raise ValueError(
+            f"process {', '.join(map(str, blind))} does not see what process 0 writes in "
+            f"{path.parent}: give a --run-dir that all hosts share, such as one over the network "
+            "or gs://..."
+        )

@@ -1,0 +1,229 @@
+"""Storage that fails for a while: which errors pass by themselves, and trying again until they do.
+
+A disk over the network, a bucket or a full disk often works again a minute later. Reads and writes
+of a run go through :func:`retrying` and :func:`iterating`; what stays away ends the process with
+:data:`jaxtrain.host.exit_codes.STORAGE`, after which launchers start it again.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+# How long a read or write is tried before the process ends.
+PATIENCE_SECONDS = 300.0
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.2, 15.0
+
+_PASSING_NUMBERS = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ETIMEDOUT", "ESTALE", "EAGAIN", "EBUSY", "EINTR", "ENOSPC", "EDQUOT"),
+        *("EREMOTEIO", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENOTCONN"),
+        *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOBUFS"),
+    )
+    if hasattr(errno, name)
+)
+_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+# What clients written in C++ say instead of raising an error with a number.
+_PASSING_TEXT = re.compile(
+    r"\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED)\b"
+    r"|HTTP (?:response code|status)\D{0,3}(?:408|429|5\d\d)\b|[Tt]imed out|[Tt]oo many requests"
+)
+_NUMBER_IN_TEXT = re.compile(r"os_error_code='(\d+)'")  # TensorStore's way to say errno
+
+# Time, as all patience here measures it.
+now, pause = time.monotonic, time.sleep
+
+T = TypeVar("T")
+
+
+class StorageError(OSError):
+    """Storage failed, and went on failing; the same command may succeed later."""
+
+
+def error_number(error: BaseException) -> int | None:
+    """The system's number of an error, read from its text where that alone has it."""
+    named = _NUMBER_IN_TEXT.search(str(error))
+    return getattr(error, "errno", None) or (int(named[1]) if named else None)
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is storage's and may be gone by itself.
+
+    >>> passes(OSError(errno.EIO, "Input/output error"))
+    True
+    >>> passes(ValueError("UNAVAILABLE: HTTP response code: 503"))
+    True
+    >>> passes(PermissionError(errno.EACCES, "Permission denied"))
+    False
+    """
+    while error is not None:
+        status = getattr(error, "code", None) or getattr(error, "status", None)
+        if isinstance(error, BrokenPipeError):  # nobody reads our output: not storage's
+            return False
+        if isinstance(error, StorageError | TimeoutError | ConnectionError):
+            return True
+        if error_number(error) in _PASSING_NUMBERS or _PASSING_TEXT.search(str(error)):
+            return True
+        with contextlib.suppress(TypeError, ValueError):
+            if int(status) in _PASSING_STATUS:
+                return True
+        error = error.__cause__
+    return False
+
+
+def why(error: BaseException) -> str:
+    """The cause of an error in a few words: the system's own where it has an error number."""
+    while error is not None:
+        text = str(error)
+        if number := error_number(error):
+            own = getattr(error, "strerror", None) if getattr(error, "errno", None) else None
+            return own or os.strerror(number).lower()
+        if text.strip():
+            first = text.strip().splitlines()[0].split(" [tensorstore_spec=")[0]
+            return first if len(first) <= 300 else first[:297] + "..."
+        error, last = error.__cause__, error
+    return type(last).__name__
+
+
+class Patience:
+    """How long to go on trying: longer and longer pauses, at random so that hosts spread out.
+
+    Args:
+      what: what is tried, as the subject of a sentence (``"the manifest of checkpoint 3"``).
+      seconds: without success after which to give up; None for ``PATIENCE_SECONDS``.
+      clock: seconds, monotonic; None for the system's.
+      sleep: waits that many seconds; None for the system's.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        seconds: float | None = None,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
+    ):
+        self._what, self._clock, self._sleep = what, clock or now, sleep or pause
+        self._seconds = PATIENCE_SECONDS if seconds is None else seconds
+        self._since: float | None = None
+        self._delay = FIRST_DELAY_SECONDS
+
+    def wait(self, error: BaseException) -> None:
+        """Waits after a failure, which is said once.
+
+        Raises:
+          StorageError: there is no more time.
+        """
+        at = self._clock()
+        if self._since is None:
+            self._since = at
+            logger.warning(
+                "%s: %s; trying again for up to %.0f s", self._what, why(error), self._seconds
+            )
+        left = self._since + self._seconds - at
+        if left <= 0:
+            raise StorageError(
+                f"{self._what}: {why(error)}, after tries for {at - self._since:.0f} s"
+            ) from error
+        self._sleep(min(self._delay * random.uniform(0.5, 1.0), left))
+        self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
+
+    def worked(self) -> None:
+        """Says that what failed works again, and starts anew."""
+        if self._since is not None:
+            logger.warning("%s: works again after %.0f s", self._what, self._clock() - self._since)
+        self._since, self._delay = None, FIRST_DELAY_SECONDS
+
+
+def retrying(
+    call: Callable[[], T],
+    what: str,
+    *,
+    passing: Callable[[BaseException], bool] | None = None,
+    **patience,
+) -> T:
+    """Returns ``call()``, tried again as long as it raises what passes by itself.
+
+    Args:
+      call: may be called any number of times.
+      what: what fails, as the subject of a sentence.
+      passing: which errors to try again after; None for those that pass by themselves, but for
+        a ``StorageError``, which has been tried for long enough further down.
+      patience: options of :class:`Patience`.
+
+    Raises:
+      StorageError: it went on failing. Any other error of ``call`` is raised as it is.
+
+    >>> answers = iter([OSError(errno.EIO, "Input/output error"), "read"])
+    >>> def read():
+    ...     answer = next(answers)
+    ...     if isinstance(answer, OSError):
+    ...         raise answer
+    ...     return answer
+    >>> retrying(read, "the file", sleep=lambda seconds: None)
+    'read'
+    """
+    trials = Patience(what, **patience)
+    while True:
+        try:
+            result = call()
+        except Exception as error:
+            if not (_fresh(error) if passing is None else passing(error)):
+                raise
+            trials.wait(error)
+        else:
+            trials.worked()
+            return result
+
+
+def iterating(make: Callable[[], Iterable[T]], what: str, **patience) -> Iterator[T]:
+    """Yields what ``make()`` yields, going on behind the last item after a failure that passes.
+
+    Args:
+      make: returns the same items in the same order every time.
+      what: what fails, as the subject of a sentence.
+      patience: options of :class:`Patience`.
+
+    Raises:
+      StorageError: it went on failing. Any other error is raised as it is.
+    """
+    trials, done = Patience(what, **patience), 0
+    while True:
+        try:
+            for item in islice(make(), done, None):
+                trials.worked()
+                yield item
+                done += 1
+            return
+        except Exception as error:
+            if not _fresh(error):
+                raise
+            trials.wait(error)
+
+
+def _fresh(error: BaseException) -> bool:
+    return passes(error) and not isinstance(error, StorageError)
+
+
+@contextlib.contextmanager
+def restartable() -> Iterator[None]:
+    """Turns an error of files into a :class:`StorageError`, for the part of a run that has begun.
+
+    What was readable when the run began may be so again; where it is not, the next start says so.
+    """
+    try:
+        yield
+    except (StorageError, BrokenPipeError):
+        raise
+    except OSError as error:
+        numbered = (error.errno, error.strerror, error.filename) if error.errno else (str(error),)
+        raise StorageError(*numbered) from error

@@ -1,0 +1,255 @@
+"""What each accelerator can do, by published figures: one row per chip that can be planned for."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+
+GIB = 2**30
+
+# Dense peak FLOP/s of one device, by what JAX calls the device and by the operands' dtype.
+# TPU: cloud.google.com/tpu/docs, "System architecture", "Peak compute per chip", one page per
+# generation. A device is a chip (on v4 and v5p both of its cores as one) except on TPU7x, where
+# each of a chip's two cores is a device: half of 2307 (bfloat16) and of 4614 (float8) TFLOP/s.
+# NVIDIA: the data sheet of each product, "BFLOAT16/FP16/FP8 Tensor Core", without sparsity: where
+# a sheet gives the figure with sparsity alone, half of it. A slice of a GPU (MIG) has another name,
+# and so is not taken for the whole.
+_A100 = {"bfloat16": 312e12, "float16": 312e12}
+_HOPPER_SXM = {"bfloat16": 989.4e12, "float16": 989.4e12, "float8": 1978.9e12}
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "TPU v4": {"bfloat16": 275e12},
+    "TPU v5 lite": {"bfloat16": 197e12},
+    "TPU v5": {"bfloat16": 459e12, "float8": 459e12},
+    "TPU v5p": {"bfloat16": 459e12, "float8": 459e12},
+    "TPU v6 lite": {"bfloat16": 918e12, "float8": 918e12},
+    "TPU7x": {"bfloat16": 1153.5e12, "float8": 2307e12},
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "float8": 1513e12},
+    "NVIDIA H100 NVL": {"bfloat16": 835.5e12, "float16": 835.5e12, "float8": 1670.5e12},
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA B200": {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12},
+    "NVIDIA L4": {"bfloat16": 121e12, "float16": 121e12, "float8": 242.5e12},
+    "NVIDIA L40S": {"bfloat16": 362.05e12, "float16": 362.05e12, "float8": 733e12},
+    "Tesla V100-SXM2-16GB": {"float16": 125e12},
+    "Tesla V100-SXM2-32GB": {"float16": 125e12},
+    "Tesla T4": {"float16": 65e12},
+}
+
+
+# Rows of one table: equal only to themselves.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chip:
+    """One device as JAX counts them, and what it can do at best.
+
+    Args:
+      name: in targets: ``"v5e"``.
+      kind: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+      device_kind: what JAX calls it.
+      memory_bytes: device memory that a program may fill; None where nothing limits it.
+      flops: dense peak FLOP/s by dtype of the operands, ``"float8"`` for both 8-bit formats.
+        ``"float32"`` is at JAX's default precision of products, in which TPUs multiply in bfloat16
+        and NVIDIA GPUs in TF32. Empty where not known.
+      hbm_bytes_per_s: device memory bandwidth, reads and writes together.
+      link_bytes_per_s: what one device sends in one direction within a pod or host. TPU: over one
+        link of its torus (a device has two per axis of the torus, one each way round). GPU: over
+        all of its NVLinks together, to whichever of its peers.
+      links: how many directions a ring of devices on one mesh axis can use at once: 2 on a torus,
+        1 where ``link_bytes_per_s`` is the whole port.
+      dcn_bytes_per_s: each device's share of its host's network, one direction: between slices of
+        TPUs, between hosts of GPUs.
+      devices_per_host: how many share a host.
+      cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
+      sources: where the figures are from, by field.
+    """
+
+    name: str
+    kind: str
+    device_kind: str
+    memory_bytes: int | None
+    flops: Mapping[str, float]
+    hbm_bytes_per_s: float | None
+    link_bytes_per_s: float | None
+    links: int
+    dcn_bytes_per_s: float | None
+    devices_per_host: int
+    cores_per_chip: int = 1
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def peak_flops(self, dtype: Any) -> float | None:
+        """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
+        name = jnp.dtype(dtype).name
+        return self.flops.get("float8" if name.startswith("float8") else name)
+
+    @property
+    def ring_bytes_per_s(self) -> float | None:
+        """What one device sends at best in a collective around one mesh axis."""
+        return None if self.link_bytes_per_s is None else self.links * self.link_bytes_per_s
+
+
+def _tpu(name: str, device_kind: str, **figures: Any) -> Chip:
+    peaks = PEAK_FLOPS[device_kind]
+    return Chip(
+        name=name,
+        kind="tpu",
+        device_kind=device_kind,
+        # One pass of bfloat16 per float32 product: XLA's DEFAULT precision on TPU.
+        flops=MappingProxyType({**peaks, "float32": peaks["bfloat16"]}),
+        links=2,
+        sources={
+            "memory": "the limit that the TPU compiler states when a program exceeds it",
+            "flops": f"cloud.google.com/tpu/docs, page of {name}: peak compute per chip",
+            "hbm": f"cloud.google.com/tpu/docs, page of {name}: HBM bandwidth per chip",
+            "link": "jax-ml.github.io/scaling-book, chapter 2: ICI bandwidth per link, one way",
+            "dcn": "cloud.google.com/tpu/docs, and scaling-book, chapter 2: DCN bandwidth",
+        },
+        **figures,
+    )
+
+
+def _gpu(name: str, device_kind: str, *, tf32: float, **figures: Any) -> Chip:
+    return Chip(
+        name=name,
+        kind="gpu",
+        device_kind=device_kind,
+        flops=MappingProxyType({**PEAK_FLOPS[device_kind], "float32": tf32}),
+        links=1,
+        devices_per_host=8,
+        sources={
+            "memory": f"device_memory_size of gpu_targets/{name}.txtpb",
+            "flops": f"NVIDIA {name.upper()} data sheet: Tensor Core figures without sparsity",
+            "hbm": f"NVIDIA {name.upper()} data sheet: GPU memory bandwidth",
+            "link": f"NVIDIA {name.upper()} data sheet: NVLink, half of the figure for both ways",
+            "dcn": "NVIDIA DGX data sheet of that generation: cluster network cards / 8 GPUs",
+        },
+        **figures,
+    )
+
+
+# HBM bandwidth: the pages named in `sources`. Links: bidirectional ICI bandwidth per chip on those
+# pages is 400 GB/s (v5e, 4 ports), 800 (v6e, 4 ports), 1200 (v5p and TPU7x, 6 ports): 50 or 100
+# GB/s per port and direction, as in the scaling book, which has 45 for v4. Between slices: v5e
+# hosts have 2 x 100 Gb/s for 8 chips, v5p 50 Gb/s per chip, v6e and TPU7x 100 Gb/s per chip; v4 by
+# the scaling book's 25 GB/s per host of 4.
+_CHIPS = (
+    _tpu(
+        "v4",
+        "TPU v4",
+        memory_bytes=int(30.75 * GIB),
+        hbm_bytes_per_s=1200e9,
+        link_bytes_per_s=45e9,
+        dcn_bytes_per_s=6.25e9,
+        devices_per_host=4,
+    ),
+    _tpu(
+        "v5e",
+        "TPU v5 lite",
+        memory_bytes=int(15.75 * GIB),
+        hbm_bytes_per_s=819e9,
+        link_bytes_per_s=50e9,
+        dcn_bytes_per_s=3.125e9,
+        devices_per_host=4,  # as the compiler lays out hosts of more than one: 2 x 2
+    ),
+    _tpu(
+        "v5p",
+        "TPU v5",
+        memory_bytes=int(95.73 * GIB),
+        hbm_bytes_per_s=2765e9,
+        link_bytes_per_s=100e9,
+        dcn_bytes_per_s=6.25e9,
+        devices_per_host=4,
+    ),
+    _tpu(
+        "v6e",
+        "TPU v6 lite",
+        memory_bytes=int(31.24 * GIB),
+        hbm_bytes_per_s=1638e9,
+        link_bytes_per_s=100e9,
+        dcn_bytes_per_s=12.5e9,
+        devices_per_host=4,
+    ),
+    # A device is one of a chip's two cores: half of its memory, bandwidths and links.
+    _tpu(
+        "tpu7x",
+        "TPU7x",
+        memory_bytes=int(94.74 * GIB),
+        hbm_bytes_per_s=7380e9 / 2,
+        link_bytes_per_s=100e9 / 2,
+        dcn_bytes_per_s=12.5e9 / 2,
+        devices_per_host=8,
+        cores_per_chip=2,
+    ),
+    # DGX A100: 8 x 200 Gb/s; DGX H100 and H200: 8 x 400 Gb/s.
+    _gpu(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        tf32=156e12,
+        memory_bytes=85_100_068_864,
+        hbm_bytes_per_s=2039e9,
+        link_bytes_per_s=300e9,
+        dcn_bytes_per_s=25e9,
+    ),
+    _gpu(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        tf32=494.7e12,
+        memory_bytes=84_942_979_072,
+        hbm_bytes_per_s=3352e9,
+        link_bytes_per_s=450e9,
+        dcn_bytes_per_s=50e9,
+    ),
+    _gpu(
+        "h200",
+        "NVIDIA H200",
+        tf32=494.7e12,
+        memory_bytes=151_397_597_184,
+        hbm_bytes_per_s=4800e9,
+        link_bytes_per_s=450e9,
+        dcn_bytes_per_s=50e9,
+    ),
+    # Simulated devices: they share one machine, of which nothing is known here.
+    Chip(
+        name="cpu",
+        kind="cpu",
+        device_kind="cpu",
+        memory_bytes=None,
+        flops=MappingProxyType({}),
+        hbm_bytes_per_s=None,
+        link_bytes_per_s=None,
+        links=1,
+        dcn_bytes_per_s=None,
+        devices_per_host=8,
+    ),
+)
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Returns the chip that JAX calls by this name, or None where there is no row for it.
+
+    >>> chip_of("TPU v5 lite").name, chip_of("TPU v5p").name, chip_of("abacus")
+    ('v5e', 'v5p', None)
+    """
+    kind = {"TPU v5p": "TPU v5", "TPU v5e": "TPU v5 lite"}.get(device_kind, device_kind)
+    return next((chip for chip in _CHIPS if chip.device_kind == kind), None)
+
+
+def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
+    """Returns the dense peak FLOP/s of one device, or None where it is not known.
+
+    Args:
+      device_kind: ``jax.Device.device_kind``.
+      dtype: of the operands. float32 is in no row: its products run on different units by a setting
+        that a utilisation would have to know.
+
+    >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H200", jnp.float32), peak_flops("cpu")
+    (989400000000000.0, None, None)
+    """
+    name = jnp.dtype(dtype).name
+    return PEAK_FLOPS.get(device_kind, {}).get("float8" if name.startswith("float8") else name)

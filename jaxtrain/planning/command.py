@@ -1,0 +1,93 @@
+"""What `jaxtrain plan` does with its flags."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.planning import nearest_fit
+from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
+from jaxtrain.planning.report import print_plan
+from jaxtrain.planning.targets import Target, stay_on_cpu
+
+
+def run_plan(
+    load: Callable[[Sequence[str]], Experiment],
+    flags: Sequence[str],
+    target: Target,
+    *,
+    as_json: bool = False,
+    save_hlo: Path | None = None,
+    has_flag: Callable[[str], bool] = lambda _: True,
+) -> Plan:
+    """Plans an experiment, looks for a change where it does not fit, and prints the result.
+
+    Args:
+      load: builds the experiment from its flags.
+      flags: those flags.
+      target: what for.
+      as_json: prints one JSON object instead of the tables.
+      save_hlo: also saves the compiled program's text there.
+      has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
+    """
+    stay_on_cpu()
+    target.devices()  # before anything asks JAX for devices
+    experiment = load(flags)
+    sizes = {axis: size for axis, size in experiment.mesh.items() if axis != "dcn_data"}
+    devices = math.prod(sizes.values())
+    if devices not in (target.size, -1) and devices > 0 and not has_flag("mesh"):
+        raise ValueError(
+            f"experiment {experiment.name!r} is made for {devices} devices and its Config has no "
+            f"field 'mesh' to change that: give a target of {devices}, not {target}"
+        )
+    plan = plan_experiment(experiment, target)
+    if save_hlo is not None and plan.hlo:
+        save_hlo.write_text(plan.hlo)
+    if not plan.fits:
+        found = nearest_fit.nearest_fit(
+            experiment,
+            target,
+            rematerialised=_rematerialised(load, flags, experiment),
+            has_flag=has_flag,
+        )
+        plan = dataclasses.replace(plan, mend=nearest_fit.describe(found))
+    if as_json:
+        print(json.dumps(plan.to_json(), allow_nan=False, default=str))
+    else:
+        print_plan(plan, Console(highlight=False, width=_width()))
+    return plan
+
+
+def _width() -> int | None:
+    # Wide enough for the tables where the output is no terminal.
+    return None if Console().is_terminal else 100
+
+
+def _rematerialised(
+    load: Callable[[Sequence[str]], Experiment], flags: Sequence[str], experiment: Experiment
+) -> Callable[[Experiment], Experiment | None]:
+    """Makes the experiment of the same flags with ``--remat full``, where it has that flag."""
+    flags = list(flags)
+    if "--remat" in flags:
+        place = flags.index("--remat")
+        if flags[place + 1 : place + 2] == ["full"]:
+            return lambda _: None
+        del flags[place : place + 2]
+    if not has_remat(experiment):
+        return lambda _: None
+    full = load([*flags, "--remat", "full"])
+
+    def remat(other: Experiment) -> Experiment:
+        names = ("mesh", "zero", "accumulate", "pipeline")
+        return dataclasses.replace(full, **{name: getattr(other, name) for name in names})
+
+    return remat
+
+
+def has_remat(experiment: Experiment) -> bool:
+    """Whether the experiment's flags have ``--remat``."""
+    return "remat" in experiment.config.get("flags", {})

@@ -1,0 +1,105 @@
+"""After a run: how what was predicted compares with what was measured."""
+
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import Experiment, build_step, make_abstract_state
+from jaxtrain.host import memory
+from jaxtrain.host.memory import human_bytes
+from jaxtrain.parallel.mesh import describe_mesh
+from jaxtrain.planning.ahead_of_time import peak_bytes, trace_flops
+from jaxtrain.planning.chips import Chip, chip_of
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.planning.roofline import Roofline, make_roofline
+
+
+def compare_with_run(
+    programs: Mapping[int, CompiledStep],
+    mesh: Mesh,
+    experiment: Experiment,
+    seconds_per_step: float | None,
+) -> list[str]:
+    """Says how the compiled step's own prediction compares with the run.
+
+    Args:
+      programs: of the train step, by the number of steps in a call; the first is compared.
+      mesh: where.
+      experiment: what it is a step of.
+      seconds_per_step: as measured, evaluation and checkpoints left out; None where nothing was.
+
+    Returns:
+      Lines for the log: memory, where the backend counts it, and the time of a step, where the
+      device's peaks are known; none on a CPU, which has neither.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return []
+    return compare(programs, mesh, experiment, seconds_per_step)
+
+
+def compare(
+    programs: Mapping[int, CompiledStep],
+    mesh: Mesh,
+    experiment: Experiment,
+    seconds_per_step: float | None,
+) -> list[str]:
+    """:func:`compare_with_run` on any device: where there is nothing to compare, it says so."""
+    device = mesh.devices.flat[0]
+    steps, train = next(iter(programs.items()))
+    try:
+        return [
+            _memory_line(peak_bytes(train.compiled, device.platform), device.platform),
+            _time_line(
+                train, steps, mesh, experiment, seconds_per_step, chip_of(device.device_kind)
+            ),
+        ]
+    except Exception as error:  # the run is done and saved: nothing said about it may end it
+        return [f"predicted memory and step time: not compared, {type(error).__name__}: {error}"]
+
+
+def _memory_line(predicted: int, platform: str) -> str:
+    measured = memory.device_memory().get("peak")
+    text = f"predicted memory {human_bytes(predicted)} per device"
+    if not measured:
+        return f"{text}; measured: the {platform} backend keeps no count"
+    return f"{text}; measured peak {human_bytes(measured)} ({measured / predicted - 1:+.1%})"
+
+
+def _time_line(
+    train, steps: int, mesh, experiment, seconds: float | None, chip: Chip | None
+) -> str:
+    if chip is None or chip.hbm_bytes_per_s is None:
+        kind = mesh.devices.flat[0].device_kind
+        return f"predicted step time: none, the peaks of {kind!r} are not known"
+    if seconds is None:
+        return "predicted step time: not compared, too few steps were timed"
+    roofline = predict(train, mesh, experiment, chip, steps=steps)
+    if not roofline.known:
+        return "predicted step time: none, a peak of this device is not known"
+    least, most = roofline.step_seconds, roofline.step_seconds_apart
+    return (
+        f"predicted step time {1e3 * least:.1f} to {1e3 * most:.1f} ms on {describe_mesh(mesh)} "
+        f"(bound by {roofline.bound}); measured {1e3 * seconds:.1f} ms, {seconds / least:.2f} times"
+    )
+
+
+def predict(
+    train: CompiledStep, mesh: Mesh, experiment: Experiment, chip: Chip, *, steps: int = 1
+) -> Roofline:
+    """Returns the roofline of a train step, from a compiled call of so many steps."""
+    state = make_abstract_state(experiment, mesh)
+    step = build_step(experiment, state, mesh)
+    flops = trace_flops(step, state, experiment.batch, mesh, experiment.rules)
+    program = read_program(train.compiled.as_text(), mesh).per_step(steps)
+    hosts = len({device.process_index for device in mesh.devices.flat})
+    island = mesh.size if chip.kind == "tpu" else max(1, mesh.size // hosts)
+    return make_roofline(
+        chip,
+        mesh,
+        flops=flops.by_dtype,
+        hbm_bytes=program.hbm_bytes,
+        collectives=program.collectives,
+        devices_per_island=island,
+    )

@@ -1,0 +1,370 @@
+"""What a plan says, as data and as text: the answer first, then where it comes from."""
+
+import dataclasses
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.planning.flops import Flops
+from jaxtrain.planning.hlo import Collective
+from jaxtrain.planning.roofline import Roofline
+
+UNKNOWN = "not known"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Args:
+      parameters, optimizer_state, other_state, batch: what the step is given; the state is donated,
+        so its new value takes no more.
+      activations: what loops over layers stack in the forward pass for the backward pass to read
+        (:class:`.hlo.Program`). Of layers that are not in a loop, what is kept counts as
+        temporaries.
+      temporaries: the rest of the peak: gradients, and what comes and goes.
+      program: the compiled code.
+      peak: all of the above except the program, at the fullest moment.
+      limit: what the device has; None where it is not known.
+    """
+
+    parameters: int
+    optimizer_state: int
+    other_state: int
+    batch: int
+    activations: int
+    temporaries: int
+    program: int
+    peak: int
+    limit: int | None
+
+    @property
+    def state(self) -> int:
+        """Parameters, optimizer state and the rest of the state."""
+        return self.parameters + self.optimizer_state + self.other_state
+
+    @property
+    def needed(self) -> int:
+        """The peak and the program."""
+        return self.peak + self.program
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the limit."""
+        return self.limit is None or self.needed <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same mesh axes.
+
+    Args:
+      kind, axes: see :class:`jaxtrain.planning.hlo.Collective`.
+      executions: per step and device, over all of them.
+      smallest, largest: bytes of one execution's whole array.
+      payload: bytes of all executions' arrays.
+      sent: bytes that one device sends per step.
+      seconds: at the links' peak; None where it is not known.
+      conditional: whether any is in a branch, counted as if always taken.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    executions: int
+    smallest: int
+    largest: int
+    payload: int
+    sent: float
+    seconds: float | None
+    conditional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step needs on a target.
+
+    Args:
+      name: of what was planned.
+      target: what for, as it is written.
+      device_kind: what JAX calls a device of it.
+      devices, hosts: how many.
+      mesh: sizes of mesh axes above 1.
+      fits: whether it fits in a device's memory.
+      shortage: bytes that are missing where it does not.
+      memory: what it takes; None where the compiler refused and said no more.
+      traffic: collectives by kind and axes.
+      collectives: every one.
+      flops: of one step over all devices, counted from the jaxpr.
+      flops_formula: by the model's formula, and the formula's name; None where there is none.
+      hbm_bytes: moved by one device per step, an estimate (:class:`jaxtrain.planning.hlo.Program`).
+      roofline: times at the chip's peaks.
+      peak_flops: of one device for the dtype that most is multiplied in.
+      compile_seconds: wall time of tracing and compiling; None where the compiler refused.
+      warnings: what should not be there.
+      notes: what is left out or assumed.
+      mend: the nearest change that fits, where it does not.
+      hlo: the compiled program's text.
+    """
+
+    name: str
+    target: str
+    device_kind: str
+    devices: int
+    hosts: int
+    mesh: Mapping[str, int]
+    fits: bool
+    shortage: int
+    memory: Memory | None
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    flops: Flops
+    flops_formula: tuple[float, str] | None
+    hbm_bytes: float | None
+    roofline: Roofline | None
+    peak_flops: float | None
+    compile_seconds: float | None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    mend: str | None = None
+    hlo: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def mfu_ceiling(self) -> float | None:
+        """Model FLOPs (by the formula, else counted) over peak, at the predicted step time."""
+        if self.roofline is None or self.roofline.step_seconds is None or not self.peak_flops:
+            return None
+        flops = self.flops_formula[0] if self.flops_formula else self.flops.total
+        return flops / (self.devices * self.peak_flops * self.roofline.step_seconds)
+
+    def report(self, width: int = 100) -> str:
+        """Draws it as text of at most ``width`` columns."""
+        return _draw(lambda console: print_plan(self, console), width)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        needed = "" if self.memory is None else f", {human_bytes(self.memory.needed)} per device"
+        return f"<Plan of {self.name} on {self.target}: fits={self.fits}{needed}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as data that ``json.dumps`` takes, without the program's text."""
+        plain = dataclasses.asdict(dataclasses.replace(self, hlo=""))
+        del plain["hlo"]
+        plain["mfu_ceiling"] = self.mfu_ceiling
+        if self.roofline is not None:
+            plain["roofline"]["step_seconds"] = self.roofline.step_seconds
+            plain["roofline"]["step_seconds_apart"] = self.roofline.step_seconds_apart
+            plain["roofline"]["bound"] = self.roofline.bound
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a compiled function communicates and takes.
+
+    Args:
+      traffic, collectives: as in :class:`Plan`.
+      memory: by name, in bytes per device: arguments, outputs, temporaries, program, peak, and what
+        loops keep for later loops.
+      hbm_bytes: as in :class:`Plan`.
+      loops: trip counts; None where it is not known, and counted as 1.
+      warnings: what should not be there, where parameters were given.
+    """
+
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    memory: Mapping[str, int]
+    hbm_bytes: float
+    loops: tuple[int | None, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, width: int = 100) -> str:
+        """Draws it as text of at most ``width`` columns."""
+        return _draw(lambda console: _explain(self, console), width)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as data that ``json.dumps`` takes."""
+        return dataclasses.asdict(self)
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints a plan."""
+    console = console or Console(highlight=False)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "1 device"
+    hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
+    _line(console, f"{plan.name} on {plan.target}", style="bold")
+    _line(console, f"{plan.devices} x {plan.device_kind}, {hosts}; mesh {mesh}", indent=2)
+    _line(console, "")
+    _line(console, verdict(plan), style="bold green" if plan.fits else "bold red")
+    if plan.mend:
+        _line(console, f"nearest change that fits: {plan.mend}", indent=2)
+    for warning in plan.warnings:
+        _line(console, f"WARNING: {warning}", style="bold yellow")
+    if plan.memory is not None:
+        _section(console, "memory per device", _memory(plan))
+        traffic = Text("not known") if plan.hbm_bytes is None else _traffic(plan.traffic)
+        _section(console, "communication per step, one device", traffic)
+    _section(console, "FLOPs per step, all devices", _flops(plan))
+    if plan.roofline is not None:
+        _section(console, "time per step at the chip's published peaks", _roofline(plan))
+        for sentence in _prediction(plan):
+            _line(console, sentence, indent=2)
+    if plan.compile_seconds is not None:
+        _line(console, "")
+        _line(console, f"compiled in {plan.compile_seconds:.1f} s")
+    for note in plan.notes:
+        _line(console, f"note: {note}", style="dim")
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one sentence."""
+    memory = plan.memory
+    if memory is None:
+        missing = f"{plan.shortage:,} bytes ({human_bytes(plan.shortage)}) of memory are missing"
+        return f"does not fit: {missing if plan.shortage else 'the compiler ran out of memory'}"
+    needed = human_bytes(memory.needed)
+    if memory.limit is None:
+        return f"needs {needed} per device; how much there is, is not known"
+    share = f"{needed} of {human_bytes(memory.limit)} per device"
+    if plan.fits:
+        return f"fits: {share} ({memory.needed / memory.limit:.0%})"
+    return f"does not fit: {share}; {plan.shortage:,} bytes ({human_bytes(plan.shortage)}) missing"
+
+
+def _memory(plan: Plan) -> Table:
+    memory = plan.memory
+    rows = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer_state,
+        "other state": memory.other_state,
+        "batch": memory.batch,
+        "activations kept for backward": memory.activations,
+        "gradients and temporaries": memory.temporaries,
+    }
+    table = _table("", "bytes", "")
+    for name, size in rows.items():
+        table.add_row(name, f"{size:,}", human_bytes(size))
+    table.add_row("peak", f"{memory.peak:,}", human_bytes(memory.peak), style="bold")
+    table.add_row("program", f"{memory.program:,}", human_bytes(memory.program))
+    if memory.limit is not None:
+        table.add_row("the device has", f"{memory.limit:,}", human_bytes(memory.limit))
+    return table
+
+
+def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
+    if not traffic:
+        return Text("none")
+    known = any(row.seconds is not None for row in traffic)
+    table = _table(
+        "collective", "axes", "times", "bytes each", "sent", *(["time"] if known else [])
+    )
+    table.columns[1].justify = "left"
+    for row in traffic:
+        sizes = human_bytes(row.largest)
+        if row.smallest != row.largest:
+            sizes = f"{human_bytes(row.smallest)} to {sizes}"
+        cells = [
+            row.kind,
+            " + ".join(row.axes),
+            f"{'≤ ' if row.conditional else ''}{row.executions:,}",
+            sizes,
+            human_bytes(row.sent),
+        ]
+        table.add_row(*cells, *([_seconds(row.seconds)] if known else []))
+    return table
+
+
+def _flops(plan: Plan) -> Table:
+    table = _table("", "FLOPs", "")
+    table.columns[2].justify = "left"
+    if plan.flops_formula is not None:
+        table.add_row("model", f"{human_count(plan.flops_formula[0])}", plan.flops_formula[1])
+    dtypes = ", ".join(
+        f"{count / plan.flops.total:.0%} {dtype}" for dtype, count in plan.flops.by_dtype.items()
+    )
+    table.add_row("executed", human_count(plan.flops.total), f"counted in the jaxpr: {dtypes}")
+    return table
+
+
+def _roofline(plan: Plan) -> Table:
+    roofline = plan.roofline
+    table = _table("", "time", "")
+    table.columns[2].justify = "left"
+    peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
+    table.add_row("compute", _seconds(roofline.compute), peak)
+    moved = f"{human_bytes(plan.hbm_bytes)} moved, an estimate" if plan.hbm_bytes else ""
+    table.add_row("HBM", _seconds(roofline.hbm), moved)
+    for axes, seconds in roofline.interconnect.items():
+        sent = sum(row.sent for row in plan.traffic if " + ".join(row.axes) == axes)
+        table.add_row(f"interconnect {axes}", _seconds(seconds), f"{human_bytes(sent)} sent")
+    return table
+
+
+def _prediction(plan: Plan) -> list[str]:
+    roofline = plan.roofline
+    if not roofline.known:
+        return ["predicted step time: not known, for want of the device's peaks"]
+    lines = [
+        f"bound by {roofline.bound}; predicted step time {_seconds(roofline.step_seconds)} if all "
+        f"of it overlaps, {_seconds(roofline.step_seconds_apart)} if no communication does"
+    ]
+    if plan.mfu_ceiling is not None:
+        lines.append(f"MFU at most {plan.mfu_ceiling:.1%}")
+    return lines
+
+
+def _explain(explanation: Explanation, console: Console) -> None:
+    for warning in explanation.warnings:
+        _line(console, f"WARNING: {warning}", style="bold yellow")
+    table = _table("", "bytes", "")
+    for name, size in explanation.memory.items():
+        table.add_row(name, f"{size:,}", human_bytes(size))
+    _section(console, "memory per device", table)
+    _section(console, "communication per call, one device", _traffic(explanation.traffic))
+    if None in explanation.loops:
+        _line(console, "note: loops of unknown length are counted as one trip", style="dim")
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    return table
+
+
+def _section(console: Console, title: str, body: Table | Text) -> None:
+    _line(console, "")
+    _line(console, title, style="bold")
+    console.print(Padding(body, (0, 0, 0, 2), expand=False))
+
+
+def _line(console: Console, text: str, *, style: str = "", indent: int = 0) -> None:
+    console.print(
+        Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
+        if indent
+        else Text(text, style)
+    )
+
+
+def _draw(draw: Callable[[Console], None], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    draw(console)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

@@ -1,0 +1,581 @@
+"""Which mesh: enumerates layouts of an experiment on a target, and says why the others lost.
+
+A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches and a choice of
+rematerialisation. All that divide the target's devices are looked at:
+
+1. what the library itself refuses, or would put a tensor axis across hosts, or holds more state
+   than the memory, is rejected by shapes alone;
+2. the others are walked (:mod:`.estimate`): with the fewest microbatches that fit, and
+   with as little rematerialisation as fits;
+3. those that fit are ranked by their predicted step time, and the best few are compiled by the
+   target's own compiler, whose memory stands beside the estimate.
+
+Rejected layouts are told by family: how many, why, and one of them.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from jaxtrain.experiment import (
+    Experiment,
+    compile_loop,
+    make_abstract_state,
+    make_experiment_mesh,
+)
+from jaxtrain.host.signals import SignalWatch
+from jaxtrain.ops.attention import AheadOfTimeWarning
+from jaxtrain.planning.ahead_of_time import unknown_note
+from jaxtrain.planning.candidates import Candidate, make_candidates, make_meshes, with_candidate
+from jaxtrain.planning.estimate import Estimate, Prediction, estimate, predict, state_bytes, trace
+from jaxtrain.planning.targets import Target
+
+WIDTH = 100
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A layout that fits, by its estimate; the best ones with what the compiler says.
+
+    Args:
+      candidate: the layout.
+      estimated_bytes: of one device at its peak, by :mod:`jaxtrain.planning.estimate`.
+      prediction: seconds, and what bounds them.
+      bubble: of a pipeline.
+      mfu: model FLOPs over peak FLOPs in the predicted time; None where either is unknown.
+      compiled_bytes: peak by the compiler; None where it was not asked.
+      compile_s: how long it took.
+      problem: why the compiler refused, in one sentence; None where it did not.
+      note: how what was compiled differs from what would run; None where it does not.
+    """
+
+    candidate: Candidate
+    estimated_bytes: int
+    prediction: Prediction
+    bubble: float
+    mfu: float | None
+    compiled_bytes: int | None = None
+    compile_s: float | None = None
+    problem: str | None = None
+    note: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Estimate over compiler, less 1; None where it was not compiled."""
+        if self.compiled_bytes is None:
+            return None
+        return self.estimated_bytes / self.compiled_bytes - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Layouts that lost for one reason.
+
+    Args:
+      reason: in words.
+      count: how many.
+      example: one of them.
+    """
+
+    reason: str
+    count: int
+    example: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Args:
+      target: its name.
+      memory_bytes: of one device; None where nothing limits it.
+      considered: layouts in all.
+      rows: those that fit, fastest first; compiled ones that fit before the others.
+      families: why the others lost, largest first.
+      seconds: how long the search took, compiling included.
+      complete: False where it was stopped before its end.
+    """
+
+    target: str
+    memory_bytes: int | None
+    considered: int
+    rows: tuple[Row, ...]
+    families: tuple[Family, ...]
+    seconds: float
+    complete: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain data: bytes and seconds."""
+        rows = [
+            {
+                "mesh": dict(row.candidate.mesh),
+                "microbatches": row.candidate.microbatches,
+                "remat": row.candidate.remat,
+                "stage_remat": row.candidate.stage_remat,
+                "flags": row.candidate.flags,
+                "estimated_bytes": row.estimated_bytes,
+                "compiled_bytes": row.compiled_bytes,
+                "error": row.error,
+                "step_s": row.prediction.step_s,
+                "compute_s": row.prediction.compute_s,
+                "hbm_s": row.prediction.hbm_s,
+                "wire_s": dict(row.prediction.wire_s),
+                "bound": row.prediction.bound,
+                "bubble": row.bubble,
+                "mfu": row.mfu,
+                "compile_s": row.compile_s,
+                "problem": row.problem,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {
+            "target": self.target,
+            "memory_bytes": self.memory_bytes,
+            "considered": self.considered,
+            "rows": rows,
+            "rejected": [dataclasses.asdict(family) for family in self.families],
+            "seconds": self.seconds,
+            "complete": self.complete,
+        }
+
+
+def search(
+    build: Callable[[Any], Experiment],
+    config: Any,
+    target: Target,
+    *,
+    compile_best: int = 5,
+    progress: Callable[[str], None] = lambda line: None,
+    watch: Callable[[Callable[[], SearchResult]], None] = lambda so_far: None,
+) -> SearchResult:
+    """Ranks the layouts of an experiment on a target.
+
+    Args:
+      build: ``config -> Experiment``, called once per layout: an outline that reads no data.
+      config: the experiment's, a frozen dataclass. Varied are its ``mesh``, ``accumulate``,
+        ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them; all else
+        (global batch, precision, optimizer, zero, schedule) stays.
+      target: what to run on. Its compiler is needed for ``compile_best`` above 0 only.
+      compile_best: how many layouts to compile, the fastest by prediction first.
+      progress: called with a line of text now and then.
+      watch: called once at the start with a function that any thread may ask for what was found so
+        far.
+
+    Raises:
+      ValueError: for a config without a mesh, a chip without published peaks, or a compiler that is
+        not installed.
+    """
+    if not dataclasses.is_dataclass(getattr(config, "mesh", None)):
+        raise ValueError(
+            "there is nothing to search: the experiment's Config has no field 'mesh' with the "
+            "sizes data, fsdp, tensor and pipe"
+        )
+    if target.chip.hbm_bytes_per_s is None:
+        raise ValueError(
+            f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
+        )
+    start = time.perf_counter()
+    if compile_best:
+        # What is not installed is better known now than in a minute.
+        target.devices()
+    rejections, estimator = Rejections(), Estimator(build, config, target)
+    rows, considered = [], 0
+
+    def found(complete: bool) -> SearchResult:
+        ranked, rejected = rank(rows, target), copy.deepcopy(rejections)
+        shown = [row for row in ranked if row.compiled_bytes is not None]
+        shown = shown or ranked[: max(1, compile_best)]
+        for row in ranked:
+            if row not in shown:
+                slower = row.prediction.step_s / ranked[0].prediction.step_s
+                reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
+                rejected.add(reason, row.candidate.mesh_name, 1, slower)
+        return SearchResult(
+            target=str(target),
+            memory_bytes=target.chip.memory_bytes,
+            considered=considered,
+            rows=tuple(shown),
+            families=rejected.families(),
+            seconds=time.perf_counter() - start,
+            complete=complete,
+        )
+
+    watch(lambda: found(complete=False))
+    meshes = list(make_meshes(config, target.size, slices=target.slices))
+    for i, mesh in enumerate(meshes):
+        progress(f"mesh {i + 1} of {len(meshes)}")
+        candidates = list(make_candidates(config, mesh))
+        considered += len(candidates)
+        if reason := refuse_mesh(build, config, mesh, target):
+            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
+            continue
+        rows += walk_mesh(estimator, candidates, target, rejections)
+    rows.sort(key=lambda row: row.prediction.step_s)
+    compile_rows(build, config, rows, target, compile_best, progress)
+    return found(complete=True)
+
+
+class Estimator:
+    """Estimates layouts of one experiment, and traces a step once for all meshes it serves."""
+
+    def __init__(self, build: Callable[[Any], Experiment], config: Any, target: Target):
+        self.build, self.config, self.target = build, config, target
+        self.traces: dict[str, Any] = {}
+
+    def __call__(self, candidate: Candidate) -> tuple[Experiment, Estimate]:
+        """Builds and estimates a layout.
+
+        Raises:
+          ValueError: for one that cannot be trained.
+        """
+        experiment = self.build(with_candidate(self.config, candidate))
+        twin = self.twin(candidate)
+        key = repr(twin)
+        if key not in self.traces:
+            built = self.build(with_candidate(self.config, twin))
+            self.traces[key] = trace(built, self.target.size, kind=self.target.chip.kind)
+        estimated = estimate(
+            experiment,
+            self.target.size,
+            kind=self.target.chip.kind,
+            traced=self.traces[key],
+        )
+        return experiment, estimated
+
+    def twin(self, candidate: Candidate) -> Candidate:
+        """The layout whose trace stands for this one, see :func:`.estimate.trace`."""
+        shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
+        both = "data" in candidate.mesh and "fsdp" in candidate.mesh
+        slices = candidate.mesh.get("dcn_data", 1)
+        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % (2 * slices):
+            return candidate
+        mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
+        return dataclasses.replace(candidate, mesh=mesh)
+
+
+class Rejections:
+    """Counts rejected layouts by reason. ``#`` in a reason stands for a number that varies."""
+
+    def __init__(self):
+        self.found: dict[str, tuple[int, str, list[float]]] = {}
+
+    def add(self, reason: str, example: str, count: int = 1, number: float | None = None) -> None:
+        """Counts layouts."""
+        before, first, numbers = self.found.get(reason, (0, example, []))
+        numbers = numbers if number is None else [*numbers, number]
+        self.found[reason] = before + count, first, numbers
+
+    def families(self) -> tuple[Family, ...]:
+        """The families, largest first."""
+        listed = []
+        for reason, (count, example, numbers) in self.found.items():
+            if numbers:
+                low, high = min(numbers), max(numbers)
+                span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+                reason = reason.replace("#", span)
+            listed.append(Family(reason, count, example))
+        return tuple(sorted(listed, key=lambda family: -family.count))
+
+
+def refuse_mesh(
+    build: Callable[[Any], Experiment], config: Any, mesh: Mapping[str, int], target: Target
+) -> str | None:
+    """Says why no layout of a mesh can be trained, by shapes alone; None where some may be."""
+    tensor = mesh.get("tensor", 1)
+    island = target.devices_per_island
+    if tensor > island or (tensor > 1 and island % tensor):
+        where = "slices" if target.chip.kind == "tpu" else "hosts"
+        return f"the tensor axis would cross {where} (of {island} devices)"
+    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    rows = getattr(config, "global_batch", None)
+    if rows is not None and rows % (shards * mesh.get("pipe", 1)):
+        return "the global batch does not divide over data x fsdp (x pipe, for its microbatches)"
+    stages = mesh.get("pipe", 1)
+    first = Candidate(mesh, stages, stage_remat="full") if stages > 1 else Candidate(mesh)
+    try:
+        experiment = build(with_candidate(config, first))
+        state = state_bytes(experiment, target.size)
+    except ValueError as error:
+        return f"does not divide: {family_of(str(error))}"
+    if target.chip.memory_bytes is not None and state > target.chip.memory_bytes:
+        times = state / target.chip.memory_bytes
+        return f"parameters and optimizer state alone are {_rough(times)} x the memory"
+    return None
+
+
+def walk_mesh(
+    estimator: "Estimator",
+    candidates: Sequence[Candidate],
+    target: Target,
+    rejections: Rejections,
+) -> list[Row]:
+    """Estimates the layouts of one mesh as far as is needed; returns those that fit.
+
+    More microbatches than the fewest that fit only repeat the traffic of weights, so they are not
+    walked (a pipeline has a smaller bubble with more: its largest number is). With as many
+    microbatches, rematerialisation is only walked where less of it does not fit.
+    """
+    rows: list[Row] = []
+    kinds = list(dict.fromkeys((c.remat, c.stage_remat) for c in candidates))
+    fewest = math.inf
+    for kind in kinds:
+        ladder = [c for c in candidates if (c.remat, c.stage_remat) == kind]
+        pipelined = ladder[0].stage_remat is not None
+        if pipelined:
+            ladder = ladder[::-1]
+        at = 0
+        while at < len(ladder):
+            candidate = ladder[at]
+            if not pipelined and candidate.microbatches >= fewest:
+                rejections.add(
+                    "recomputes, where less of that fits as well",
+                    candidate.mesh_name,
+                    len(ladder) - at,
+                )
+                break
+            try:
+                experiment, estimated = estimator(candidate)
+            except ValueError as error:
+                rejections.add(
+                    f"does not divide: {family_of(str(error))}",
+                    candidate.mesh_name,
+                    len(ladder) - at,
+                )
+                break
+            over = estimated.peak_bytes / (target.chip.memory_bytes or math.inf)
+            if over <= 1:
+                rows.append(make_row(candidate, experiment, estimated, target))
+                rest = len(ladder) - at - 1
+                if rest:
+                    what = "fewer" if pipelined else "more"
+                    rejections.add(
+                        f"{what} microbatches than the best of its mesh", candidate.mesh_name, rest
+                    )
+                fewest = min(fewest, candidate.microbatches)
+                break
+            # Working memory falls at best with the microbatch: what cannot fit is not walked.
+            step = 1
+            if not pipelined:
+                room = target.chip.memory_bytes - estimated.state_bytes - estimated.batch_bytes
+                step = max(1, int(math.log2(max(1.0, estimated.working_bytes / max(1, room)))))
+            if pipelined:
+                # Fewer microbatches are larger ones, and need no less.
+                step = len(ladder)
+            skipped = min(step, len(ladder) - at)
+            rejections.add(
+                "needs # x the memory with activations", candidate.mesh_name, skipped, over
+            )
+            at += step
+    return rows
+
+
+def make_row(
+    candidate: Candidate, experiment: Experiment, estimated: Estimate, target: Target
+) -> Row:
+    """The row of a layout that fits."""
+    prediction = predict(estimated, target)
+    peak = target.chip.peak_flops(experiment.policy.compute_dtype)
+    mfu = None
+    if experiment.flops_per_step and peak:
+        mfu = experiment.flops_per_step / (prediction.step_s * target.size * peak)
+    unknown = estimated.cost.unknown
+    note = unknown_note(unknown) if unknown else None
+    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, note=note)
+
+
+def compile_rows(
+    build: Callable[[Any], Experiment],
+    config: Any,
+    rows: list[Row],
+    target: Target,
+    count: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Compiles the first rows, in their place, until ``count`` of them fit."""
+    good = bad = 0
+    for i, row in enumerate(rows):
+        if good == count or bad > count:
+            return
+        progress(f"compiling {row.candidate.mesh_name}")
+        rows[i] = compile_row(build, config, row, target)
+        fits = _fits(rows[i], target.chip.memory_bytes)
+        good, bad = good + fits, bad + (not fits)
+
+
+def rank(rows: Sequence[Row], target: Target) -> list[Row]:
+    """Sorts rows: compiled ones that fit, compiled ones that do not, others, each fastest first."""
+
+    def group(row: Row) -> int:
+        if row.compile_s is None:
+            return 2
+        return int(not _fits(row, target.chip.memory_bytes))
+
+    return sorted(rows, key=lambda row: (group(row), row.prediction.step_s))
+
+
+def _fits(row: Row, memory_bytes: int | None) -> bool:
+    """Whether nothing that the compiler has said of a row is against it."""
+    return row.problem is None and (row.compiled_bytes or 0) <= (memory_bytes or math.inf)
+
+
+def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, target: Target) -> Row:
+    """Asks the compiler about a layout."""
+    experiment = build(with_candidate(config, row.candidate))
+    start = time.perf_counter()
+    mesh = make_experiment_mesh(experiment, target.devices())
+    state = make_abstract_state(experiment, mesh)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AheadOfTimeWarning)
+            calls = experiment.steps_per_call
+            compiled = compile_loop(experiment, state, mesh, 0, calls)[1][calls].compiled
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
+        scale = {"K": 2**10, "M": 2**20, "G": 2**30}
+        size = int(float(used[1]) * scale[used[2]]) if used else None
+        problem = "does not fit, says the compiler" if used else str(error).splitlines()[0]
+        return dataclasses.replace(
+            row,
+            compiled_bytes=size,
+            compile_s=time.perf_counter() - start,
+            problem=problem,
+        )
+    notes = [str(w.message) for w in caught if issubclass(w.category, AheadOfTimeWarning)]
+    return dataclasses.replace(
+        row,
+        compiled_bytes=compiled.memory_analysis().peak_memory_in_bytes,
+        compile_s=time.perf_counter() - start,
+        note=notes[0] if notes else row.note,
+    )
+
+
+def family_of(sentence: str) -> str:
+    """A refusal's first clause, with the numbers that vary from layout to layout left out.
+
+    >>> family_of("--mesh.tensor 64 does not divide 32 heads: use a divisor")
+    '--mesh.tensor does not divide 32 heads'
+    """
+    clause = sentence.split(": use ")[0].split("; use ")[0]
+    clause = re.sub(r"(--mesh\.\w+) \d+", r"\1", clause)
+    clause = re.sub(r"(mesh ax[ei]s '[\w ]+') of size \d+", r"\1", clause)
+    return re.sub(r"(of size|be cut into \w+=|over|into) \d+", r"\1 some", clause)
+
+
+def print_search(result: SearchResult, console: Console | None = None) -> None:
+    """Prints the ranked table and the families that lost, 100 columns wide."""
+    console = console or Console(width=WIDTH, highlight=False)
+    memory = "" if result.memory_bytes is None else f", {result.memory_bytes / GIB:.2f} GiB each"
+    console.print(
+        f"{result.considered} layouts on {result.target}{memory}, searched in "
+        f"{result.seconds:.0f} s" + ("" if result.complete else ", stopped before the end")
+    )
+    table = RichTable(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("mesh", no_wrap=True)
+    # One unit for all rows, by the smallest: a small model is nothing in GiB.
+    small = min((row.estimated_bytes for row in result.rows), default=GIB) < GIB / 10
+    unit, name = (2**20, "MiB") if small else (GIB, "GiB")
+    sizes = (f"estimated\n{name}", f"compiled\n{name}")
+    for name in ("micro-\nbatches", "remat", *sizes, "error", "step ms"):
+        table.add_column(name, justify="left" if name == "remat" else "right")
+    table.add_column("MFU", justify="right")
+    table.add_column("bound by")
+    rank = 0
+    for row in result.rows:
+        bad = not _fits(row, result.memory_bytes)
+        rank += not bad
+        bound = row.prediction.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
+        table.add_row(
+            "-" if bad else str(rank),
+            row.candidate.mesh_name,
+            str(row.candidate.microbatches),
+            row.candidate.remat_name,
+            f"{row.estimated_bytes / unit:.2f}",
+            "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
+            "-" if row.error is None else f"{100 * row.error:+.1f} %",
+            f"{1000 * row.prediction.step_s:,.1f}",
+            "-" if row.mfu is None else f"{row.mfu:.0%}",
+            row.problem or bound,
+        )
+    if not result.rows:
+        console.print("no layout fits")
+    else:
+        console.print(table)
+        console.print(f"train the first with: {' '.join(result.rows[0].candidate.flags)}")
+        console.print("times are predictions at published peaks; the error is estimate / compiler")
+        for note in dict.fromkeys(row.note for row in result.rows if row.note):
+            console.print(note)
+    console.print("\nrejected:")
+    rejections = RichTable(box=None, pad_edge=False, show_header=False)
+    rejections.add_column("", justify="right")
+    rejections.add_column("")
+    rejections.add_column("", no_wrap=True)
+    for family in result.families:
+        rejections.add_row(str(family.count), family.reason, f"e.g. {family.example}")
+    console.print(rejections)
+
+
+def run_search(
+    build: Callable[[Any], Experiment],
+    config: Any,
+    target: Target,
+    *,
+    compile_best: int = 5,
+    as_json: bool = False,
+) -> SearchResult:
+    """Searches with a line of progress on the terminal, and prints the result.
+
+    A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
+    """
+    console = Console(width=WIDTH, highlight=False)
+    so_far: list[Callable[[], SearchResult]] = []
+
+    def show(result: SearchResult) -> None:
+        if as_json:
+            print(json.dumps(result.to_json(), default=str))
+        else:
+            print_search(result, console)
+
+    def stop(number: int) -> None:
+        try:
+            status.stop()
+            if so_far:
+                show(so_far[0]())
+            sys.stdout.flush()
+        finally:
+            # A compiler that is at work would not let the main thread end.
+            os._exit(128 + number)
+
+    if compile_best:
+        target.devices()  # libraries that are loaded later would take the signals
+    status = console.status("searching")
+    with SignalWatch(stop), contextlib.nullcontext() if as_json else status:
+        result = search(
+            build,
+            config,
+            target,
+            compile_best=compile_best,
+            progress=status.update,
+            watch=so_far.append,
+        )
+    show(result)
+    return result
+
+
+def _rough(times: float) -> str:
+    return f"{times:.1f}" if times < 10 else f"{times:.0f}"

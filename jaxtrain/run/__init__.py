@@ -1,0 +1,1 @@
+"""A run around the train step: the loop, its folder, checkpoints, logs, and what interrupts it."""

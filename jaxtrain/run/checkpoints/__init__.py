@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, checked when they are read, restored on any mesh."""

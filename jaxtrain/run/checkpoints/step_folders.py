@@ -1,0 +1,175 @@
+"""The step folders of a checkpoint directory: what is there, what is whole, and the JSON in them.
+
+The first process alone lists and reads here, and the others are told: a listing that is stale on
+one host, or a file that it cannot read, cannot make processes choose different checkpoints.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxtrain.host import storage
+from jaxtrain.host.distributed import from_first_process
+from jaxtrain.host.paths import SHARED_SECONDS
+from jaxtrain.run.checkpoints import manifest as manifests
+from jaxtrain.run.checkpoints.leaves import ocp
+from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
+
+ITEMS = ("state", "manifest", "config")
+_JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
+
+
+class StepFolders:
+    """Finds and reads the step folders of one directory; all processes call it alike.
+
+    Args:
+      directory: where they are, local or remote.
+    """
+
+    def __init__(self, directory: epath.Path):
+        self.directory = directory
+        # By step: the size and time of a manifest, and the metrics in it. It is read when it is
+        # new or has changed.
+        self._read: dict[int, tuple[Any, dict[str, float]]] = {}
+
+    def found(self, *, seconds: float | None = None) -> list[int]:
+        """Returns the steps with a folder under a final name, whatever is in it, in order.
+
+        Args:
+          seconds: how long to retry where storage fails; None for the usual.
+
+        Raises:
+          StorageError: it went on failing.
+        """
+        return self._from_first(
+            lambda: sorted(self._paths()), f"the listing of {self.directory}", seconds
+        )
+
+    def whole(self, *, seconds: float | None = None) -> dict[int, dict[str, float]]:
+        """Returns the metrics of each step that has all its items and a sound manifest."""
+
+        def read() -> list[tuple[int, dict[str, float]]]:
+            whole = []
+            for step, path in sorted(self._paths().items()):
+                if all((path / item).exists() for item in ITEMS):
+                    with contextlib.suppress(DamagedCheckpointError):
+                        whole.append((step, self._metrics(step)))
+            return whole
+
+        return dict(self._from_first(read, f"the manifests in {self.directory}", seconds))
+
+    def json(self, step: int, item: str) -> dict[str, Any]:
+        """Returns what an item of JSON holds.
+
+        Raises:
+          DamagedCheckpointError: it is missing, or is not what was saved.
+          StorageError: storage went on failing.
+        """
+        return self._sound(step, item, lambda: self._json(step, item))
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """Returns the manifest of a step; raises as ``json``."""
+        return self._sound(step, "manifest", lambda: self._manifest(step))
+
+    def set_aside(self, step: int) -> None:
+        """Renames a folder without a sound checkpoint to ``damaged-9``; deletes it where it holds
+        no file. For the first process alone."""
+        path = self._paths()[step]
+        if next(files_below(path), None) is None:
+            path.rmtree()
+            return
+        name = f"damaged-{step}"
+        names = (self.directory / f"{name}{end}" for end in ("", *(f".{n}" for n in range(1, 999))))
+        path.rename(next(path for path in names if not path.exists()))
+
+    def damage(self, step: int, what: str) -> DamagedCheckpointError:
+        """Returns the error that says what is wrong with a step."""
+        return DamagedCheckpointError(f"checkpoint {step} in {self.directory} is damaged: {what}")
+
+    def wait_for(self, step: int) -> None:
+        """Waits in this process until a step that the first one has found is seen here as well.
+
+        A listing over the network may be a minute old.
+
+        Raises:
+          StorageError: it does not come to be seen.
+        """
+        path = self.directory / str(step) / "state"
+
+        def look() -> None:
+            if not path.exists():
+                raise FileNotFoundError(
+                    "it is not there, where the first process has found it: all processes must "
+                    "share the directory"
+                )
+
+        storage.retrying(
+            look,
+            f"checkpoint {step} in {self.directory}, looked for by process {jax.process_index()}",
+            passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
+            seconds=SHARED_SECONDS,
+        )
+
+    def _paths(self) -> dict[int, epath.Path]:
+        if not self.directory.exists():
+            return {}
+        found = ocp.path.step.standard_name_format().find_all(self.directory)
+        return {entry.step: entry.path for entry in found}
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        path = self.directory / str(step) / "manifest" / _JSON_FILE
+        if not path.exists():
+            raise self.damage(step, "its manifest is missing")
+        stat = path.stat()
+        stamp = (stat.length, stat.mtime)
+        if step not in self._read or self._read[step][0] != stamp:
+            self._read[step] = stamp, self._manifest(step)["metrics"]
+        return self._read[step][1]
+
+    def _json(self, step: int, item: str) -> dict[str, Any]:
+        path = self.directory / str(step) / item / _JSON_FILE
+        try:
+            return manifests.unseal(json.loads(path.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):
+            raise self.damage(step, f"its {item} is missing") from None
+        except (ValueError, RecursionError) as error:
+            raise self.damage(step, f"its {item} cannot be read ({storage.why(error)})") from None
+
+    def _manifest(self, step: int) -> Mapping[str, Any]:
+        content = self._json(step, "manifest")
+        try:
+            return manifests.check(content)
+        except ValueError as error:
+            raise self.damage(step, f"its manifest is not one ({error})") from None
+
+    def _sound(self, step: int, item: str, read: Callable[[], Any]) -> Any:
+        def read_or_damage() -> list[Any]:
+            try:
+                return [read(), None]
+            except DamagedCheckpointError as damage:
+                return [None, str(damage)]
+
+        what = f"the {item} of checkpoint {step} in {self.directory}"
+        content, damage = self._from_first(read_or_damage, what, None)
+        if damage is not None:
+            raise DamagedCheckpointError(damage)
+        return content
+
+    def _from_first(self, read: Callable[[], Any], what: str, seconds: float | None) -> Any:
+        """What ``read`` returns in the first process, as JSON has it."""
+        return json.loads(
+            from_first_process(lambda: json.dumps(storage.retrying(read, what, seconds=seconds)))
+        )
+
+
+def files_below(folder: epath.Path) -> Iterator[epath.Path]:
+    """Yields the files in a folder and in those below it."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from files_below(path)
+        else:
+            yield path

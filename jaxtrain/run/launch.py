@@ -1,0 +1,407 @@
+"""``jaxtrain launch``: starts a command as several processes of one program and looks after them.
+
+Each process is told who it is by the variables that :mod:`jaxtrain.host.distributed` reads; it
+may be any program that calls :func:`jaxtrain.host.distributed.initialize`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, TextIO
+
+from jaxtrain.host import distributed, exit_codes
+
+_POLL_SECONDS = 0.05
+# How long the last output of a process that has ended is waited for.
+_DRAIN_SECONDS = 5.0
+# Where a process is lost, the others notice within seconds and end by themselves, or never will.
+_LOST_SECONDS = 15.0
+# Stands in the environment of everything that a launcher has started, however deep.
+_MARK = "JAXTRAIN_LAUNCH"
+# What the guard runs: it waits for the launcher's end of its input to close, which it does however
+# the launcher ends, and then kills everything that is marked, or shares a session with what is,
+# until twice nothing is found.
+_GUARD = """
+import os, pathlib, sys, time
+sys.stdin.buffer.read()
+sessions, quiet = set(), 0
+while quiet < 2:
+    quiet += 1
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if sys.argv[1].encode() in (process / "environ").read_bytes().split(b"\\0"):
+                sessions.add(session)
+            if session in sessions and state != "Z":
+                os.kill(int(process.name), 9)
+                quiet = 0
+        except OSError:
+            pass
+    time.sleep(0.2)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """Starts a command as several processes: jaxtrain launch --processes 8 -- python -m
+    experiments.gpt.
+
+    Each line of output is prefixed with its process's number. When one process fails, all are
+    ended, and the exit status is that of the failure. A host with TPU chips needs no launcher: it
+    runs one process.
+    """
+
+    processes: int
+    """Processes on this host."""
+    hosts: int = 1
+    """Hosts that run this same line, each with its own --host-index."""
+    host_index: int = 0
+    """Which host this is, from 0."""
+    coordinator: str | None = None
+    """HOST:PORT on host 0, reachable by all; with one host, a free port is found."""
+    gpus_per_process: int | None = None
+    """GPUs of each process; left out, this host's GPUs are dealt evenly; 0 shows all to each."""
+    simulate_devices_per_process: int = 0
+    """Run on the CPU, with this many simulated devices in each process."""
+    max_restarts: int = 0
+    """How often to start again, with --auto-resume, after the run was preempted, hung, or lost a
+    process or its storage; counted anew after an attempt of ten minutes. The pause before it
+    doubles, from a second to five minutes."""
+    grace_seconds: float = 30.0
+    """Time for the other processes to end by themselves before they are killed."""
+
+
+def run_launch(
+    options: LaunchOptions,
+    command: list[str],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Runs the command until it is over.
+
+    Args:
+      options: how many processes, and how often to start them again.
+      command: what each of them runs.
+      clock: seconds, monotonic; times the attempts.
+      sleep: waits so many seconds before a restart.
+
+    Returns:
+      The exit status, by :func:`jaxtrain.host.exit_codes.of_run`.
+
+    Raises:
+      ValueError: for options that do not fit each other or this host.
+    """
+    check(options, command)
+    count, first = 0, options.host_index * options.processes
+    with _Signals() as signals:
+        while True:
+            environments = [os.environ | own for own in process_settings(options, os.environ)]
+            started = clock()
+            signals.group = Group(command, environments, first_index=first)
+            signals.group.start()
+            status = signals.group.wait(grace_seconds=options.grace_seconds)
+            again = exit_codes.restart(status, clock() - started, count, limit=options.max_restarts)
+            if again is None or signals.came:
+                return status
+            count, pause = again
+            _say(
+                f"starting again in {pause:.1f} s after status {status} "
+                f"({count} of {options.max_restarts} restarts without progress)"
+            )
+            while pause > 0 and not signals.came:
+                sleep(min(pause, _POLL_SECONDS))
+                pause -= _POLL_SECONDS
+            if signals.came:
+                return status
+            command = resumed(command)
+
+
+def check(options: LaunchOptions, command: Sequence[str]) -> None:
+    """Raises ValueError for what cannot be run."""
+    if not command:
+        raise ValueError(
+            "there is no command to launch: write it after --, as in "
+            "jaxtrain launch --processes 8 -- python -m experiments.gpt"
+        )
+    for name in ("processes", "hosts"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least 1")
+    for name in ("max_restarts", "simulate_devices_per_process", "grace_seconds"):
+        if getattr(options, name) < 0:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least 0")
+    if not 0 <= options.host_index < options.hosts:
+        raise ValueError(
+            f"--host-index {options.host_index} is not one of {options.hosts} hosts: count them "
+            "from 0"
+        )
+    if options.hosts > 1 and options.coordinator is None:
+        raise ValueError(
+            f"{options.hosts} hosts must meet somewhere: give --coordinator HOST:PORT of host 0"
+        )
+    if options.coordinator is not None:
+        distributed.check_address(options.coordinator)
+    if options.max_restarts and not _names_run_dir(command):
+        raise ValueError(
+            "--max-restarts needs a command with --run-dir, so that the restart finds the run that "
+            "it is to resume"
+        )
+
+
+def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns the variables that each process of this host gets besides the launcher's own.
+
+    Raises:
+      ValueError: where this host's GPUs are too few or cannot be dealt evenly.
+    """
+    coordinator = options.coordinator or f"127.0.0.1:{free_port()}"
+    common = {
+        distributed.COORDINATOR: coordinator,
+        distributed.PROCESSES: str(options.processes * options.hosts),
+        # Lines appear as they are printed, though the output is no terminal.
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.simulate_devices_per_process:
+        common |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(options.simulate_devices_per_process),
+        }
+    settings = []
+    for local in range(options.processes):
+        index = options.host_index * options.processes + local
+        own = {distributed.PROCESS_ID: str(index)}
+        gpus = _gpus(options, environ, local)
+        if gpus:
+            own[distributed.LOCAL_DEVICE_IDS] = ",".join(map(str, gpus))
+        settings.append(common | own)
+    return settings
+
+
+def _gpus(options: LaunchOptions, environ: Mapping[str, str], local: int) -> tuple[int, ...]:
+    if options.simulate_devices_per_process or options.gpus_per_process == 0:
+        return ()
+    if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return ()
+    there = distributed.count_gpus(environ)
+    each = options.gpus_per_process
+    if each is None:
+        return distributed.share_devices(there, processes=options.processes, index=local)
+    if each < 0 or each * options.processes > there:
+        raise ValueError(
+            f"--gpus-per-process {each} for {options.processes} processes does not fit the {there} "
+            "GPUs of this host"
+        )
+    return tuple(range(local * each, (local + 1) * each))
+
+
+def resumed(command: Sequence[str]) -> list[str]:
+    """The command that goes on with what ``command`` began.
+
+    >>> resumed(["python", "-m", "experiments.gpt", "--run-dir", "r", "--overwrite"])
+    ['python', '-m', 'experiments.gpt', '--run-dir', 'r', '--auto-resume']
+    """
+    first_time = ("--overwrite", "--resume", "--auto-resume")
+    return [*(word for word in command if word not in first_time), "--auto-resume"]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class _Signals:
+    """Passes SIGTERM, SIGINT and SIGHUP on to a group while it is open.
+
+    Attributes:
+      came: the signals that have come.
+      group: to which they go.
+    """
+
+    def __init__(self):
+        self.came: list[int] = []
+        self.group: Group | None = None
+
+    def __enter__(self) -> "_Signals":
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        del frame
+        self.came.append(number)
+        if self.group is not None:
+            self.group.ask(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+class Group:
+    """Processes that live and end together, and end with this one, however that ends.
+
+    Args:
+      command: what each runs.
+      environments: the whole environment of each.
+      first_index: the number of the first, for the prefix of its output.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        first_index: int = 0,
+    ):
+        self._command, self._environments, self._first = command, environments, first_index
+        self._asked: int | None = None
+        self._printing = threading.Lock()
+        self._processes: list[subprocess.Popen] = []
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Starts all, or none where one cannot be started.
+
+        Raises:
+          OSError: for a command that is not there.
+        """
+        mark = secrets.token_hex(16)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={mark}"],
+            # Not marked by a launcher around this one, whose guard would kill it first.
+            env={name: value for name, value in os.environ.items() if name != _MARK},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            for index, environment in enumerate(self._environments, self._first):
+                self._start({**environment, _MARK: mark}, index)
+        except OSError:
+            self._signal(signal.SIGKILL)
+            self._dismiss_guard()
+            raise
+        if self._asked is not None:  # It came while they were being started.
+            self._signal(self._asked)
+
+    def _start(self, environment: Mapping[str, str], index: int) -> None:
+        process = subprocess.Popen(
+            list(self._command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A group of its own: Ctrl-C reaches it once, through the launcher, and what it starts
+            # is ended with it.
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            prefix = f"[{index}] ".encode()
+            reader = threading.Thread(target=self._copy, args=(source, sink, prefix), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _dismiss_guard(self) -> None:
+        self._guard.kill()
+        self._guard.communicate()
+
+    def _copy(self, source: BinaryIO, sink: TextIO, prefix: bytes) -> None:
+        with source:
+            # In parts: what has no line breaks is not kept in memory for one.
+            for line in iter(lambda: source.readline(65536), b""):
+                text = prefix + line.rstrip(b"\r\n") + b"\n"
+                # Where nobody reads any more the processes go on all the same.
+                with self._printing, contextlib.suppress(ValueError, OSError):
+                    sink.write(text.decode("utf-8", "replace"))
+                    sink.flush()
+
+    def ask(self, number: int) -> None:
+        """Passes a signal on to all; whatever comes after it kills them."""
+        first, self._asked = self._asked is None, number
+        self._signal(number if first else signal.SIGKILL)
+
+    def wait(self, *, grace_seconds: float) -> int:
+        """Waits for all; once one has failed, ends the others.
+
+        Those that were preempted, or asked to end, are saving: they have ``grace_seconds`` to
+        follow, and as long again after SIGTERM. A failure that may be restarted, of a process that
+        is lost, is noticed by the others, or never will be: one that is stopped, or waits in a
+        collective, answers no signal. After an error the others are told at once.
+
+        Returns:
+          The code of the run, from the processes that ended by themselves.
+        """
+        codes: dict[int, int] = {}
+        sent: list[int] = []
+        due: dict[int, float] = {}
+        said = 0
+        while True:
+            for index, process in enumerate(self._processes, self._first):
+                if index not in codes and (code := process.poll()) is not None:
+                    # What was ended from here has not failed.
+                    codes[index] = 0 if -code in sent else code
+            running = len(codes) < len(self._processes)
+            status = exit_codes.of_run(list(codes.values()))
+            if status != said:
+                said = status
+                index = next(i for i, code in codes.items() if exit_codes.of_run([code]) == status)
+                others = "; the others are ended" if running else ""
+                _say(f"process {index} ended with status {status}{others}")
+            if not running:
+                break
+            now = time.monotonic()
+            if status and not due and not sent:
+                due = self._deadlines(status, now, grace_seconds)
+            for number in [number for number, when in due.items() if now >= when]:
+                del due[number]
+                sent.append(number)
+                self._signal(number)
+            time.sleep(_POLL_SECONDS)
+        if status:  # And what they have started.
+            self._signal(signal.SIGKILL, whole_groups=True)
+        # A process may have left children that hold on to its output: not for ever.
+        until = time.monotonic() + _DRAIN_SECONDS
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        self._dismiss_guard()
+        return status
+
+    def _deadlines(self, status: int, now: float, grace_seconds: float) -> dict[int, float]:
+        """When those that still run are sent which signal."""
+        if status == exit_codes.PREEMPTED or self._asked is not None:
+            return {signal.SIGTERM: now + grace_seconds, signal.SIGKILL: now + 2 * grace_seconds}
+        if exit_codes.restartable(status):
+            patience = min(grace_seconds, _LOST_SECONDS)
+            return {signal.SIGTERM: now + patience / 2, signal.SIGKILL: now + patience}
+        return {signal.SIGTERM: now, signal.SIGKILL: now + grace_seconds}
+
+    def _signal(self, number: int, *, whole_groups: bool = False) -> None:
+        for process in self._processes:
+            if whole_groups or process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+
+
+def _names_run_dir(command: Sequence[str]) -> bool:
+    flags = ("--run-dir", "--run_dir")
+    return any(word.split("=")[0] in flags for word in command)
+
+
+def _say(text: str) -> None:
+    print(f"[launch] {text}", file=sys.stderr, flush=True)

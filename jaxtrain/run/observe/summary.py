@@ -1,0 +1,86 @@
+"""What a run says of itself: before it starts, and when it is over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import Experiment
+from jaxtrain.host import distributed, memory
+from jaxtrain.parallel.mesh import describe_mesh
+from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.state import TrainState, local_bytes
+
+
+def header_facts(
+    experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
+) -> dict[str, str]:
+    """What the header says will run, name to text.
+
+    Args:
+      experiment, mesh, state: what runs, where, and from which state.
+      programs: of the train step, by the number of steps in a call; that of most calls first.
+    """
+    train = next(iter(programs.values()))
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    left = experiment.steps - int(state.step)
+    resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
+    devices = mesh.devices.flat
+    split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
+    accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
+    return {
+        **experiment.facts,
+        "parameters": f"{parameters:,}",
+        "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
+        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}"
+        + _calls(experiment, programs),
+        "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
+        **distributed.facts(),
+        "mesh": split,
+        "dtypes": str(experiment.policy),
+        **_flops(experiment, devices),
+        "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
+        f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
+        "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
+        + "; ".join(c.promise for c in train.checks),
+    }
+
+
+def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
+    if experiment.steps_per_call == 1:
+        return ""
+    most, *shorter = programs
+    also = f" (also compiled for {' and '.join(map(str, shorter))})" if shorter else ""
+    return f", {most:,} per call{also}"
+
+
+def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
+    if experiment.flops_per_step is None:
+        return {}
+    known = throughput.mfu(
+        experiment.flops_per_step, 1.0, devices, dtype=experiment.policy.compute_dtype
+    )
+    kind = f"{experiment.policy.compute_dtype} on {devices[0].device_kind!r}"
+    mfu = "" if known is not None else f"; no MFU: the peak of {kind} is not known"
+    text = f"{experiment.flops_per_step:.3g} per step, by {experiment.flops_formula}{mfu}"
+    return {"FLOPs": text}
+
+
+def print_conclusion(
+    experiment: Experiment, state: TrainState, evaluation: dict[str, float], run_dir: str
+) -> None:
+    """Prints what an experiment concludes, and where everything lies; the first process does."""
+    lines = []
+    # In all processes: it may run the model, whose parameters lie on the devices of all.
+    if experiment.conclude is not None:
+        lines += [*experiment.conclude(state, evaluation), ""]
+    terminal.print_lines(
+        [
+            *lines,
+            f"checkpoints  {run_dir}/checkpoints",
+            f"TensorBoard  {run_dir}/tensorboard",
+            f"JSONL log    {run_dir}/log.jsonl",
+        ]
+    )

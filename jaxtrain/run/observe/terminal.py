@@ -1,0 +1,142 @@
+"""What a person sees of a run: what will run, one line of progress, and what came of it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.host.memory import human_count
+
+# Seconds between lines where output is not a terminal.
+LINE_SECONDS = 15.0
+# There, seconds after which the silence of a long step or evaluation is a line of its own.
+SILENT_SECONDS = 60.0
+
+
+def print_header(title: str, facts: Mapping[str, str], *, console: Console | None = None) -> None:
+    """Prints a table of facts, texts as they are; in the first process only."""
+    if jax.process_index() != 0:
+        return
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in facts.items():
+        table.add_row(Text(name), Text(text))  # not as markup, in which [brackets] are styles
+    console = console or make_console()
+    console.print(Text(title, style="bold"))
+    console.print(table, highlight=False)
+    console.print()
+
+
+def print_lines(lines: Iterable[str], *, console: Console | None = None) -> None:
+    """Prints text as it is; in the first process only."""
+    console = console or make_console()
+    if jax.process_index() == 0:
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def make_console() -> Console:
+    """A console on standard output."""
+    return Console()
+
+
+class Progress:
+    """A bar with step, loss, throughput and time left; plain lines where there is no terminal.
+
+    Lines begin with the date and the time of day.
+
+    Args:
+      total: steps in all.
+      start: steps done already.
+      item: what throughput counts.
+      console: where to print.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        item: str = "tokens",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total, self._item, self._clock = total, item, clock
+        self._console = console or make_console()
+        self._quiet = jax.process_index() != 0
+        self._start, self._line_at = start, clock()
+        self._first: tuple[int, float] | None = None
+        self._step, self._said_at = start, clock()
+        self._closed = threading.Event()
+        self._bar: RichProgress | None = None
+        if self._console.is_terminal and not self._quiet:
+            self._bar = RichProgress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("", total=total, completed=start, text="")
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        elif not self._quiet:
+            threading.Thread(target=self._break_silence, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, loss: float, items_per_second: float | None) -> None:
+        """Shows that a step has ended."""
+        rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
+        self._step = step
+        text = "  ".join(part for part in (f"loss {loss:.4f}", rate) if part)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif not self._quiet:
+            now = self._clock()
+            # The first step waits for more than itself, and would lengthen the time left for long.
+            self._first = self._first or (step, now)
+            if step in (self._start + 1, self._total) or now - self._line_at >= LINE_SECONDS:
+                self._line_at = now
+                self._print(f"step {step}/{self._total}  {text}  {self._left(step, now)}".rstrip())
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if not self._quiet:
+            self._print(text)
+
+    def _left(self, step: int, now: float) -> str:
+        first, at = self._first
+        if step == first or step == self._total:
+            return ""
+        return f"{_minutes((now - at) / (step - first) * (self._total - step))} left"
+
+    def _break_silence(self) -> None:
+        while not self._closed.wait(SILENT_SECONDS / 10):
+            silent = self._clock() - self._said_at
+            if silent >= SILENT_SECONDS:
+                self._print(f"step {self._step}/{self._total}  no news for {_minutes(silent)}")
+
+    def _print(self, text: str) -> None:
+        self._said_at = self._clock()
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

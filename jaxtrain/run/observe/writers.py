@@ -1,0 +1,320 @@
+"""Where metrics go: a JSON-lines file and TensorBoard, written by the first process alone."""
+
+import contextlib
+import datetime
+import json
+import logging
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, Protocol
+
+import jax
+from etils import epath
+
+from jaxtrain.host import storage
+
+logger = logging.getLogger(__name__)
+
+# Seconds between uploads of a log that lives in a bucket.
+UPLOAD_SECONDS = 10.0
+# How long the end of a run waits for a log that cannot be written; a host that is taken away may
+# leave no more than half a minute.
+CLOSE_SECONDS = 10.0
+
+
+class Writer(Protocol):
+    """Takes the values of a step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes named numbers under a step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        ...
+
+
+class JSONLWriter:
+    """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
+    2.5}``.
+
+    Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
+    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns; in a bucket, and
+    where storage fails, as :class:`_GrowingFile` says.
+
+    Args:
+      path: the file, on a disk or in a bucket.
+      resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
+      clock: seconds, monotonic.
+
+    Raises:
+      StorageError: the lines there can neither be read nor replaced.
+    """
+
+    def __init__(
+        self,
+        path: epath.PathLike,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        path = epath.Path(path)
+
+        def start() -> bytes:
+            lines = [] if resume_step is None else _lines_up_to(path, resume_step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, "".join(lines))
+            return "".join(lines).encode()
+
+        self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends a line.
+
+        Raises:
+          ValueError: a value is named ``step``, which is the line's own.
+        """
+        if "step" in values:
+            raise ValueError("a value is named 'step', like the step itself; give it another name")
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        named = {name: _plain(x) for name, x in values.items()}
+        self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard, in an event file of its own.
+
+    On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
+    :class:`_GrowingFile` says.
+
+    Args:
+      directory: where its event files go, on a disk or in a bucket.
+      resume_step: hide what an earlier run wrote after this step; None hides all of it.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        # It imports PyTorch where there is one, which takes seconds.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        # TensorBoard drops what earlier files hold from the purge step on.
+        purge = 0 if resume_step is None else resume_step + 1
+        directory = epath.Path(directory)
+        storage.retrying(
+            lambda: directory.mkdir(parents=True, exist_ok=True), f"the folder {directory}"
+        )
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
+        self._file = _GrowingFile(directory / name, b"", clock)
+        self._append(Event(file_version="brain.Event:2"))
+        self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+        self._append(Event(step=step, summary=Summary(value=points)))
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        self._file.close()
+
+    def _append(self, event: Any) -> None:
+        """Appends a record: the length, its checksum, the event, its checksum."""
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        parts = (length, _checksum(length), data, _checksum(data))
+        self._file.append(b"".join(parts))
+
+
+class _GrowingFile:
+    """A file that grows; whatever happens to storage, ``append`` neither raises nor loses anything.
+
+    On a disk the bytes are there when ``append`` returns. An object in a bucket cannot be appended
+    to: there a thread writes the whole anew, at most every ``UPLOAD_SECONDS`` and for at most a
+    twentieth of the time, and ``close`` once more. What cannot be written is kept, said once, and
+    written with what comes later.
+
+    Args:
+      path: the file.
+      content: what it holds already.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, path: epath.Path, content: bytes, clock: Callable[[], float]):
+        self._path, self._clock = path, clock
+        self._failing = False
+        self._file: BinaryIO | None = None
+        self._pending = b""
+        self._thread: ThreadPoolExecutor | None = None
+        self._upload: Future[float] | None = None
+        self._next_upload = clock() + UPLOAD_SECONDS
+        if _is_remote(path):
+            self._chunks = [content]
+            self._thread = ThreadPoolExecutor(1, "jaxtrain-log")
+
+    def append(self, data: bytes) -> None:
+        """Adds bytes to the end."""
+        if self._thread is None:
+            self._pending += data
+            self._try(self._write_pending)
+            return
+        self._chunks.append(data)
+        if self._upload is not None and self._upload.done():
+            self._try(self._finish_upload)
+        if self._upload is None and self._clock() >= self._next_upload:
+            self._upload = self._thread.submit(self._write_whole)
+
+    def close(self) -> None:
+        """Writes what is pending, trying for ``CLOSE_SECONDS``, and lets go."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        write = self._write_pending if self._thread is None else self._write_whole
+        try:
+            storage.retrying(write, f"the log {self._path}", seconds=CLOSE_SECONDS)
+            self._worked()
+        except Exception as error:
+            logger.warning("%s: its last lines are lost", error)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # a bucket's client has errors of its own
+            if not self._failing:
+                logger.warning(
+                    "the log %s cannot be written (%s): the run goes on, and what is logged is "
+                    "kept to be written later",
+                    self._path,
+                    storage.why(error),
+                )
+            self._failing = True
+        else:
+            self._worked()
+
+    def _worked(self) -> None:
+        if self._failing:
+            logger.warning("the log %s is written again, and nothing is missing", self._path)
+        self._failing = False
+
+    def _write_pending(self) -> None:
+        # Without a buffer of Python's, which would not tell how much of it has been written.
+        try:
+            while self._pending:
+                if self._file is None:
+                    self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError:
+            file, self._file = self._file, None  # the handle may be stale
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+            raise
+
+    def _write_whole(self) -> float:
+        began = self._clock()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(b"".join(self._chunks))
+        return self._clock() - began
+
+    def _finish_upload(self) -> None:
+        upload, self._upload = self._upload, None
+        seconds = 0.0 if upload.exception() else upload.result()
+        self._next_upload = self._clock() + max(UPLOAD_SECONDS, 19 * seconds)
+        upload.result()  # raises what went wrong
+
+
+class Fanout:
+    """Writes to several writers; to none, it does nothing."""
+
+    def __init__(self, writers: Sequence[Writer]):
+        self._writers = tuple(writers)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes to each."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        """Closes each, even where closing another fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
+
+
+def make_writers(run_dir: epath.PathLike, *, resume_step: int | None = None) -> Fanout:
+    """Opens ``log.jsonl`` and ``tensorboard/`` in a run's folder; in the first process only.
+
+    Args:
+      run_dir: the folder.
+      resume_step: the step that a resumed run goes on from; what was logged after it is dropped.
+    """
+    if jax.process_index() != 0:
+        return Fanout(())
+    run_dir = epath.Path(run_dir)
+    return Fanout(
+        (
+            JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step),
+            TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step),
+        )
+    )
+
+
+def _plain(value: float) -> float | str:
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
+
+
+def _lines_up_to(path: epath.Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            keep = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            keep = False  # A line that was cut off when the run was killed.
+        if keep:
+            kept.append(line + "\n")
+    return kept
+
+
+def _is_remote(path: epath.PathLike) -> bool:
+    return "://" in str(path)
+
+
+def _replace(path: epath.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    if _is_remote(path):  # as every object is
+        path.write_text(text)
+        return
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _checksum(data: bytes) -> bytes:
+    """The masked CRC-32C that TensorFlow's record files hold."""
+    from tensorboardX.crc32c import crc32c
+
+    x = crc32c(data)
+    return struct.pack("<I", ((x >> 15 | x << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,0 +1,278 @@
+"""What a run is made of, written down with it, so that resuming it can say what has changed.
+
+A record is the experiment's config and, under ``provenance``, what its flags do not tell:
+fingerprints of its data, the mesh, the versions of packages. ``config.json`` in the run's folder
+holds the one it began with, each line of ``changes.jsonl`` one that it went on with, and every
+checkpoint its own. All of it is data: nothing that is named there is imported or opened.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import fnmatch
+import importlib.metadata
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.parallel.mesh import describe_mesh
+from jaxtrain.run.folder import write_text
+
+CONFIG = "config.json"
+CHANGES = "changes.jsonl"
+PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
+
+# The run options that are of one start and not of the run.
+OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
+# What a change means for the steps to come; an empty one is of a start, and no change.
+SAME = "same bits"
+ROUNDED = "the same mathematics, other bits"
+# Versions change with an image or a machine, under runs that nobody watches: what they change is
+# rounding, unless a package has a fault, so they are shown and refused nowhere.
+_OF_ANY_RUN = {
+    **{f"run.{name}": "" for name in OF_START},
+    "run.*": SAME,
+    "mesh": ROUNDED,
+    "versions.*": ROUNDED,
+}
+_ABSENT = "(none)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One thing that a resumed run has otherwise.
+
+    Args:
+      name: as ``--accept-changes`` takes it.
+      then: what the run had.
+      now: what it would go on with.
+      meaning: for the steps to come; None where they would be of neither run.
+    """
+
+    name: str
+    then: Any
+    now: Any
+    meaning: str | None
+
+
+def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
+    """Returns the experiment's config with its provenance.
+
+    Where the config holds no flags, the seed and the shapes of a batch stand in for them.
+    """
+    config = dict(experiment.config)
+    own: dict[str, Any] = dict(experiment.fingerprints)
+    if "flags" not in config:
+        own["seed"] = experiment.seed
+        own["batch"] = [
+            f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(experiment.batch)
+        ]
+    own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
+    own["versions"] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Run from its folder.
+            own["versions"][name] = importlib.metadata.version(name)
+    return config | {"provenance": own}
+
+
+def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:
+    """Reads what a run went on with last: the last line of its changes, or else its config.
+
+    Args:
+      run_dir: the run's folder.
+      before_step: for the run as it came to this step.
+
+    Returns:
+      The record, None where there is none.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    folder = epath.Path(run_dir)
+    try:
+        record = json.loads((folder / CONFIG).read_text())
+        text = (folder / CHANGES).read_text() if (folder / CHANGES).exists() else ""
+        for line in filter(None, text.split("\n")):
+            change = json.loads(line)
+            if before_step is None or change["from_step"] < before_step:
+                record = change["record"]
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}")
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{CONFIG} or {CHANGES} in {run_dir} cannot be read ({error}): without {CHANGES} the "
+            f"run goes by {CONFIG}, and without both by what is typed"
+        ) from None
+    return record
+
+
+def compare(then: Any, now: Any, may_change: Mapping[str, str]) -> list[Change]:
+    """Lists what differs between the record of a run and that of its resumption.
+
+    Args:
+      then, now: from :func:`make_record`, as JSON.
+      may_change: what a change means (:attr:`jaxtrain.Experiment.may_change`).
+    """
+    meanings = _OF_ANY_RUN | dict(may_change)
+    changes = []
+    for part in ("flags", "provenance"):
+        before, after = (flatten(record.get(part, {})) for record in (then, now))
+        for name in before | after if before else ():
+            old, new = (json.dumps(side.get(name, _ABSENT)) for side in (before, after))
+            if old == new:
+                continue
+            meaning = _meaning(name, meanings)
+            if name not in after or (name not in before and part == "flags"):
+                meaning = "a flag of another version"
+            if meaning != "" and (name in before or part == "flags"):
+                changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))
+    return changes
+
+
+def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -> None:
+    """Refuses the changes that would break the run, unless they are accepted.
+
+    Raises:
+      ValueError: they are not.
+    """
+    accepted = {name.removeprefix("--").replace("_", "-") for name in accepted}
+    broken = [c for c in changes if c.meaning is None and not {c.name, "all"} & accepted]
+    if broken:
+        told = " and ".join(f"{c.name} {_shown(c.then)} (now {_shown(c.now)})" for c in broken)
+        raise ValueError(
+            f"the run in {run_dir} had {told}: leave it as it was, or accept a run that goes on as "
+            f"another with --accept-changes {' '.join(c.name for c in broken)}"
+        )
+
+
+def table(changes: Sequence[Change], *, title: str) -> list[str]:
+    """Lays the changes out as lines."""
+    rows = [("", "then", "now", "the steps to come")]
+    rows += [
+        (c.name, _shown(c.then), _shown(c.now), c.meaning or "accepted: those of another run")
+        for c in changes
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows]
+    return [title, *(f"  {line}".rstrip() for line in lines), ""]
+
+
+def note_changes(
+    run_dir: epath.Path, changes: Sequence[Change], record: Mapping[str, Any], *, from_step: int
+) -> None:
+    """Adds a line to the run's changes; what stood there stays. The first process does."""
+    if not changes or jax.process_index() != 0:
+        return
+    path = run_dir / CHANGES
+    line = {
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "from_step": from_step,
+        "changes": {c.name: [c.then, c.now] for c in changes},
+        "record": record,
+    }
+    before = path.read_text() if path.exists() else ""
+    write_text(path, before + json.dumps(line) + "\n")
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Names the entries of nested mappings by their path; what is no mapping has none.
+
+    >>> flatten({"mesh": {"data": 2}, "steps": 3})
+    {'mesh.data': 2, 'steps': 3}
+    """
+    flat = {}
+    for key, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def known_fields(kind: Any, value: Any) -> Any:
+    """Returns the entries of nested mappings for which a dataclass has fields."""
+    if not dataclasses.is_dataclass(kind) or not isinstance(value, Mapping):
+        return value
+    fields = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)} & value.keys()
+    return {name: known_fields(fields[name], value[name]) for name in value if name in names}
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """Turns what ``dataclasses.asdict`` and JSON made of a dataclass back into one.
+
+    Raises:
+      ValueError: where a field is missing there or here, or has a value of another type.
+
+    >>> @dataclasses.dataclass
+    ... class Pair:
+    ...     sizes: tuple[int, ...]
+    ...     name: str | None = None
+    >>> from_plain(Pair, {"sizes": [1, 2]})
+    Pair(sizes=(1, 2), name=None)
+    """
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        types_of = typing.get_type_hints(kind)
+        if unknown := value.keys() - {field.name for field in dataclasses.fields(kind)}:
+            raise ValueError(
+                f"{kind.__name__} has no field {min(unknown)!r}: the run was started by another "
+                "version of its module"
+            )
+        for name, item in value.items():
+            if not _fits(types_of[name], item):
+                raise ValueError(
+                    f"{kind.__name__} takes no {name} {item!r}: the run was started by another "
+                    "version of its module"
+                )
+        return kind(**{name: from_plain(types_of[name], item) for name, item in value.items()})
+    if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
+        arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+        return from_plain(arms[0], value) if len(arms) == 1 else value
+    if isinstance(value, list) and (kind is tuple or typing.get_origin(kind) is tuple):
+        return tuple(value)
+    return value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether JSON's value may stand for one of a type; types that JSON lacks take any."""
+    origin, arms = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(arm, value) for arm in arms)
+    if origin is typing.Literal:
+        return value in arms
+    if kind is tuple or origin is tuple:
+        inner = arms[0] if len(arms) == 2 and arms[1] is ... else Any
+        return isinstance(value, list | tuple) and all(_fits(inner, each) for each in value)
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)
+    if kind in (bool, str, types.NoneType):
+        return isinstance(value, kind)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return True
+
+
+def _meaning(name: str, meanings: Mapping[str, str]) -> str | None:
+    if name in meanings:
+        return meanings[name]
+    return next((m for pattern, m in meanings.items() if fnmatch.fnmatch(name, pattern)), None)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("run.").removeprefix("versions.").replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "left out"
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,132 @@
+"""Running one step of a run again: what was lost, leaf by leaf.
+
+Batches and randomness are functions of the seed and the step, so the newest checkpoint before a
+step, and the steps between, give the very state that the step met; without a checkpoint, the seed
+does. On the mesh and machine of the run it is the same in every bit.
+"""
+
+import importlib
+import math
+
+import jax
+from etils import epath
+
+from jaxtrain.experiment import (
+    Experiment,
+    compile_loop,
+    make_abstract_state,
+    make_experiment_mesh,
+    make_state,
+    restore_state,
+)
+from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.loop import train_loop
+from jaxtrain.run.observe import terminal
+from jaxtrain.run.provenance import CONFIG, from_plain, read_record
+from jaxtrain.run.survive.accidents import Examination, examine
+
+# Leaves to list where all are finite.
+LARGEST = 10
+
+
+def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = None) -> Experiment:
+    """Rebuilds the experiment of a run from the flags that are stored with it.
+
+    Args:
+      run_dir: the run's folder.
+      module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
+        decide: what is imported is for the caller to say.
+      step: as the run came to this step; None for its last start.
+
+    Raises:
+      FileNotFoundError: where the folder holds no run.
+      ValueError: where no module is given, there is no such experiment, or the flags do not fit it.
+    """
+    stored = read_record(run_dir, before_step=step)
+    if stored is None:
+        raise FileNotFoundError(f"{run_dir} holds no run: there is no {CONFIG} in it")
+    if not isinstance(stored.get("flags"), dict):
+        raise ValueError(
+            f"{run_dir} does not tell how to build its experiment: Experiment.config must hold "
+            "'flags' (the fields of its Config)"
+        )
+    if module is None:
+        raise ValueError(
+            f"no code is run because a file names it: {run_dir} says it is of module "
+            f"{stored.get('module')!r}; name the one you trust with --module"
+        )
+    try:
+        experiment = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"module {module!r} cannot be imported here ({error}): go to the folder from which the "
+            "run was started"
+        ) from None
+    for attribute in ("Config", "build"):
+        if not hasattr(experiment, attribute):
+            raise ValueError(f"module {module!r} has no {attribute}: it is no experiment")
+    flags = dict(stored["flags"])
+    if isinstance(flags.get("run"), dict):  # What the run keeps is read there, and not made anew.
+        flags["run"] = flags["run"] | {"run_dir": str(run_dir), "resume": True}
+    config = from_plain(experiment.Config, flags)
+    if count := getattr(config, "simulate_devices", 0):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    return experiment.build(config)
+
+
+def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examination:
+    """Runs a run up to a step and examines that step; nothing in its folder changes.
+
+    Args:
+      run_dir: the run's folder.
+      step: from 1, as the logs count.
+      module: its experiment's, as for :func:`load_run`.
+
+    Raises:
+      ValueError: for a step that the run does not have, and as :func:`load_run`.
+      FileNotFoundError: where the folder holds no run.
+    """
+    experiment = load_run(run_dir, module, step=step)
+    if not 1 <= step <= experiment.steps:
+        raise ValueError(f"--step is {step}: the run has steps 1 to {experiment.steps}")
+    mesh = make_experiment_mesh(experiment)
+    checkpoints = Checkpointer(epath.Path(run_dir) / "checkpoints")
+    from_step = max((s for s in checkpoints.steps() if s < step), default=None)
+    if from_step is None:
+        state = make_state(experiment, mesh)
+    else:
+        state = restore_state(
+            experiment,
+            make_abstract_state(experiment, mesh),
+            lambda abstract: checkpoints.restore(abstract, from_step),
+        )
+    start = int(state.step)
+    origin = "the seed" if from_step is None else f"checkpoint {from_step}"
+    terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
+    with experiment.train_batches(start, batch_sharding(mesh)) as batches:
+        if start < step - 1:
+            train, _ = compile_loop(experiment, state, mesh, start, step - 1)
+            calls = {"steps": step - 1, "steps_per_call": experiment.steps_per_call}
+            state = train_loop(train, state, batches, **calls)
+        return examine(experiment, mesh, state, next(batches))
+
+
+def report(examination: Examination, step: int) -> list[str]:
+    """Says in lines what was found."""
+    lines = [
+        f"step {step}, microbatch {j}: loss {loss!r}" for j, loss in enumerate(examination.losses)
+    ]
+    kinds = {"parameters": examination.params, "gradients": examination.grads}
+    kinds |= {"model state": examination.model_state} if examination.model_state else {}
+    for kind, counts in kinds.items():
+        bad = {name: count for name, count in counts.items() if count[0]}
+        lines.append(f"{kind}: {len(counts) - len(bad)} of {len(counts)} leaves are finite")
+        lines += [f"  {name}: {n:,} of {size:,} not finite" for name, (n, size) in bad.items()]
+    if examination.first_not_finite() is None:
+        total = math.sqrt(sum(norm**2 for norm in examination.norms.values()))
+        ranked = sorted(examination.norms.items(), key=lambda item: -item[1])[:LARGEST]
+        lines.append(f"largest gradients, of norms (all together {total:.4g}):")
+        lines += [f"  {name}: {norm:.4g}" for name, norm in ranked]
+    return lines

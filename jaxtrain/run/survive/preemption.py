@@ -1,0 +1,96 @@
+"""Stopping where all processes agree to, because one of them was told to by a signal."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from types import TracebackType
+
+from jaxtrain.host.exit_codes import PREEMPTED
+from jaxtrain.host.signals import SignalWatch, say
+from jaxtrain.run.survive.lifeline import Lifeline
+
+
+class Preempted(SystemExit):
+    """Ends the process with ``PREEMPTED`` where nobody catches it: the state is saved.
+
+    Attributes:
+      step: the last step that was done, the one saved.
+      run_dir: the run's folder.
+    """
+
+    def __init__(self, step: int, run_dir: str):
+        super().__init__(PREEMPTED)
+        self.step, self.run_dir = step, run_dir
+
+    def __str__(self) -> str:
+        return (
+            f"stopped after step {self.step}, which is saved in {self.run_dir}: go on with "
+            f"--resume --run-dir {self.run_dir} (exit code {PREEMPTED})"
+        )
+
+
+def ending_at_sigterm(
+    *, handle_signals: bool = True, exit: Callable[[int], None] = os._exit
+) -> contextlib.AbstractContextManager:
+    """While this lasts, SIGTERM ends the process at once with ``PREEMPTED``; SIGINT is left alone.
+
+    For what comes before training, which may take minutes inside a compiler. There is nothing to
+    save yet, and a run that is preempted then must be started again like any other.
+
+    Args:
+      handle_signals: False leaves SIGTERM alone too.
+      exit: ends the process, given an exit code.
+    """
+
+    def leave(number: int) -> None:
+        say(f"SIGTERM outside of training: nothing is to be saved; exiting with code {PREEMPTED}")
+        exit(PREEMPTED)
+
+    if not handle_signals:
+        return contextlib.nullcontext()
+    return SignalWatch(leave, signals=(signal.SIGTERM,))
+
+
+class Preemption:
+    """Listens for SIGTERM and SIGINT while it is open, and tells the loop where to stop.
+
+    Args:
+      lifeline: joins the processes.
+      handle_signals: False leaves signals alone here; another process may still ask for a stop.
+    """
+
+    def __init__(self, lifeline: Lifeline, *, handle_signals: bool = True):
+        self._lifeline = lifeline
+        self._watch = SignalWatch(self._on_signal) if handle_signals else None
+        self.stopped_at: int | None = None
+
+    def __enter__(self) -> "Preemption":
+        if self._watch is not None:
+            self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(kind, error, traceback)
+
+    def stops(self, step: int) -> bool:
+        """Whether all processes stop after ``step``, which they have just dispatched."""
+        agreed = self._lifeline.stop_step(step)
+        if agreed is None or step < agreed:
+            return False
+        self.stopped_at = step
+        return True
+
+    def _on_signal(self, number: int) -> None:
+        if not self._lifeline.stop_wanted:
+            say(
+                f"{signal.Signals(number).name}: finishing the step in flight and saving it, then "
+                f"exiting with code {PREEMPTED}; a second signal stops at once"
+            )
+        self._lifeline.want_stop()

@@ -1,0 +1,99 @@
+"""Ends a run in which nothing moves any more, and says where every thread stands."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from etils import epath
+
+from jaxtrain.host.exit_codes import HUNG
+from jaxtrain.host.signals import say
+
+
+class Watchdog:
+    """Watches, while it is open, that :meth:`beat` is called often enough.
+
+    It is a Python thread: code that never lets go of the interpreter's lock stops it too.
+
+    Args:
+      seconds: without a beat after which the process ends; 0 for no end.
+      process: this process's number, for the message.
+      exit: ends the process at once, given an exit code.
+      clock: seconds, monotonic.
+
+    Attributes:
+      run_dir: where the stacks are written besides standard error; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        process: int = 0,
+        exit: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not seconds >= 0:
+            raise ValueError(f"--hang-minutes is {seconds / 60:g}: give 0 (never) or more")
+        self._limit, self._process = seconds, process
+        self.run_dir: epath.PathLike | None = None
+        self._exit, self._clock = exit, clock
+        self._beat_at, self._doing = clock(), "before its first step"
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Watchdog":
+        if self._limit:
+            self._beat_at = self._clock()
+            self._thread = threading.Thread(
+                target=self._watch, name="jaxtrain-watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def beat(self, doing: str) -> None:
+        """Notes that something has ended, and where we are (``"after the dispatch of step 7"``)."""
+        self._beat_at, self._doing = self._clock(), doing
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(self._limit / 4, 10.0)):
+            idle = self._clock() - self._beat_at
+            if idle > self._limit:
+                self._end(idle)
+                return
+
+    def _end(self, idle: float) -> None:
+        sentence = (
+            f"process {self._process} hangs {self._doing}: nothing has ended for {idle:.0f} s, and "
+            f"the limit (--hang-minutes) is {self._limit:.0f} s; every thread's stack follows, "
+            f"then the exit with code {HUNG}"
+        )
+        say(sentence)
+        # The descriptor itself: sys.stderr may be replaced by something that has none, or be
+        # locked by the very thread that hangs.
+        faulthandler.dump_traceback(2, all_threads=True)
+        # The exit must not wait for a file system that may be what hangs.
+        writer = threading.Thread(target=self._write_stacks, args=(sentence,), daemon=True)
+        writer.start()
+        writer.join(timeout=10.0)
+        self._exit(HUNG)
+
+    def _write_stacks(self, sentence: str) -> None:
+        if self.run_dir is None:
+            return
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [sentence]
+        for ident, frame in sys._current_frames().items():
+            lines += ["", f"thread {names.get(ident, ident)}, innermost last:"]
+            lines += (line.rstrip() for line in traceback.format_stack(frame))
+        path = epath.Path(self.run_dir) / f"hang-process-{self._process}.txt"
+        path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,150 @@
+"""Plans through the real TPU and GPU compilers, on a machine that has neither chip."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.planning.groups import UNKNOWN
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.planning.unexpected import unexpected_gathers
+from tests.commands import run
+from tests.planning import steps
+
+# Attention says that it cannot be cuDNN here.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxtrain.ops.attention.AheadOfTimeWarning")
+
+TARGETS = {"v5e:2x4": "libtpu", "h100:1x8": "jax_cuda12_plugin"}
+
+
+def need(text):
+    module = TARGETS.get(text, "libtpu")
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs the compiler of {text}: pip install 'jaxtrain[aot]'")
+    return parse_target(text).devices()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_each_axis_communicates_along_itself_alone(target, axis):
+    devices = need(target)
+    train, _, mesh = steps.compile_gpt(devices=devices, policy=jt.Policy.bf16(), **{axis: 8})
+    found = steps.collectives(train, mesh)
+    assert {c.axes for c in found} == {(axis,)}
+    kinds = {c.kind for c in found}
+    if axis == "data":
+        assert kinds == {"all-reduce"}
+    if axis == "fsdp":
+        assert "all-gather" in kinds
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mixed_mesh_is_read_without_a_question_left(target):
+    devices = need(target)
+    policy = jt.Policy.bf16()
+    train, state, mesh = steps.compile_gpt(devices=devices, policy=policy, data=2, fsdp=2, tensor=2)
+    program = read_program(train.compiled.as_text(), mesh)
+    assert None not in program.loops
+    assert not [c for c in program.collectives if UNKNOWN in c.axes]
+    assert unexpected_gathers(program, state.params, mesh, layers="blocks") == ()
+    assert program.hbm_bytes > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_hidden_gather_is_reported(target):
+    devices = need(target)
+    change = steps.needing_whole("blocks", "mlp", "down", "kernel")
+    train, state, mesh = steps.compile_gpt(loss=change, devices=devices, tensor=8)
+    found = jt.explain(train, mesh, params=state.params).warnings
+    assert any("'blocks/mlp/down/kernel'" in w and "along tensor" in w for w in found), found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_command(capsys, target):
+    need(target)
+    flags = "--layers 2 --width 128 --heads 2 --seq-len 128 --precision bf16 --mesh.fsdp 4 --json"
+    status, out, _ = run(capsys, "plan", "experiments.gpt", "--target", target, *flags.split())
+    plan = json.loads(out)
+    assert (status, plan["fits"], plan["devices"]) == (0, True, 8)
+    assert plan["memory"]["peak"] > plan["memory"]["parameters"] > 0
+    assert 0 < plan["roofline"]["step_seconds"] <= plan["roofline"]["step_seconds_apart"]
+    assert 0 < plan["mfu_ceiling"] < 1
+    assert any("cudnn" in note for note in plan["notes"]) == target.startswith("h100")
+
+
+@pytest.mark.parametrize(
+    ("text", "slices", "size", "kind"),
+    [
+        ("v4:2x2x1", 1, 4, "TPU v4"),
+        ("v5e:1x1", 1, 1, "TPU v5 lite"),
+        ("v5e:4x4", 2, 32, "TPU v5 lite"),
+        ("v5p:2x2x2", 1, 8, "TPU v5"),
+        ("v6e:4x4", 1, 16, "TPU v6 lite"),
+        ("tpu7x:2x2x1", 1, 8, "TPU7x"),
+    ],
+)
+def test_topologies_are_what_the_table_says(text, slices, size, kind):
+    need("v5e:2x4")
+    target = parse_target(text, slices=slices)
+    devices = target.devices()
+    assert (len(devices), target.size) == (size, size)
+    assert {device.device_kind for device in devices} == {kind} == {target.chip.device_kind}
+    hosts = {(getattr(d, "slice_index", None), d.process_index) for d in devices}
+    assert len(hosts) == target.hosts
+    mesh = jt.make_mesh(data=-1, dcn_data=slices, devices=devices)
+    assert mesh.size == size
+
+
+def test_a_topology_that_cannot_be_is_one_sentence(capsys):
+    need("v5e:2x4")
+    status, _, err = run(capsys, "plan", "experiments.gpt", "--target", "v5e:3x5")
+    assert status == 2
+    assert "target 'v5e:3x5' is no slice that Google has: both sides are" in err
+    assert err.count("\n") == 1
+
+
+def test_memory_limits_are_those_the_compiler_states():
+    """The table's figures against the compiler's own, for every TPU."""
+    need("v5e:2x4")
+    for text in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"):
+        target = parse_target(text)
+        place = jax.sharding.SingleDeviceSharding(target.devices()[0])
+        huge = jax.ShapeDtypeStruct((2**16, 2**20), jax.numpy.float32, sharding=place)
+        with pytest.raises(jax.errors.JaxRuntimeError) as refused:
+            jax.jit(lambda x: x + 1).lower(huge).compile()
+        stated = str(refused.value).split("exceeds available HBM (")[1].split("G)")[0]
+        assert target.chip.memory_bytes == pytest.approx(float(stated) * 2**30, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_too_big_a_model_says_what_is_missing_and_what_fits(capsys):
+    need("v5e:2x4")
+    flags = "--model gpt2-124m --layers 4 --global-batch 1024 --precision bf16"
+    flags += " --optimizer.name adamw"
+    status, out, err = run(capsys, "plan", "experiments.gpt", "--target", "v5e:2x2", *flags.split())
+    assert status == 1
+    assert "bytes (" in out
+    assert "of memory are missing" in out
+    assert "nearest change that fits: --accumulate 4 (compiled: " in out
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_on_256_chips(capsys):
+    need("v5e:2x4")
+    flags = "--model llama-7b --global-batch 256 --mesh.fsdp 256 --precision bf16 --json"
+    flags += " --optimizer.name adamw --remat full --tokenizer 32000"
+    status, out, _ = run(capsys, "plan", "experiments.gpt", "--target", "v5e:16x16", *flags.split())
+    plan = json.loads(out)
+    assert (status, plan["fits"]) == (0, True)
+    # float32 masters and two moments of 6.7 G parameters, in 256 parts but for the norms' scales.
+    norms = (2 * 32 + 1) * 4096
+    parameters = 4 * ((6_738_415_616 - norms) // 256 + norms)
+    assert plan["memory"]["parameters"] == parameters
+    assert plan["memory"]["optimizer_state"] == pytest.approx(2 * parameters, rel=1e-6)
+    tokens = 256 * 4096
+    assert plan["flops_formula"][0] == pytest.approx(6 * 6.6e9 * tokens, rel=0.25)
+    assert plan["flops_formula"][0] < plan["flops"]["by_dtype"]["bfloat16"]

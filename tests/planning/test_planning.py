@@ -1,0 +1,385 @@
+"""Plans: what they add up to, what they refuse, and what the command prints."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from experiments import gpt as experiment_gpt
+from experiments.options import MeshOptions, OptimizerOptions
+from jaxtrain.experiment import Experiment
+from jaxtrain.planning import ahead_of_time, chips, comparison, nearest_fit, targets
+from jaxtrain.planning.ahead_of_time import plan_experiment
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.state import local_bytes
+from tests.commands import run
+from tests.planning import steps
+
+FLAGS = "--layers 2 --width 16 --heads 2 --seq-len 16 --optimizer.name sgd --mesh.fsdp 2"
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    """Memory and communication are settled before machine code is written."""
+    quick = functools.partial(ahead_of_time.compile_step, compiler_options=steps.FAST)
+    monkeypatch.setattr(ahead_of_time, "compile_step", quick)
+
+
+def small(**changes) -> Experiment:
+    config = experiment_gpt.Config(
+        layers=2,
+        width=16,
+        heads=2,
+        seq_len=16,
+        global_batch=64,
+        optimizer=OptimizerOptions(name="sgd"),
+        mesh=MeshOptions(data=8),
+    )
+    return experiment_gpt.outline(dataclasses.replace(config, **changes))
+
+
+def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
+    saved = tmp_path / "step.hlo"
+    status, out, _ = run(
+        capsys,
+        *("plan", "experiments.gpt", "--target", "cpu:8", "--json", "--save-hlo", str(saved)),
+        *FLAGS.split(),
+    )
+    assert status == 0
+    plan = json.loads(out)
+    memory = plan["memory"]
+    parts = ("parameters", "optimizer_state", "other_state", "batch", "activations", "temporaries")
+    assert sum(memory[part] for part in parts) == memory["peak"]
+    # 16 rows over data 4 x fsdp 2, five arrays of 4 bytes.
+    assert memory["batch"] == 2 * 16 * 5 * 4
+    assert plan["mesh"] == {"data": 4, "fsdp": 2}
+    assert (plan["fits"], plan["roofline"]["compute"], plan["mfu_ceiling"]) == (True, None, None)
+    assert {tuple(row["axes"]) for row in plan["traffic"]} == {
+        ("data",),
+        ("fsdp",),
+        ("data", "fsdp"),
+    }
+    assert saved.read_text().startswith("HloModule jit_step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--target v9:2x2", "names no chip that is known: use v4:4x4x4, v5e:4x4"),
+        ("--target cpu:8 --mesh.tensor 3", "does not divide 3 heads and 3 key-value heads"),
+        ("--target cpu:8 --mesh.fsdp 3", "mesh data -1 x fsdp 3 needs 3 devices and there are 8"),
+        ("--target cpu:8 --global-batch 12", "is not divisible by mesh axes data of size 8"),
+        ("--target cpu:8 --global-batch 0", "a batch of 0 rows of 256 tokens is empty"),
+        ("--target h100:1x8 --slices 2", "only TPU targets have slices"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
+    if "tensor 3" in flags:
+        sentence = "there are 8: use sizes that divide 8"
+    status, out, err = run(capsys, "plan", "experiments.gpt", *flags.split())
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["v5e:2x2", "h100:8"])
+def test_a_missing_compiler_is_one_line_that_installs_it(monkeypatch, text):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    targets._devices.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[aot\]'"):
+        parse_target(text).devices()
+
+
+@pytest.mark.parametrize("version", ["12", "13"])
+def test_the_compiler_of_either_cuda_will_do(monkeypatch, version):
+    only = f"jax_cuda{version}_plugin"
+    monkeypatch.setattr(targets.importlib.util, "find_spec", {only: only}.get)
+    asked = []
+    monkeypatch.setattr(targets, "_describe", lambda target, **how: asked.append(how) or ())
+    targets._devices.cache_clear()
+    parse_target("h100:8").devices()
+    targets._devices.cache_clear()
+    assert [how["platform"] for how in asked] == ["cuda"]
+
+
+def test_simulated_devices_need_no_preparation():
+    """In a process of its own, where nothing has set the number of CPU devices."""
+    code = (
+        "from jaxtrain.planning.targets import parse_target as p\nprint(len(p('cpu:5').devices()))"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "5\n", done.stderr
+
+
+PLAN_THEN_TRAIN = """
+import os, sys
+import jax, jax.numpy as jnp
+from jax.extend import backend
+from jaxlib import xla_client
+
+# A chip that JAX prefers to the CPU, of three devices.
+make = lambda: xla_client.make_cpu_client(num_devices=3)
+backend.register_backend_factory("abacus", make, priority=900)
+import jaxtrain as jt
+from jaxtrain.planning import targets
+
+targets.has_tpu = lambda: "tpu" in sys.argv
+shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+step = lambda state, batch: (state, batch + state.sum())
+jt.plan(step, shape, shape, target="cpu:2", mesh={"data": 2})
+print(len(jax.devices()), jax.config.jax_platforms, "TPU_LOG_DIR" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("here", ["tpu", "none"])
+def test_a_process_that_has_planned_trains_on_its_own_chips(here):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TPU"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN_THEN_TRAIN, here],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["3", "None", str(here == "none")], done.stderr
+
+
+def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
+    """The same program, with the text and without it."""
+    (tmp_path / "a.txt").write_text("A text. " * 400)
+    config = experiment_gpt.Config(
+        layers=1, width=16, heads=2, seq_len=16, data=str(tmp_path), mesh=MeshOptions(data=8)
+    )
+    whole, outline = experiment_gpt.build(config), experiment_gpt.outline(config)
+    assert whole.batch == outline.batch
+    assert (whole.flops_per_step, whole.mesh) == (outline.flops_per_step, outline.mesh)
+    programs = []
+    for experiment in (whole, outline):
+        step = jt.build_train_step(experiment.loss_fn, experiment.optimizer)
+        state = jt.abstract_state(experiment.init_fn, experiment.optimizer)
+        programs.append(jax.jit(step).lower(state, experiment.batch).as_text())
+    assert programs[0] == programs[1]
+    with pytest.raises(ValueError, match="built without its data"):
+        outline.train_batches(0, None)
+
+
+def test_a_trained_tokenizer_is_planned_by_its_size():
+    config = experiment_gpt.Config(tokenizer="32000")
+    assert experiment_gpt.outline(config).config["model"]["vocab_size"] == 32000
+
+
+def test_a_step_of_ones_own():
+    mesh = jt.make_mesh(data=2, fsdp=4)
+    optimizer = jt.make_optimizer("adamw", 1e-3)
+
+    def loss_fn(params, batch, rng):
+        error = jnp.tanh(batch["x"] @ params["w"]) - batch["y"]
+        return jt.WeightedLoss(total=jnp.square(error).sum(), weight=jnp.float32(len(error)))
+
+    state = jt.init_state(
+        lambda rng: {"w": jnp.ones((32, 8))}, optimizer, jax.random.key(0), mesh=mesh
+    )
+    batch = {"x": np.ones((16, 32), np.float32), "y": np.ones((16, 8), np.float32)}
+    step = jt.build_train_step(loss_fn, optimizer)
+    plan = jt.plan(step, state, batch, target="cpu:8")
+    assert plan.memory.parameters == local_bytes(state.params) == 32 * 8 * 4 // 4
+    assert plan.memory.batch == 16 * 40 * 4 // 8
+    # x @ w, and w's gradient x^T @ d: x needs none.
+    assert plan.flops.total == 2 * (2 * 16 * 32 * 8)
+    assert plan.mesh == {"data": 2, "fsdp": 4}
+    assert max(len(line) for line in plan.report().splitlines()) <= 100
+    assert json.dumps(plan.to_json())
+    assert str(plan) == plan.report()
+    assert repr(plan).startswith("<Plan of step on cpu:8: fits=True, ")
+    other = jt.plan(step, state, batch, target="cpu:8", mesh={"data": 8})
+    assert other.mesh == {"data": 8}
+    with pytest.raises(ValueError, match="lies on no mesh"):
+        jt.plan(step, jax.device_get(state), batch, target="cpu:8")
+
+
+def test_a_plan_names_what_it_cannot_count():
+    def step(state, batch):
+        return state, jnp.linalg.qr(batch)[1]
+
+    shape = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+    plan = jt.plan(step, jnp.ones(()), shape, target="cpu:1", mesh={"data": 1})
+    assert plan.flops.total > 0
+    assert "FLOPs of qr are not known: counted as one" in plan.report()
+
+
+MODULE = """
+import dataclasses
+import jax, jax.numpy as jnp, jaxtrain as jt
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int = 8
+
+def build(config):
+    shape = jax.ShapeDtypeStruct((8, config.width), jnp.float32)
+    return jt.Experiment(
+        name="own", batch={"x": shape}, steps=1, train_batches=None, mesh={},
+        init_fn=lambda rng: {"w": jnp.ones(config.width)}, optimizer=jt.make_optimizer("sgd", 0.1),
+        loss_fn=lambda params, batch, rng: jt.WeightedLoss(
+            (batch["x"] @ params["w"]).sum(), jnp.float32(8)),
+    )
+"""
+
+
+def test_a_module_without_mesh_flags(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = run(capsys, "plan", "own_module", "--target", "cpu:8")
+    assert status == 2
+    assert "'own' is made for 1 devices and its Config has no field 'mesh'" in err
+    status, out, _ = run(capsys, "plan", "own_module", "--target", "cpu:1")
+    assert (status, "own on cpu:1" in out) == (0, True)
+
+
+def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
+    # Whatever is planned fits.
+    monkeypatch.setattr(nearest_fit, "plan_experiment", lambda *_: types.SimpleNamespace(fits=True))
+    box = Box(monkeypatch, 2**40).target
+    found = [
+        nearest_fit.nearest_fit(small(), box, has_flag=lambda flag, has=has: flag.startswith(has))
+        for has in ("accumulate", "mesh")
+    ]
+    found = [change.flags for change, _ in found]
+    assert found == ["--accumulate 2", "--mesh.fsdp 8 --mesh.data 1"]
+
+
+class Box:
+    """The simulated devices, with as much memory as a test gives them."""
+
+    def __init__(self, monkeypatch, memory):
+        chip = dataclasses.replace(chips.CHIPS["cpu"], memory_bytes=memory)
+        self.target = targets.Target("cpu:8", chip, (8,))
+
+
+def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
+    experiment = small()
+    whole = plan_experiment(experiment, parse_target("cpu:8"))
+    finer = plan_experiment(dataclasses.replace(experiment, accumulate=2), parse_target("cpu:8"))
+    assert finer.memory.needed < whole.memory.needed
+    box = Box(monkeypatch, (finer.memory.needed + whole.memory.needed) // 2).target
+    plan = plan_experiment(experiment, box)
+    assert not plan.fits
+    assert plan.shortage == whole.memory.needed - box.chip.memory_bytes
+    assert f"{plan.shortage:,} bytes" in plan.report()
+    change, found = nearest_fit.nearest_fit(experiment, box)
+    assert change.flags == "--accumulate 2"
+    assert found.fits
+    assert nearest_fit.describe((change, found)).startswith("--accumulate 2 (compiled: ")
+    nothing = Box(monkeypatch, 1000).target
+    monkeypatch.setattr(nearest_fit, "_larger", lambda target: iter(()))
+    monkeypatch.setattr(
+        nearest_fit, "plan_experiment", None
+    )  # the state alone says no: none is compiled
+    assert nearest_fit.nearest_fit(experiment, nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (16.75G) exceeds available HBM (15.75G).",
+            2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm. "
+            "Exceeded hbm capacity by 1.25G.",
+            5 * 2**28,
+        ),
+        ("RESOURCE_EXHAUSTED: something else", 0),
+    ],
+)
+def test_a_compilers_refusal_becomes_a_shortage(monkeypatch, message, missing):
+    def refuse(*args, **options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(ahead_of_time, "compile_step", refuse)
+    plan = plan_experiment(small(), parse_target("cpu:8"))
+    assert (plan.fits, plan.shortage, plan.memory) == (False, missing, None)
+    assert f"{missing:,} bytes" in plan.report() or missing == 0
+    assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    plan = plan_experiment(small(), targets.parse_target("cpu:8"))
+    assert plan.fits
+    assert plan.memory.parameters > 0
+    report = plan.report()
+    assert "communication per step, one device\n  not known" in report
+    assert "cannot print the program (INTERNAL: RET_CHECK failure)" in " ".join(report.split())
+    assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_a_call_of_many_steps_is_planned_as_it_runs():
+    target = targets.parse_target("cpu:8")
+    one, many = (
+        plan_experiment(dataclasses.replace(small(), steps_per_call=k), target) for k in (1, 4)
+    )
+    # The compiled call's memory: all of its batches, beside one state.
+    assert many.memory.batch == 4 * one.memory.batch
+    assert many.memory.state == one.memory.state
+    assert one.memory.peak < many.memory.peak < 2 * one.memory.peak
+    # Of one step: what it computes and communicates.
+    assert many.flops == one.flops
+    assert many.hbm_bytes == pytest.approx(one.hbm_bytes, rel=0.1)
+
+    def sent(plan):
+        return sum(row.sent for row in plan.traffic)
+
+    assert sent(many) == pytest.approx(sent(one), rel=0.1)
+    assert "of a call of 4 steps" in many.report()
+
+
+def test_after_a_run(monkeypatch):
+    mesh = jt.make_mesh(data=8)
+    experiment = small()
+    state = jt.experiment.make_abstract_state(experiment, mesh)
+    train = jt.experiment.compile_train(experiment, state, mesh)
+    assert comparison.compare_with_run({1: train}, mesh, experiment, 0.5) == []
+    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
+    assert lines[0].endswith("measured: the cpu backend keeps no count")
+    assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
+    # As on a chip that is in the table, with a count of its memory.
+    monkeypatch.setattr(comparison, "chip_of", lambda kind: chips.CHIPS["v5e"])
+    predicted = train.memory_bytes
+    monkeypatch.setattr(
+        comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
+    )
+    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
+    assert lines[0].endswith("(+100.0%)")
+    roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+
+
+def test_the_command_searches(capsys):
+    target = ("plan", "experiments.gpt", "--target", "h100:1x4", "--search")
+    flags = "--layers 2 --width 64 --heads 4 --seq-len 32 --optimizer.name adamw --precision bf16"
+    # Without compiling, which needs the GPU compiler.
+    status, out, _ = run(capsys, *target, "--compile-best", "0", "--json", *flags.split())
+    found = json.loads(out)
+    assert (status, found["target"]) == (0, "h100:1x4")
+    assert all(math.prod(row["mesh"].values()) == 4 for row in found["rows"])
+    status, _, err = run(capsys, *target, "--save-hlo", "x.hlo", *flags.split())
+    assert status == 2
+    assert "--save-hlo saves one program" in err

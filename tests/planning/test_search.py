@@ -1,0 +1,235 @@
+"""The search: what it enumerates, why layouts lose, how the rest is ranked; nothing is compiled."""
+
+import dataclasses
+import io
+import json
+import math
+import signal
+import subprocess
+import sys
+
+import pytest
+import tyro
+from rich.console import Console
+
+from experiments import gpt, options
+from jaxtrain.planning.estimate import estimate
+from jaxtrain.planning.search import (
+    Candidate,
+    Estimator,
+    Rejections,
+    family_of,
+    make_candidates,
+    make_meshes,
+    print_search,
+    refuse_mesh,
+    search,
+    walk_mesh,
+    with_candidate,
+)
+from jaxtrain.planning.targets import parse_target
+
+CONFIG = gpt.Config(
+    optimizer=options.OptimizerOptions(name="adamw"),
+    layers=2,
+    width=64,
+    heads=2,
+    seq_len=64,
+    global_batch=16,
+    precision="bf16",
+)
+
+
+def shrunk(text, memory_bytes):
+    """A target whose chips have another memory."""
+    target = parse_target(text)
+    return dataclasses.replace(
+        target, chip=dataclasses.replace(target.chip, memory_bytes=memory_bytes)
+    )
+
+
+@pytest.fixture(scope="module")
+def result():
+    # Few meshes, each with its own fate: 3 layers are not cut in two, a host has one GPU.
+    config = dataclasses.replace(CONFIG, layers=3)
+    return search(gpt.outline, config, parse_target("h100:2x1"), compile_best=0)
+
+
+def test_every_mesh_is_enumerated_once():
+    meshes = list(make_meshes(CONFIG, 64))
+    assert all(math.prod(mesh.values()) == 64 for mesh in meshes)
+    # Six factors of two over four axes.
+    assert len(meshes) == len({tuple(mesh.items()) for mesh in meshes}) == math.comb(9, 3)
+
+
+def test_only_what_the_config_has_is_varied():
+    @dataclasses.dataclass(frozen=True)
+    class Mesh:
+        data: int = -1
+        fsdp: int = 1
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+    assert [tuple(mesh) for mesh in make_meshes(Config(), 4)] == [("data", "fsdp")] * 3
+    assert list(make_candidates(Config(), {"data": 2, "fsdp": 2})) == [
+        Candidate({"data": 2, "fsdp": 2}, accumulates=False)
+    ]
+    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}))
+    assert changed == Config(mesh=Mesh(data=2, fsdp=2))
+
+
+def test_the_flags_of_a_layout_make_its_config():
+    for candidate in (
+        Candidate({"data": 2, "fsdp": 2, "tensor": 2, "pipe": 1}, 4, "dots"),
+        Candidate({"data": 2, "fsdp": 1, "tensor": 2, "pipe": 2}, 4, "none", "full"),
+        Candidate({"data": 4, "fsdp": 2, "tensor": 1, "pipe": 1, "dcn_data": 2}, 1, "none"),
+    ):
+        config = tyro.cli(gpt.Config, args=candidate.flags)
+        assert config == with_candidate(gpt.Config(), candidate)
+
+
+def test_only_the_data_axis_crosses_slices():
+    target = parse_target("v5e:2x2", slices=2)
+    found = search(gpt.outline, CONFIG, target, compile_best=0)
+    assert found.rows
+    for row in found.rows:
+        config = tyro.cli(gpt.Config, args=row.candidate.flags)
+        assert config.mesh.dcn_data == 2
+        assert config.mesh.data % 2 == 0
+    assert any("dcn_data" in family.reason for family in found.families)
+
+
+def test_every_layout_is_ranked_or_has_its_reason(result):
+    fitting = [f for f in result.families if f.reason.startswith("fits")]
+    assert len(result.rows) == 1
+    assert result.considered == len(result.rows) + sum(f.count for f in result.families)
+    assert fitting
+    assert result.families == tuple(sorted(result.families, key=lambda f: -f.count))
+
+
+def test_reasons_are_the_true_ones(result):
+    reasons = {family.reason: family for family in result.families}
+    (crossing,) = (f for r, f in reasons.items() if "would cross hosts" in r)
+    assert "of 1 devices" in crossing.reason
+    assert crossing.example == "tensor=2"
+    (layers,) = (f for r, f in reasons.items() if "mesh axis 'pipe'" in r)
+    assert "(3)" in layers.reason
+    assert "pipe" in layers.example
+
+
+def test_memory_decides_between_rematerialisation_and_microbatches():
+    mesh = {"data": 4, "fsdp": 1, "tensor": 1, "pipe": 1}
+    config = dataclasses.replace(CONFIG, global_batch=64)
+    estimator = Estimator(gpt.outline, config, parse_target("v5e:2x2"))
+    whole = estimator(Candidate(mesh, 1, "none"))[1]
+    least = estimator(Candidate(mesh, 16, "full"))[1]
+    assert least.peak_bytes < whole.peak_bytes
+    between = shrunk("v5e:2x2", (least.peak_bytes + whole.peak_bytes) // 2)
+    rejections = Rejections()
+    candidates = list(make_candidates(config, mesh))
+    rows = walk_mesh(estimator, candidates, between, rejections)
+    assert rows
+    assert all(row.estimated_bytes <= between.chip.memory_bytes for row in rows)
+    families = rejections.families()
+    assert any("x the memory with activations" in f.reason for f in families)
+    assert len(rows) + sum(f.count for f in families) == len(candidates)
+
+
+def test_state_alone_may_be_too_much():
+    starved = search(gpt.outline, CONFIG, shrunk("v5e:2x2", 2**16), compile_best=0)
+    assert starved.rows == ()
+    assert any("state alone are" in f.reason for f in starved.families)
+
+
+def test_rows_that_do_not_divide_are_told():
+    config = dataclasses.replace(CONFIG, global_batch=6)
+    target = parse_target("v5e:2x2")
+    for mesh, divides in (({"data": 4}, False), ({"data": 2, "tensor": 2}, True)):
+        mesh = {"data": 1, "fsdp": 1, "tensor": 1, "pipe": 1} | mesh
+        reason = refuse_mesh(gpt.outline, config, mesh, target)
+        assert (reason is None) == divides
+    assert "global batch does not divide" in refuse_mesh(
+        gpt.outline, config, {"data": 1, "fsdp": 4, "tensor": 1, "pipe": 1}, target
+    )
+    refused = refuse_mesh(
+        gpt.outline, config, {"data": 1, "fsdp": 1, "tensor": 4, "pipe": 1}, target
+    )
+    assert "does not divide 2 heads" in refused
+
+
+def test_one_trace_serves_all_splits_of_the_batch():
+    target = parse_target("v5e:2x4")
+    estimator = Estimator(gpt.outline, CONFIG, target)
+    for data, fsdp, tensor in ((1, 8, 1), (8, 1, 1), (4, 1, 2)):
+        mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "pipe": 1}
+        candidate = Candidate(mesh, 2, "dots")
+        experiment, shared = estimator(candidate)
+        assert shared == estimate(experiment, 8)
+    assert len(estimator.traces) == 2
+
+
+def test_the_printed_table_fits_and_the_json_says_the_same(result):
+    text = io.StringIO()
+    print_search(result, Console(file=text, width=100))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert result.rows[0].candidate.mesh_name in text.getvalue()
+    assert "rejected:" in lines
+    data = json.loads(json.dumps(result.to_json()))
+    assert data["considered"] == result.considered
+    assert data["rows"][0]["step_s"] == result.rows[0].prediction.step_s
+    assert len(data["rejected"]) == len(result.families)
+
+
+STOPPED = """
+import sys, time
+from jaxtrain import cli
+from jaxtrain.planning import search
+
+def compile_row(*_):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+search.compile_row = compile_row
+search.Target.devices = lambda target: []
+sys.exit(cli.main("plan experiments.gpt --target h100:1x2 --search --layers 1 --width 16 "
+                  "--heads 2 --seq-len 16 --optimizer.name sgd --global-batch 2".split()))
+"""
+
+
+def test_a_search_that_is_stopped_prints_what_it_has_found():
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"compiling\n"
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"@ " not in err  # no stack trace
+    assert b"stopped before the end" in out
+    assert b"train the first with: --mesh.data=" in out
+
+
+def test_only_flags_that_a_config_has_are_named():
+    mesh = {"data": 4, "fsdp": 2}
+    plain = dataclasses.make_dataclass("Plain", [("mesh", object)])(None)
+    (only,) = make_candidates(plain, mesh)
+    assert only.flags == ["--mesh.data=4", "--mesh.fsdp=2"]
+    assert "--accumulate=1" in next(make_candidates(CONFIG, mesh)).flags
+
+
+def test_what_cannot_be_searched_is_said():
+    with pytest.raises(ValueError, match="no published peaks"):
+        search(gpt.outline, CONFIG, parse_target("cpu:8"))
+    with pytest.raises(ValueError, match="no field 'mesh'"):
+        search(gpt.outline, object(), parse_target("v5e:2x2"))
+
+
+def test_numbers_that_vary_are_left_out_of_a_family():
+    one, two = (
+        f"batch leaf 'x' has shape (6,): its leading axis (6) is not divisible by mesh axes data "
+        f"of size {n}; use a global batch that is a multiple of {n}"
+        for n in (4, 8)
+    )
+    assert family_of(one) == family_of(two)

@@ -1,0 +1,239 @@
+"""A checkpoint goes from any mesh to any other, and from any number of processes to any other."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from experiments import gpt, options
+from jaxtrain import optim
+from jaxtrain.experiment import (
+    make_abstract_state,
+    make_experiment_mesh,
+    make_state,
+    restore_state,
+    to_checkpoint,
+)
+from jaxtrain.models import gpt as gpt_model
+from jaxtrain.parallel.pipeline import portable, to_virtual
+from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.tree import named_leaves
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
+SMALL += ["--global-batch", "16", "--held-out-bytes", "2000", "--sample-tokens", "0"]
+SMALL += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "1", "--log-every", "1"]
+INTERLEAVED = "--pipeline.microbatches 2 --pipeline.schedule interleaved --pipeline.virtual 2"
+PIPE = "--pipeline.microbatches 4"
+# Devices: all kinds of layouts over them, in flags.
+LAYOUTS = {
+    "data 8": "--mesh.data 8",
+    "data 2 x fsdp 2 x tensor 2": "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2",
+    "fsdp 4": "--mesh.data 1 --mesh.fsdp 4",
+    "pipe 2 x virtual 2 x tensor 2": f"--mesh.data 1 --mesh.pipe 2 --mesh.tensor 2 {INTERLEAVED}",
+    "one device": "--mesh.data 1",
+    "pipe 4 x fsdp 2": f"--mesh.data 1 --mesh.pipe 4 --mesh.fsdp 2 {PIPE}",
+    "zero 3 on data 2": "--mesh.data 2 --zero 3",
+    "pipe 2 x virtual 2 x data 4": f"--mesh.data 4 --mesh.pipe 2 {INTERLEAVED}",
+    "data 8 again": "--mesh.data 8",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
+    for i in range(8):
+        order = np.random.default_rng(i).integers(0, len(words), 150)
+        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
+    return str(folder)
+
+
+def size_of(flags: str) -> int:
+    words = flags.split()
+    sizes = [int(words[i + 1]) for i, word in enumerate(words) if word.startswith("--mesh.")]
+    return int(np.prod(sizes))
+
+
+def experiment_of(texts, flags: str, *more: str):
+    config = options.parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
+    return gpt.build(config)
+
+
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "muon")]
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", *SLOWER])
+def test_every_layout_holds_the_same_bits_and_gives_them_on(texts, tmp_path, optimizer):
+    """Round after round into the next layout, from a state in which no two layers are alike."""
+    flags = ["--optimizer.name", optimizer, "--optimizer.accumulate", "2"]
+    first = experiment_of(texts, "--mesh.data 8", *flags)
+    state = make_state(first, make_experiment_mesh(first))
+    leaves, structure = jax.tree.flatten(state)
+    r = np.random.default_rng(0)
+
+    def noise(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, np.floating):
+            return jax.device_put(r.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding)
+        return leaf
+
+    state = jax.tree.unflatten(structure, [noise(leaf) for leaf in leaves])
+    expected = digest(state)
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        checkpoints.save(0, state)
+        for step, (name, layout) in enumerate(LAYOUTS.items(), 1):
+            experiment = experiment_of(texts, layout, *flags)
+            mesh = jt.make_mesh(**experiment.mesh, devices=jax.devices()[: size_of(layout)])
+            abstract = make_abstract_state(experiment, mesh)
+            state = restore_state(experiment, abstract, checkpoints.restore)
+            for leaf, wanted in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
+                assert (leaf.shape, leaf.sharding) == (wanted.shape, wanted.sharding), name
+            natural = to_checkpoint(experiment, state)
+            assert digest(natural) == expected, name
+            checkpoints.save(step, natural)
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_the_state_of_virtual_stages_is_the_natural_one_cut(name):
+    """For every optimizer: same paths, and shapes that differ by [V, L / V] for [L] alone."""
+    model = gpt_model.GPTConfig(vocab_size=257, seq_len=8, layers=4, width=256, heads=2)
+    mesh = jt.make_mesh(pipe=2, devices=jax.devices()[:2])
+
+    def shapes(virtual):
+        axes = 1 if virtual == 1 else 2
+        stacked = dict.fromkeys(gpt_model.STACKED, axes)
+        optimizer = jt.make_optimizer(name, 0.1, stacked=stacked, accumulate=2)
+        make = lambda: to_virtual(gpt_model.init(model, jax.random.key(0)), virtual)  # noqa: E731
+        state = jax.eval_shape(lambda: optimizer.init(make()))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state)
+
+    def named(tree):
+        return {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree).items()}
+
+    natural = named(shapes(1))
+    assert named(natural_shapes(shapes(2), 2)) == natural
+    assert named(natural_shapes(shapes(4), 4)) == natural
+
+
+def test_natural_order_copies_stacked_leaves_alone_and_compiles_once():
+    mesh = jt.make_mesh(pipe=2, data=4)
+
+    def put(x, *spec):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(x, sharding)
+
+    layers = np.arange(4 * 6.0).reshape(4, 6)
+    state = {"blocks": {"w": put(layers.reshape(2, 2, 6), None, "pipe")}, "out": put(np.ones(8))}
+    natural = to_natural(state, 2)
+    assert natural["out"] is state["out"]
+    np.testing.assert_array_equal(natural["blocks"]["w"], layers)
+    compiled = portable._reshape_to.cache_info().misses
+    back = from_natural(to_natural(state, 2), state)
+    np.testing.assert_array_equal(back["blocks"]["w"], state["blocks"]["w"])
+    assert back["blocks"]["w"].sharding == state["blocks"]["w"].sharding
+    to_natural(from_natural(natural, state), 2)
+    assert portable._reshape_to.cache_info().misses == compiled + 1
+
+
+def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) -> list[str]:
+    """Runs the worker in every process and returns what each printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.workers.move"]
+    arguments = [*SMALL, "--data", texts, "--run-dir", str(run), *flags.split()]
+    workers = [
+        subprocess.Popen(
+            [*command, *map(str, (process, processes, port, devices, steps)), *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    try:
+        printed = []
+        for worker in workers:
+            output, errors = worker.communicate(timeout=300)
+            assert worker.returncode == 0, errors
+            printed.append(output)
+        return printed
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def moved(texts, run, **options_) -> set[str]:
+    printed = launch(texts, run, steps=0, **options_)
+    return {line for text in printed for line in text.splitlines() if line.startswith("digest")}
+
+
+def start(texts, run) -> str:
+    """A checkpoint of eight devices in this process; returns its digest."""
+    experiment = experiment_of(texts, "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2")
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    with Checkpointer(run / "checkpoints") as checkpoints:
+        checkpoints.save(0, state)
+    return digest(state)
+
+
+def test_two_processes_of_four_devices_go_on_from_one_of_eight_and_back(texts, tmp_path):
+    expected = start(texts, tmp_path)
+    flags = f"--mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 {INTERLEAVED}"
+    found = moved(texts, tmp_path, processes=2, devices=4, flags=flags)
+    assert found == {f"digest {expected}"}
+    experiment = experiment_of(texts, "--mesh.data 1 --mesh.fsdp 8")
+    abstract = make_abstract_state(experiment, make_experiment_mesh(experiment))
+    reader = Checkpointer(tmp_path / "checkpoints")
+    assert reader.latest_step() == 1
+    assert digest(restore_state(experiment, abstract, reader.restore)) == expected
+
+
+PROCESSES = [
+    (4, 2, "--mesh.data 8"),
+    (2, 4, f"--mesh.data 4 --mesh.pipe 2 {INTERLEAVED}"),
+    (1, 8, "--mesh.data 1 --mesh.fsdp 8"),
+    (4, 2, "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --zero 1"),
+    (2, 2, f"--mesh.data 1 --mesh.pipe 4 {PIPE}"),
+    (1, 1, "--mesh.data 1"),
+    (2, 4, "--mesh.data 4 --mesh.tensor 2"),
+]
+
+
+@pytest.mark.slow
+def test_digests_survive_a_tour_of_process_counts(texts, tmp_path):
+    expected = start(texts, tmp_path)
+    for processes, devices, flags in PROCESSES:
+        found = moved(texts, tmp_path, processes=processes, devices=devices, flags=flags)
+        assert found == {f"digest {expected}"}, (processes, devices, flags)
+
+
+def losses(run) -> dict[int, float]:
+    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.mark.slow
+def test_training_goes_on_over_process_counts_with_the_very_next_batches(texts, tmp_path):
+    """Two steps in each place; another order of the data would give other losses."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    total = 2 * len(PROCESSES)
+    launch(texts, whole, processes=1, devices=1, steps=total, flags="--mesh.data 1")
+    for number, (processes, devices, flags) in enumerate(PROCESSES, 1):
+        more = " --resume" if number > 1 else ""
+        launch(
+            texts, parts, processes=processes, devices=devices, steps=2 * number, flags=flags + more
+        )
+    expected, found = losses(whole), losses(parts)
+    assert sorted(found) == sorted(expected) == list(range(1, total + 1))
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=2e-5), step

@@ -1,0 +1,125 @@
+"""A run that is killed with SIGKILL, again and again, is bit for bit the run that nobody killed."""
+
+import json
+import random
+import signal
+
+import numpy as np
+import pytest
+
+from experiments import options
+from experiments.gpt import Config, build
+from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from tests.run.survive.processes import Process, last_step, logged
+
+# Everything that a step carries over: dropout (random keys), a loss scale that changes, gradients
+# summed over calls, and a window of past losses.
+FLAGS = "--layers 1 --width 16 --heads 2 --seq-len 16 --global-batch 8 --held-out-bytes 500"
+FLAGS += " --sample-tokens 0 --precision fp16 --dropout 0.1 --optimizer.name adamw --log-every 1"
+FLAGS += " --optimizer.accumulate 3 --optimizer.skip-spikes 3 --save-every 4"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
+    for i in range(6):
+        order = np.random.default_rng(i).integers(0, len(words), 200)
+        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
+    return folder
+
+
+def start(tmp_path, texts, run, steps, *more):
+    flags = [*FLAGS.split(), "--data", str(texts), "--steps", str(steps), "--run-dir", str(run)]
+    name = f"{len(list(tmp_path.glob('*.err'))):02d}"
+    return Process(["-m", "experiments.gpt", *flags, *more], tmp_path, name)
+
+
+def being_saved(run):
+    """Whether a checkpoint is half written at this moment."""
+    return any("tmp" in path.name for path in (run / "checkpoints").glob("*"))
+
+
+def kill_during_a_save(process, run, rng, reached):
+    process.until(lambda: last_step(run) > reached and being_saved(run))
+
+
+def kill_in_a_step(process, run, rng, reached):
+    target = reached + rng.randint(1, 12)
+    process.until(lambda: last_step(run) >= target)
+
+
+def kill_before_a_step(process, run, rng, reached):
+    before = list(run.glob("tensorboard/*"))
+    process.until(lambda: list(run.glob("tensorboard/*")) != before)
+
+
+def final_digest(texts, run, steps):
+    """The digest of the last checkpoint, read here, on a mesh of 8 devices."""
+    flags = [*FLAGS.split(), "--data", str(texts), "--steps", str(steps)]
+    experiment = build(options.parse(Config, flags))
+    checkpoints = Checkpointer(run / "checkpoints")
+    assert checkpoints.latest_step() == steps
+    state = checkpoints.restore(make_abstract_state(experiment, make_experiment_mesh(experiment)))
+    assert int(state.step) == steps
+    assert state.loss_scale is not None
+    return digest(state)
+
+
+def kill_and_resume(tmp_path, texts, moments, *, steps, seed, more=()):
+    rng = random.Random(seed)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    undisturbed = start(tmp_path, texts, whole, steps, *more)
+    kills = 0
+    try:
+        for moment in moments:
+            resume = ["--resume"] if killed.exists() else []
+            process = start(tmp_path, texts, killed, steps, *resume, *more)
+            try:
+                moment(process, killed, rng, last_step(killed))
+                if not process.ended():
+                    process.send(signal.SIGKILL)
+                    assert process.code() == -signal.SIGKILL
+                    kills += 1
+                else:
+                    assert process.code() == 0, process.errors
+            finally:
+                process.end()
+        process = start(tmp_path, texts, killed, steps, "--resume", *more)
+        assert process.code() == 0, process.errors
+        assert undisturbed.code() == 0, undisturbed.errors
+    finally:
+        process.end()
+        undisturbed.end()
+    assert final_digest(texts, killed, steps) == final_digest(texts, whole, steps)
+    # Every batch was seen once: each step is logged once, with the same loss.
+    losses = [
+        [(line["step"], line["train/loss"]) for line in logged(run) if "train/loss" in line]
+        for run in (whole, killed)
+    ]
+    assert losses[0] == losses[1]
+    assert [step for step, _ in losses[0]] == list(range(1, steps + 1))
+    assert json.loads((killed / "config.json").read_text())["module"] == "experiments.gpt"
+    return kills
+
+
+def test_three_kills_one_of_them_during_a_save(texts, tmp_path):
+    moments = [kill_in_a_step, kill_during_a_save, kill_in_a_step]
+    kills = kill_and_resume(tmp_path, texts, moments, steps=60, seed=0)
+    assert kills == 3
+
+
+def test_kills_of_a_run_with_many_steps_per_call(texts, tmp_path):
+    moments, more = [kill_in_a_step, kill_during_a_save], ["--steps-per-call", "4"]
+    # Not a multiple of 4: the last call is shorter.
+    assert kill_and_resume(tmp_path, texts, moments, steps=62, seed=0, more=more) == 2
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_every_kind_of_moment(texts, tmp_path):
+    kinds = [kill_in_a_step, kill_during_a_save, kill_in_a_step, kill_before_a_step]
+    moments = [kinds[i % len(kinds)] for i in range(24)]
+    kills = kill_and_resume(tmp_path, texts, moments, steps=400, seed=1)
+    assert kills >= 20

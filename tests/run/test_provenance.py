@@ -1,0 +1,146 @@
+"""What a resumed run has otherwise: found, told apart, and refused where it would break the run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments import gpt, options, vision
+from jaxtrain.run.loop import RunOptions
+from jaxtrain.run.provenance import ROUNDED, SAME, check, compare, from_plain, read_record, table
+
+
+def record(config=None, **provenance):
+    config = config or gpt.Config()
+    own = {"text": "a", "seedless": 1, "versions": {"jax": "0.10.2"}} | provenance
+    return {"flags": json.loads(json.dumps(dataclasses.asdict(config))), "provenance": own}
+
+
+def changed(**flags):
+    return dataclasses.replace(gpt.Config(), **flags)
+
+
+@pytest.mark.parametrize(
+    ("now", "name", "meaning"),
+    [
+        (record(changed(seed=1)), "seed", None),
+        (record(changed(global_batch=32)), "global-batch", None),
+        (record(changed(precision="bf16")), "precision", None),
+        (record(changed(steps=700)), "steps", None),
+        (
+            record(changed(optimizer=options.OptimizerOptions(name="lion"))),
+            "optimizer.name",
+            None,
+        ),
+        (record(changed(mesh=options.MeshOptions(fsdp=2))), "mesh.fsdp", ROUNDED),
+        (record(changed(accumulate=2)), "accumulate", ROUNDED),
+        (record(changed(run=RunOptions(log_every=1))), "log-every", SAME),
+        (record(changed(data="elsewhere")), "data", SAME),  # while the text is the same
+        (record(text="b"), "text", None),
+        (record(versions={"jax": "0.11"}), "jax", ROUNDED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_change_has_its_meaning(now, name, meaning):
+    (change,) = compare(record(), now, options.MAY_CHANGE)
+    assert (change.name, change.meaning) == (name, meaning)
+    if meaning is None:
+        with pytest.raises(ValueError, match=rf"the run in r had {name} .*--accept-changes {name}"):
+            check([change], (), run_dir="r")
+    for accepted in ([f"--{name}"], [name.replace("-", "_")], ["all"]):
+        check([change], accepted, run_dir="r")
+
+
+def test_what_is_of_a_start_is_no_change_and_more_steps_are_none_at_a_constant_rate():
+    start = RunOptions(run_dir="x", resume=True, accept_changes=("seed",))
+    process = options.ProcessOptions(process_id=1, coordinator="a:1", processes=2)
+    assert (
+        compare(record(), record(changed(run=start, distributed=process)), options.MAY_CHANGE) == []
+    )
+    constant = options.OptimizerOptions(schedule="constant", warmup_steps=1)
+    now = changed(optimizer=constant, steps=700)
+    (change,) = compare(record(changed(optimizer=constant)), record(now), options.may_change(now))
+    assert (change.name, change.meaning) == ("steps", SAME)
+
+
+def test_an_experiment_without_a_table_of_its_own_may_change_nothing_but_how_it_reports():
+    now = record(changed(accumulate=2, run=RunOptions(keep=9)))
+    meanings = {c.name: c.meaning for c in compare(record(), now, {})}
+    assert meanings == {"accumulate": None, "keep": SAME}
+
+
+def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out():
+    old = record()
+    old["flags"]["gone"] = 3
+    del old["flags"]["z_loss"]
+    del old["provenance"]["text"]
+    found = {c.name: (c.then, c.now) for c in compare(old, record(), options.MAY_CHANGE)}
+    assert found == {"gone": (3, "(none)"), "z-loss": ("(none)", None)}
+    assert compare({}, record(), {}) == []
+
+
+def test_the_table_is_four_columns():
+    changes = compare(record(), record(changed(seed=1, accumulate=2)), options.MAY_CHANGE)
+    assert table(changes, title="changed:") == [
+        "changed:",
+        "              then  now  the steps to come",
+        "  accumulate  1     2    the same mathematics, other bits",
+        "  seed        0     1    accepted: those of another run",
+        "",
+    ]
+
+
+def write_run(path, config, **more):
+    path.mkdir(parents=True)
+    content = record(config) | {"module": "experiments.gpt"} | more
+    (path / "config.json").write_text(json.dumps(content))
+    (path / "log.jsonl").write_text("")
+    return content
+
+
+def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    process = options.ProcessOptions(process_id=0, coordinator="a:1", processes=2)
+    run = RunOptions(overwrite=True, keep=9, run_dir="elsewhere")
+    begun = changed(seed=7, layers=3, run=run, distributed=process, data="texts")
+    content = write_run(tmp_path / "runs" / "gpt-2", begun)
+    write_run(tmp_path / "runs" / "gpt-1", gpt.Config())
+    write_run(tmp_path / "runs" / "vision-9", vision.Config(), module="experiments.vision")
+    write_run(tmp_path / "runs" / "gpt-10" / "inner", gpt.Config())  # no run itself
+    for typed in (["--resume"], ["--auto-resume", "--run-dir", "runs/gpt-2"]):
+        default = options.run_to_resume(gpt.Config, typed)
+        config = options.parse(gpt.Config, [*typed, "--layers", "4"], default=default)
+        assert config == dataclasses.replace(
+            begun,
+            layers=4,
+            distributed=options.ProcessOptions(),
+            run=RunOptions(
+                run_dir="runs/gpt-2",
+                keep=9,
+                resume="--resume" in typed,
+                auto_resume="--auto-resume" in typed,
+            ),
+        )
+    # What it went on with last counts.
+    later = {"from_step": 5, "changes": {}, "record": content | record(changed(seed=8))}
+    (tmp_path / "runs" / "gpt-2" / "changes.jsonl").write_text(json.dumps(later) + "\n")
+    assert options.run_to_resume(gpt.Config, ["--resume"]).seed == 8
+    assert read_record("runs/gpt-2", before_step=5)["flags"]["seed"] == 7
+    assert read_record("runs/gpt-2", before_step=6)["flags"]["seed"] == 8
+    assert options.run_to_resume(gpt.Config, []) is None
+    assert options.run_to_resume(gpt.Config, ["--auto-resume", "--run-dir", "new"]) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"steps": "many"}, "Config takes no steps 'many'"),
+        ({"steps": True}, "Config takes no steps True"),
+        ({"optimizer": {"name": "evil"}}, "OptimizerOptions takes no name 'evil'"),
+        ({"mesh": 3}, "Config takes no mesh 3"),
+        ({"run": {"log_every": 0}}, "log_every is 0"),
+    ],
+)
+def test_stored_flags_that_cannot_be_are_refused_by_name(flags, words):
+    with pytest.raises(ValueError, match=words):
+        from_plain(gpt.Config, flags)
