@@ -130,17 +130,19 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
     return Target(f"{name}:{layout}", chip, sizes, slices)
 
 
-# By cloud.google.com/tpu/docs; the compiler itself takes any.
+# By cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p; the compiler itself takes any.
+_SMALL = {(1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
 _SLICES = {
-    True: "both sides are 1, 2, 4, 8 or 16, one at most twice the other",
-    False: "all sides are multiples of 4, or all are 1, 2 or 4",
+    True: "1x1, or both sides are 2, 4, 8 or 16, one at most twice the other",
+    False: "all sides are multiples of 4, or it is one of "
+    + ", ".join("x".join(map(str, sizes)) for sizes in sorted(_SMALL)),
 }
 
 
 def _is_slice(chip: Chip, sizes: tuple[int, ...]) -> bool:
     if chip.name in _FLAT:
-        return {*sizes} <= {1, 2, 4, 8, 16} and max(sizes) <= 2 * min(sizes)
-    return all(n % 4 == 0 for n in sizes) or {*sizes} <= {1, 2, 4}
+        return {*sizes} == {1} or ({*sizes} <= {2, 4, 8, 16} and max(sizes) <= 2 * min(sizes))
+    return all(n % 4 == 0 for n in sizes) or tuple(sorted(sizes)) in _SMALL
 
 
 def grown(topology: tuple[int, ...]) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ def test_a_topology_that_cannot_be_is_one_sentence(capsys):
     need("v5e:2x4")
     status, _, err = run(capsys, "plan", "experiments.gpt", "--target", "v5e:3x5")
     assert status == 2
-    assert "target 'v5e:3x5' is no slice that Google has: both sides are" in err
+    assert "target 'v5e:3x5' is no slice that Google has: 1x1, or both sides are" in err
     assert err.count("\n") == 1
 
 

@@ -149,7 +149,8 @@ def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_compl
         assert launcher.code() == 0, launcher.errors
         said = r"process 1 of 3 \(host .*\) has died: its connection closed; process [02] cannot"
         assert len(re.findall(said, launcher.errors)) == 2
-        assert "process 1 ended with status 137; the others are ended" in launcher.errors
+        # The others may have ended by themselves before the launcher looks.
+        assert "[launch] process 1 ended with status 137" in launcher.errors
         assert "(1 of 1 restarts without progress)" in launcher.errors
         # One state in all of them.
         digests = set(re.findall(r"^\[\d\] (digest .*)$", launcher.output, re.MULTILINE))
