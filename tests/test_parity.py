@@ -144,7 +144,7 @@ def cases():
         yield pytest.param(*values, marks=[pytest.mark.slow] if sum(numbers) % 4 else [])
 
 
-@pytest.mark.parametrize(("form", "layout", "accumulate", "remat", "optimizer"), cases())
+@pytest.mark.parametrize(("form", "layout", "accumulate", "remat", "optimizer"), list(cases()))
 def test_layout_agrees_with_one_device(form, layout, accumulate, remat, optimizer):
     axes, zero = LAYOUTS[layout]
     expected = reference(form, optimizer, accumulate, remat)
