@@ -74,8 +74,8 @@ def interleave(
 
     Returns:
       Per variant: median and quartiles of wall time in milliseconds, the median of its ratio to
-      the first variant within a round (in wall time and in the process's CPU time), the median of
-      minor page faults of this process, and its facts;
+      the first variant within a round (in wall time, and in CPU time of this process or of the
+      children that ended), the median of minor page faults of the same, and its facts;
       with ``work`` also those times per step, tokens per second, and the share of the best rate of
       matrix products that the model's FLOPs reach (``mfu``).
     """
@@ -86,16 +86,18 @@ def interleave(
     wall: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     faults: dict[str, list[int]] = {name: [] for name in variants}
+    whose = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
     for number in range(rounds + 1):
         for name, variant in variants.items():
-            faults_start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start, cpu_start = time.perf_counter(), time.process_time()
+            before, start = resource.getrusage(whose), time.perf_counter()
             variant.run()
             if number > 0:
                 wall[name].append(time.perf_counter() - start)
-                cpu[name].append(time.process_time() - cpu_start)
-                faults_end = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                faults[name].append(faults_end - faults_start)
+                after = resource.getrusage(whose)
+                cpu[name].append(
+                    after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                )
+                faults[name].append(after.ru_minflt - before.ru_minflt)
     first = next(iter(variants))
     rate = products.flops / min(wall.pop(MATRIX_PRODUCTS)) if products else None
     results = {}

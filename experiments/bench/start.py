@@ -8,7 +8,6 @@ an empty cache of programs, one with a cache that the row has filled before.
 import dataclasses
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,14 +31,10 @@ class Start:
 
     Args:
       cache: the folder of compiled programs; left out, an empty one each time.
-
-    Attributes:
-      cpu_seconds: user and system time of each process.
     """
 
     def __init__(self, cache: str | None = None):
         self._cache = cache
-        self.cpu_seconds: list[float] = []
 
     def __call__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -55,9 +50,7 @@ class Start:
                     raise SystemExit(f"the run ended with {process.returncode}: {COMMAND}")
                 time.sleep(0.005)
             process.kill()
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            self.cpu_seconds.append(used.ru_utime + used.ru_stime)
+            process.wait()
 
 
 def has_logged(log: pathlib.Path) -> bool:
@@ -71,12 +64,4 @@ def main(config: Config) -> None:
         starts = {"empty cache": Start(), "filled cache": Start(filled)}
         variants = {name: Variant(start) for name, start in starts.items()}
         results = interleave(variants, rounds=config.rounds, children=True)
-    empty = starts["empty cache"].cpu_seconds[1:]
-    for name, start in starts.items():
-        # The CPU time of the runs in place of that of this process, which only waits.
-        cpu = start.cpu_seconds[1:]
-        ratios = [a / b for a, b in zip(cpu, empty, strict=True)]
-        results[name]["cpu_seconds"] = round(statistics.median(cpu), 2)
-        del results[name]["page_faults"]
-        results[name]["cpu_ratio"] = round(statistics.median(ratios), 3)
     print_row("start", {"run": " ".join(COMMAND[1:])}, results)
