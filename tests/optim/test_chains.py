@@ -1,6 +1,5 @@
 """One table of tests over every optimizer: descent, stacking, freezing, accumulation, dtypes."""
 
-import functools
 import re
 
 import jax
@@ -12,15 +11,7 @@ import pytest
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
 from jaxtrain.optim.recipes import OPTIONS
 from jaxtrain.tree import map_named, named_leaves
-
-# These programs run for microseconds: what counts is how long they take to compile.
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
+from tests.quick import jit
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -404,7 +395,7 @@ def test_decay_follows_the_mask_by_default_and_as_told():
 
     def decayed(**options):
         tx = make_optimizer("adamw", 0.5, weight_decay=0.2, stacked=STACKED, **options)
-        updates, _ = tx.update(zero, tx.init(params), params)
+        updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, zero)
         for update in jax.tree.leaves(updates):
             assert np.all(update == 0) or np.allclose(update, -0.1)
         return {path for path, u in named_leaves(updates).items() if np.any(u)}
@@ -420,9 +411,9 @@ def test_moment_dtype_narrows_first_moments_and_widens_all():
 
     def dtypes(params, moment_dtype):
         tx = make_optimizer("adam", 0.1, moment_dtype=moment_dtype)
-        state = optax.tree.get(tx.init(params), "ScaleByAdamState")
-        after = tx.update(params, tx.init(params), params)[1]
-        after = optax.tree.get(after, "ScaleByAdamState")
+        before = jax.eval_shape(tx.init, params)
+        after = jax.eval_shape(tx.update, params, before, params)[1]
+        state, after = (optax.tree.get(s, "ScaleByAdamState") for s in (before, after))
         names = [(s.mu["w"].dtype.name, s.nu["w"].dtype.name) for s in (state, after)]
         assert names[0] == names[1]
         return names[0]
@@ -468,10 +459,10 @@ def test_bfloat16_parameters_are_computed_in_float32():
 def test_schedules_advance_with_the_updates():
     tx = make_optimizer("sgd", schedules.linear(1.0, total_steps=4))
     params = {"w": jnp.ones(2)}
-    state = tx.init(params)
+    state, update = tx.init(params), jit(tx.update)
     seen = []
     for _ in range(5):
-        updates, state = tx.update(params, state, params)
+        updates, state = update(params, state, params)
         seen.append(float(-updates["w"][0]))
     np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0])
 
@@ -481,7 +472,7 @@ def test_adam_ratio_is_the_rate_of_what_muon_leaves():
 
     def updates(**options):
         tx = make_optimizer("muon", 0.1, weight_decay=0.1, stacked=STACKED, **options)
-        return named_leaves(tx.update(grads, tx.init(params), params)[0])
+        return named_leaves(jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads))
 
     whole, part = updates(), updates(adam_ratio=0.25)
     for path in whole:
