@@ -10,6 +10,7 @@ from jaxtrain.optim.rate import (
     current_learning_rate,
     scale_by_learning_rate,
 )
+from jaxtrain.optim.reports import reports
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.optim.spikes import skip_spikes, spikes_skipped
 
@@ -25,6 +26,7 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "per_layer",
+    "reports",
     "scale_by_learning_rate",
     "schedules",
     "skip_spikes",

@@ -10,6 +10,7 @@ from jaxtrain.optim import masks, numerics, recipes
 from jaxtrain.optim.accumulation import accumulate as accumulate_calls
 from jaxtrain.optim.masks import Mask, Stacked
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
+from jaxtrain.optim.reports import nodes
 from jaxtrain.optim.spikes import skip_spikes as skip_spikes_of
 from jaxtrain.tree import named_leaves
 
@@ -31,12 +32,8 @@ def frozen(opt_state: Any) -> frozenset[str]:
     >>> sorted(frozen(make_optimizer("sgd", 0.1, freeze=("^b$",)).init(params)))
     ['b']
     """
-
-    def wanted(node: Any) -> bool:
-        return isinstance(node, FrozenState)
-
-    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=wanted) if wanted(node)]
-    return frozenset().union(*(node.names for node in nodes))
+    found = nodes(opt_state, lambda node: isinstance(node, FrozenState))
+    return frozenset().union(*(node.names for node in found))
 
 
 def make_optimizer(
