@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules by name, as plain optax transformations."""
 
-from jaxtrain.optim import schedules
+from jaxtrain.optim import rules, schedules
 from jaxtrain.optim.accumulation import accumulate
 from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
@@ -27,6 +27,7 @@ __all__ = [
     "make_schedule",
     "per_layer",
     "reports",
+    "rules",
     "scale_by_learning_rate",
     "schedules",
     "skip_spikes",

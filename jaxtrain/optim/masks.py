@@ -145,7 +145,8 @@ def resolve(option: str, mask: Mask, params: Any) -> Any:
     """Returns the tree of bools that ``mask``, a callable or patterns, gives for ``params``.
 
     Raises:
-      ValueError: if the tree's structure is not that of ``params``, or a pattern matches nothing.
+      ValueError: if the tree's structure is not that of ``params``, or a pattern or the callable
+        selects nothing.
     """
     if not callable(mask):
         check_matches(option, mask, params)
@@ -158,7 +159,13 @@ def resolve(option: str, mask: Mask, params: Any) -> Any:
             f"{option} must return a tree of bools with the structure of the parameters; "
             f"they differ at {odd!r}"
         )
-    return jax.tree.map(bool, tree)
+    tree = jax.tree.map(bool, tree)
+    if not any(jax.tree.leaves(tree)) and (names := list(named_leaves(params))):
+        raise ValueError(
+            f"{option} selects no parameter; the paths are like {names[0]!r}: select one, or leave "
+            "out what it is for"
+        )
+    return tree
 
 
 def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> None:

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
-from jaxtrain.optim.recipes import OPTIONS
+from jaxtrain.optim.options import keywords
+from jaxtrain.optim.rules import RULES
 from jaxtrain.tree import map_named, named_leaves
 from tests.quick import jit
 
@@ -303,7 +304,8 @@ def test_options_without_use_are_refused(name):
         "min_dim_size_to_factor": 4,
         "parameter_scale": False,
     }
-    unused = {option for options in OPTIONS.values() for option in options} - set(OPTIONS[name])
+    unused = {option for rule in RULES.values() for option in keywords(rule)}
+    unused -= set(keywords(RULES[name]))
     assert unused
     for option in unused:
         with pytest.raises(
@@ -354,6 +356,12 @@ def use_on(params, **options):
         (lambda p: use_on(p, freeze=("embed",)), "freeze pattern 'embed' matches no parameter"),
         (lambda p: use_on(p, freeze="head"), "freeze is the string 'head'; write ('head',)"),
         (lambda p: use_on(p, freeze=("",)), "freeze freezes every parameter"),
+        (lambda p: use_on(p, decay_mask=("nope",)), "decay_mask pattern 'nope' matches no"),
+        (
+            lambda p: use_on(p, freeze=lambda p: jax.tree.map(lambda _: False, p)),
+            "freeze selects no parameter; the paths are like 'blocks/attn/w'",
+        ),
+        (lambda p: use_on(p, lerning_rate=None), "has no option lerning_rate (given None)"),
         (lambda p: use_on(p, trust_mask=("nope",)), "trust_mask pattern 'nope' matches no"),
         (
             lambda p: use_on(p, decay_mask=lambda p: {"head": {"w": True}}),
@@ -427,7 +435,7 @@ def test_moment_dtype_narrows_first_moments_and_widens_all():
 
 @every_optimizer
 def test_bfloat16_moments_save_two_bytes_of_each_first_moment(name):
-    if "moment_dtype" not in OPTIONS[name]:
+    if "moment_dtype" not in keywords(RULES[name]):
         pytest.skip("keeps no moment of the gradient")
     params = {"w": jnp.ones((64, 32)), "bias": jnp.ones(32)}
     options = {"momentum": 0.9} if name in ("rmsprop", "adafactor") else {}
