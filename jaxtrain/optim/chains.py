@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.optim import layerwise, masks, numerics, rules
 from jaxtrain.optim.accumulation import accumulate as accumulate_calls
-from jaxtrain.optim.masks import Mask, Stacked
+from jaxtrain.optim.masks import Mask, Multipliers, Stacked
 from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.reports import nodes
@@ -45,6 +45,8 @@ def make_optimizer(
     weight_decay: float | jax.Array = 0.0,
     clip_norm: float | jax.Array | None = None,
     decay_mask: Mask | None = None,
+    decay_multipliers: Multipliers = (),
+    rate_multipliers: Multipliers = (),
     freeze: Mask | None = None,
     stacked: Stacked = (),
     accumulate: int = 1,
@@ -61,6 +63,10 @@ def make_optimizer(
       except in LARS, whose momentum sums steps already scaled by it.
     * The clip takes one norm over all parameters that train, after accumulation, before decay.
     * On stacked layers every rule acts layer by layer: the same numbers as unstacked.
+    * Multipliers by path are a sequence of (path regex, factor), of which the first that matches
+      decides and which leave the rest at 1, or a function from path to factor. The factor of a
+      stacked parameter may be an array with one number for each layer: layer decay is
+      ``rate_multipliers=[("^blocks/", 0.75 ** np.arange(layers)[::-1])]``.
     * Arithmetic is float32 for half-precision inputs. Moments are stored in the parameters' dtype;
       ``moment_dtype="bfloat16"`` narrows first moments alone, and ``"float32"`` widens all moments
       of bfloat16 parameters, in which a second moment with b2 above 0.99 can hardly decay.
@@ -74,6 +80,8 @@ def make_optimizer(
       clip_norm: largest global norm of the gradient; None does not clip.
       decay_mask: which parameters decay, ``params -> tree of bools`` or path regexes; by default
         ``masks.decay_mask``, all but norms, biases and whatever has rank below 2 per layer.
+      decay_multipliers: factors on the weight decay of those that decay, by path.
+      rate_multipliers: factors on the finished update, weight decay included, by path.
       freeze: which parameters get exactly zero updates, hold no state and count in no norm;
         see :func:`frozen`.
       stacked: path regexes of parameters whose leading axis indexes layers, or a mapping from regex
@@ -90,8 +98,8 @@ def make_optimizer(
 
     Raises:
       ValueError: for an unknown name, an option the rule does not have, or a value out of range; at
-        ``init`` for a pattern that matches no parameter, and a mask that selects none or does
-        not fit.
+        ``init`` for a pattern that matches no parameter, a mask that selects none or does not fit,
+        and a multiplier of a shape that does not fit.
 
     >>> import jax.numpy as jnp
     >>> tx = make_optimizer("lamb", 0.1, weight_decay=0.1, clip_norm=1.0, stacked=(r"^blocks/",))
@@ -103,7 +111,7 @@ def make_optimizer(
     Traceback (most recent call last):
     ...
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-decay_mask, freeze, stacked, accumulate, skip_spikes
+decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):
@@ -125,9 +133,13 @@ decay_mask, freeze, stacked, accumulate, skip_spikes
         def mask(option: str, given: Mask | None, default: Any) -> Any:
             return kept(default(params) if given is None else masks.resolve(option, given, params))
 
+        def multipliers(option: str, given: Multipliers) -> Any:
+            return kept(masks.multipliers(option, given, params, stacked=stacked))
+
         strengths = jax.tree.map(
-            lambda decays: weight_decay if decays else False,
+            lambda decays, factor: weight_decay * factor if decays else False,
             mask("decay_mask", decay_mask, functools.partial(masks.decay_mask, stacked=stacked)),
+            multipliers("decay_multipliers", decay_multipliers),
         )
         no_decay = numerics.concrete("weight_decay", weight_decay) == 0
         stages = rules.RULES[name](
@@ -141,6 +153,8 @@ decay_mask, freeze, stacked, accumulate, skip_spikes
             ),
             **options,
         )
+        if rate_multipliers:
+            stages.append(_scale_by(multipliers("rate_multipliers", rate_multipliers)))
         clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
         tx = optax.chain(clip, *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
@@ -176,6 +190,10 @@ def _trainable(freeze: Mask | None, params: Any) -> Any:
     if all(jax.tree.leaves(frozen)):
         raise ValueError("freeze freezes every parameter; leave one to train")
     return jax.tree.map(lambda is_frozen: not is_frozen, frozen)
+
+
+def _scale_by(factors: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda f, u: f * u, factors, updates))
 
 
 def _freeze_rest(

@@ -238,6 +238,42 @@ def test_four_weighted_calls_make_one_update(name):
     assert_close(state.inner_opt_state, expected_state, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "muon"])
+def test_multipliers_are_the_rate_and_the_decay_of_each_parameter(name):
+    options = {"trust_coefficient": 0.1} if name == "lars" else {}
+    layers = np.array([0.3, 0.7])
+    tx = make_optimizer(
+        name,
+        0.05,
+        weight_decay=0.1,
+        # The first pattern that matches decides; the 1 x 2 layers of "pairs" have one factor each.
+        rate_multipliers=[("^blocks/.*bias", 2.0), ("^blocks/", 0.5), ("^pairs/", layers)],
+        decay_multipliers=lambda path: {"blocks/attn/w": 3.0, "head/w": 0.0}.get(path, 1.0),
+        stacked=STACKED,
+        **options,
+    )
+    params, grads = initial_params(), steps_of_gradients(5)
+    parts = [("blocks/bias", (), 2.0, 1), ("blocks/attn/w", (), 0.5, 3), ("head/w", (), 1.0, 0)]
+    parts += [("pairs/w", (0, layer), rate, 1) for layer, rate in enumerate(layers)]
+
+    def alone(path, index, rate, decay, p, g):
+        """The parameter, or one layer of it, by an optimizer of its own."""
+        stacked = {} if index else {k: n for k, n in STACKED.items() if re.search(k, path)}
+        own = make_optimizer(
+            name, 0.05 * rate, weight_decay=0.1 * decay, stacked=stacked, **options
+        )
+        return train(own, {path: p[path][index]}, {path: g[path][(slice(None), *index)]})[0][path]
+
+    @jit
+    def both(params, grads):
+        p, g = named_leaves(params), named_leaves(grads)
+        return named_leaves(train(tx, params, grads)[0]), [alone(*part, p, g) for part in parts]
+
+    together, expected = both(params, grads)
+    for (path, index, *_), value in zip(parts, expected, strict=True):
+        np.testing.assert_allclose(together[path][index], value, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
 def references(rate, decay, mask):
     """Each rule as optax has it. LARS has no decay here: see test_layerwise for the paper's."""
     coupled = optax.add_decayed_weights(decay, mask)
@@ -360,6 +396,27 @@ def use_on(params, **options):
         (
             lambda p: use_on(p, freeze=lambda p: jax.tree.map(lambda _: False, p)),
             "freeze selects no parameter; the paths are like 'blocks/attn/w'",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("hed", 0.5)]),
+            "rate_multipliers pattern 'hed' matches no parameter",
+        ),
+        (
+            lambda p: use_on(p, decay_multipliers=[("head", -1.0)]),
+            "decay_multipliers of parameter 'head/w' is -1; it must be at least 0 and finite",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=("head", 0.5)),
+            "rate_multipliers is ('head', 0.5); write pairs: (('^head/', 0.5),)",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("blocks", [1, 2, 3])], stacked=STACKED),
+            "rate_multipliers of parameter 'blocks/attn/w' has shape (3,); it must be a number, or "
+            "one for each of its 2 layers",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("head", [1, 2])], stacked=STACKED),
+            "'head/w' has shape (2,); it must be a number, for it is not stacked",
         ),
         (lambda p: use_on(p, lerning_rate=None), "has no option lerning_rate (given None)"),
         (lambda p: use_on(p, trust_mask=("nope",)), "trust_mask pattern 'nope' matches no"),
