@@ -9,7 +9,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -30,21 +30,6 @@ from jaxtrain.run.survive.preemption import ending_at_sigterm
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes
-
-
-# Peak learning rates that suit small models, by optimizer.
-LEARNING_RATES = {
-    "sgd": 0.3,
-    "momentum": 0.1,
-    "adam": 3e-3,
-    "adamw": 3e-3,
-    "rmsprop": 1e-3,
-    "adafactor": 1e-2,
-    "lion": 3e-4,
-    "lamb": 1e-2,
-    "lars": 3.0,
-    "muon": 1e-2,
-}
 
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -114,9 +99,7 @@ class PipelineOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerOptions:
-    """The optimizer chain. An option left out takes the optimizer's own default."""
-
+class _ChainOptions:
     name: Literal[tuple(optim.OPTIMIZERS)] = "muon"  # type: ignore[valid-type]
     """Which update rule."""
     learning_rate: float | None = None
@@ -129,16 +112,6 @@ class OptimizerOptions:
     """Not applied to norms and biases."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
-    b1: float | None = None
-    """Decay of the first moment."""
-    b2: float | None = None
-    """Decay of the second moment."""
-    eps: float | None = None
-    """Added to denominators."""
-    momentum: float | None = None
-    """Of sgd-like rules."""
-    moment_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of stored first moments (float32 widens the second too); left out, the parameters'."""
     accumulate: int = 1
     """Calls per update (optax.MultiSteps), weighted by tokens."""
     skip_spikes: float | None = None
@@ -146,15 +119,32 @@ class OptimizerOptions:
     of the last 128 steps (6 is usual); None leaves out none."""
 
 
+# A flag for each option of a rule that a command line can take.
+RULE_OPTIONS = optim.rules.described_options()
+OptimizerOptions = dataclasses.make_dataclass(
+    "OptimizerOptions",
+    [
+        (name, Annotated[kind | None, tyro.conf.arg(help=help_text)], None)
+        for name, (kind, help_text) in RULE_OPTIONS.items()
+    ],
+    bases=(_ChainOptions,),
+    namespace={
+        "__doc__": "The optimizer chain. An option left out takes the optimizer's own default.",
+        "__module__": __name__,
+    },
+    frozen=True,
+)
+
+
 def make_optimizer(
-    options: OptimizerOptions, *, steps: int, default_rates: dict[str, float], **more
+    options: OptimizerOptions, *, steps: int, default_rates: Mapping[str, float] = {}, **more
 ):
     """Makes the optax chain that the flags describe.
 
     Args:
       options: the flags.
       steps: calls of the train step in all.
-      default_rates: peak learning rate by optimizer name.
+      default_rates: peak learning rate by optimizer name, where it is not the rule's own.
       **more: passed on to :func:`jaxtrain.make_optimizer`.
     """
     for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
@@ -162,15 +152,13 @@ def make_optimizer(
             raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
     updates = max(1, steps // options.accumulate)
     warmup = options.warmup_steps
+    peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
     rate = optim.make_schedule(
         options.schedule,
-        default_rates[options.name] if options.learning_rate is None else options.learning_rate,
+        peak if options.learning_rate is None else options.learning_rate,
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
     )
-    given = {
-        name: getattr(options, name) for name in ("b1", "b2", "eps", "momentum", "moment_dtype")
-    }
     return optim.make_optimizer(
         options.name,
         rate,
@@ -178,7 +166,7 @@ def make_optimizer(
         clip_norm=options.clip_norm,
         accumulate=options.accumulate,
         skip_spikes=options.skip_spikes,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: getattr(options, name) for name in RULE_OPTIONS},
         **more,
     )
 

@@ -22,7 +22,7 @@ from jaxtrain.state import TrainState
 HELD_OUT_EVERY = 5
 
 # LARS scales steps by its trust coefficient, 0.001.
-LEARNING_RATES = options.LEARNING_RATES | {"lars": 30.0}
+LEARNING_RATES = {"lars": 30.0}
 
 
 @dataclasses.dataclass(frozen=True)

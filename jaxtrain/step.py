@@ -23,7 +23,7 @@ from jaxtrain.gradients import (
     select,
     widen,
 )
-from jaxtrain.optim import current_learning_rate, frozen, spikes_skipped
+from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.precision import Policy, as_policy
@@ -70,15 +70,15 @@ def build_train_step(
 
     Returns:
       The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (of what
-      trains, before clipping), ``learning_rate`` (where the optimizer's state tells it),
-      ``skipped`` (microbatches left out of this step: all of them where it was not finite, else 0),
-      ``spike`` (1 where the optimizer left this update out as one, with ``skip_spikes``) and
-      ``loss_scale`` (where there is one). :func:`build_update` says what is left out, and when.
+      trains, before clipping), ``skipped`` (microbatches left out of this step: all of them where
+      it was not finite, else 0), ``loss_scale`` (where there is one) and what the optimizer
+      :func:`jaxtrain.optim.reports`: ``learning_rate``, and with ``skip_spikes`` ``spike``, 1 where
+      it left this update out as one. :func:`build_update` says what is left out, and when.
 
     Raises:
       ValueError: for ``accumulate`` below 1, and when the step is traced for a batch that does not
-        divide, a metric with a reserved name, a complex parameter, or a state without the loss
-        scale that ``policy`` asks for.
+        divide, a metric with a reserved name or that of a report, a complex parameter, or a state
+        without the loss scale that ``policy`` asks for.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
@@ -153,15 +153,18 @@ def build_update(
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
         params = select(applied, _apply(state.params, updates), state.params)
-        if (spikes := spikes_skipped(opt_state)) is not None:
-            metrics["spike"] = spikes - spikes_skipped(state.opt_state)
         if norms:
             metrics["param_norm"] = _norm(params)
             metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
-        if (learning_rate := current_learning_rate(opt_state)) is not None:
-            metrics["learning_rate"] = learning_rate
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
+        told = reports(opt_state, since=state.opt_state)
+        if taken := sorted(told.keys() & metrics.keys()):
+            raise ValueError(
+                f"the optimizer reports {taken[0]!r}, as a metric of the loss or the step is "
+                "called: give one of them another name"
+            )
+        metrics |= told
         return TrainState(
             step=state.step + 1,
             params=params,

@@ -175,7 +175,6 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         optimizer=options.make_optimizer(
             config.optimizer,
             steps=config.steps,
-            default_rates=options.LEARNING_RATES,
             stacked=dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2),
         ),
         batch=data.packed_shapes(config.global_batch, model.seq_len),

@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules by name, as plain optax transformations."""
 
-from jaxtrain.optim import schedules
+from jaxtrain.optim import rules, schedules
 from jaxtrain.optim.accumulation import accumulate
 from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
@@ -10,6 +10,7 @@ from jaxtrain.optim.rate import (
     current_learning_rate,
     scale_by_learning_rate,
 )
+from jaxtrain.optim.reports import reports
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.optim.spikes import skip_spikes, spikes_skipped
 
@@ -25,6 +26,8 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "per_layer",
+    "reports",
+    "rules",
     "scale_by_learning_rate",
     "schedules",
     "skip_spikes",

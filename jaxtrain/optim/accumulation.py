@@ -8,6 +8,7 @@ import optax
 
 from jaxtrain.gradients import all_finite, select
 from jaxtrain.optim.numerics import cast_like, check_integer
+from jaxtrain.optim.reports import nodes
 
 
 class AccumulationState(optax.MultiStepsState):
@@ -118,8 +119,7 @@ def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:
 
 def updates_made(opt_state: Any) -> jax.Array:
     """Returns how many updates :func:`accumulate` has made so far; 0 where it is not in use."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_accumulates)
-    return sum((n.gradient_step for n in nodes if _accumulates(n)), start=jnp.int32(0))
+    return sum((n.gradient_step for n in nodes(opt_state, _accumulates)), start=jnp.int32(0))
 
 
 def _accumulates(node: Any) -> bool:

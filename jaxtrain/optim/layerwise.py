@@ -60,6 +60,20 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def add_decayed_weights(strengths: Any) -> optax.GradientTransformation:
+    """Adds to each update the parameter times its own strength.
+
+    Args:
+      strengths: tree of numbers, or of arrays that broadcast against the parameters; False for no
+        decay.
+    """
+
+    def leaf(_, strength, u, x):
+        return u if strength is False else u + strength * x
+
+    return _stateless(leaf, (), strengths)
+
+
 def scale_by_lamb_trust_ratio(trust: Any, *, stacked: Stacked = ()) -> optax.GradientTransformation:
     """Scales each layer's update ``u`` by ``|x| / |u|``, 1 where either norm is 0.
 
@@ -81,9 +95,8 @@ def scale_by_lamb_trust_ratio(trust: Any, *, stacked: Stacked = ()) -> optax.Gra
 
 def scale_by_lars_trust_ratio(
     trust: Any,
-    decay: Any,
+    strengths: Any,
     *,
-    weight_decay: float | jax.Array,
     trust_coefficient: float | jax.Array,
     stacked: Stacked = (),
 ) -> optax.GradientTransformation:
@@ -95,22 +108,21 @@ def scale_by_lars_trust_ratio(
 
     Args:
       trust: tree of bools; where False r is 1.
-      decay: tree of bools; where False b is 0.
-      weight_decay: b.
+      strengths: tree of b, the weight decay of each parameter; False for none.
       trust_coefficient: the paper's eta.
       stacked: which leading axes index layers.
     """
 
-    def leaf(n, scaled, decays, g, w):
-        decayed = g + weight_decay * w if decays else g
+    def leaf(n, scaled, strength, g, w):
+        decayed = g if strength is False else g + strength * w
         if not scaled:
             return decayed
         w_norm, bottom = _layer_norm(w, n), _layer_norm(g, n)
-        if decays:
-            bottom = bottom + weight_decay * w_norm
+        if strength is not False:
+            bottom = bottom + strength * w_norm
         return decayed * _ratio_or_one(trust_coefficient * w_norm, bottom)
 
-    return _stateless(leaf, stacked, trust, decay)
+    return _stateless(leaf, stacked, trust, strengths)
 
 
 def scale_by_muon(

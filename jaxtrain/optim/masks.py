@@ -9,18 +9,22 @@ want them: ``stacked=(r"^blocks/",)`` says that every parameter below ``blocks``
 ``{r"^blocks/": 2}`` that it has two. The first pattern that matches decides.
 """
 
+import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.optim import numerics
 from jaxtrain.tree import map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]
 Stacked = Sequence[str] | Mapping[str, int]
+Multipliers = Callable[[str], Any] | Sequence[tuple[str, Any]]
 
 # Whole words of a path: `norm1`, `attn_norm`, `LayerNorm_0`, `ln_f`, but not `normal_proj`.
 _NORM_OR_BIAS = re.compile(
@@ -145,7 +149,8 @@ def resolve(option: str, mask: Mask, params: Any) -> Any:
     """Returns the tree of bools that ``mask``, a callable or patterns, gives for ``params``.
 
     Raises:
-      ValueError: if the tree's structure is not that of ``params``, or a pattern matches nothing.
+      ValueError: if the tree's structure is not that of ``params``, or a pattern or the callable
+        selects nothing.
     """
     if not callable(mask):
         check_matches(option, mask, params)
@@ -158,7 +163,59 @@ def resolve(option: str, mask: Mask, params: Any) -> Any:
             f"{option} must return a tree of bools with the structure of the parameters; "
             f"they differ at {odd!r}"
         )
-    return jax.tree.map(bool, tree)
+    tree = jax.tree.map(bool, tree)
+    if not any(jax.tree.leaves(tree)) and (names := list(named_leaves(params))):
+        raise ValueError(
+            f"{option} selects no parameter; the paths are like {names[0]!r}: select one, or leave "
+            "out what it is for"
+        )
+    return tree
+
+
+def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacked = ()) -> Any:
+    """Returns the factor of each parameter, as a tree of numbers or of arrays that broadcast.
+
+    Args:
+      option: what it is for, for messages.
+      given: pairs of a path regex and a factor, of which the first that matches decides (1 where
+        none does), or a function from path to factor. A factor is a number of at least 0; that of a
+        stacked parameter may be an array with one number for each layer.
+      params: tree of arrays.
+      stacked: which leading axes index layers.
+
+    Raises:
+      ValueError: if a pattern matches no parameter, or a factor is negative or has another shape.
+
+    >>> params = {"blocks": {"w": jnp.ones((2, 3))}, "b": jnp.ones(3)}
+    >>> multipliers("rate_multipliers", [("^b$", 2.0)], params)
+    {'b': 2.0, 'blocks': {'w': 1}}
+    >>> decay = [("^blocks/", [0.5, 1.0])]
+    >>> multipliers("rate_multipliers", decay, params, stacked=("^blocks/",))["blocks"]["w"].shape
+    (2, 1)
+    """
+    factor_of = given
+    if not callable(given):
+        if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in given):
+            raise ValueError(f"{option} is {given!r}; write pairs: (('^head/', 0.5),)")
+        check_matches(option, [pattern for pattern, _ in given], params)
+        factor_of = lambda name: next((f for p, f in given if re.search(p, name)), 1)  # noqa: E731
+
+    def factor(name: str, p: Any, axes: int) -> Any:
+        value, layers = factor_of(name), jnp.shape(p)[:axes]
+        if np.shape(value) not in {(), (math.prod(layers),) if layers else (), layers}:
+            takes = f"a number, or one for each of its {math.prod(layers)} layers"
+            raise ValueError(
+                f"{option} of parameter {name!r} has shape {np.shape(value)}; it must be "
+                f"{takes if layers else 'a number, for it is not stacked'}"
+            )
+        with contextlib.suppress(jax.errors.TracerArrayConversionError):
+            for number in np.ravel(np.asarray(value)):
+                numerics.check_number(f"{option} of parameter {name!r}", number, low=0.0)
+        if np.ndim(value) == 0:
+            return value
+        return jnp.reshape(jnp.asarray(value, jnp.float32), layers + (1,) * (jnp.ndim(p) - axes))
+
+    return map_named(factor, params, stacked_axes(params, stacked))
 
 
 def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> None:

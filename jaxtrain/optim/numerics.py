@@ -80,20 +80,29 @@ def concrete(name: str, value: Any) -> float | None:
 
 def check_number(
     name: str, value: Any, *, low: float, high: float | None = math.inf, open_low: bool = False
-) -> None:
-    """Raises ValueError unless ``value`` is traced or in ``[low, high)``, ``(low, high)`` if open.
+) -> Any:
+    """Returns ``value``; raises ValueError unless it is traced or in ``[low, high)``.
 
-    With ``high`` None infinity will do too, as for a threshold that is switched off.
+    With ``open_low`` that is ``(low, high)``. With ``high`` None infinity will do too, as for a
+    threshold that is switched off.
     """
     number = concrete(name, value)
     if number is None:
-        return
+        return value
     above = number > low if open_low else number >= low
     if not (above and (high is None or number < high)):
         bounds = f"{'above' if open_low else 'at least'} {low:g}"
         if high is not None:
             bounds += " and finite" if high == math.inf else f" and below {high:g}"
         raise ValueError(f"{name} is {number:g}; it must be {bounds}")
+    return value
+
+
+def check_choice(name: str, value: Any, *, choices: tuple[str, ...]) -> Any:
+    """Returns ``value``; raises ValueError unless it is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
+    return value
 
 
 def check_integer(name: str, value: Any, *, low: int) -> int:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.optim.reports import reports
+
 LearningRate = float | jax.Array | Callable[[jax.Array], jax.Array]
 
 
@@ -20,6 +22,9 @@ class LearningRateState(NamedTuple):
 
     count: jax.Array
     learning_rate: jax.Array
+
+    def reports(self) -> dict[str, jax.Array]:
+        return {"learning_rate": self.learning_rate}
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransformation:
@@ -60,17 +65,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransfo
 
 
 def current_learning_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the learning rate of the latest update, read from any optax state, or None.
-
-    Finds the stage of ``make_optimizer`` and, failing that, the ``learning_rate`` hyperparameter of
-    ``optax.inject_hyperparams``; parameters that happen to be called so are not mistaken for it. Of
-    several it returns the first in flattening order.
-
-    Args:
-      opt_state: optimizer state; traced is fine.
-
-    Returns:
-      Scalar array (with the leading axes of a vmapped state), or None if the state holds no rate.
+    """Returns the learning rate that an optax state :func:`reports`; None where it reports none.
 
     >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     >>> float(current_learning_rate(tx.init(jnp.ones(2))))
@@ -79,14 +74,4 @@ def current_learning_rate(opt_state: Any) -> jax.Array | None:
     True
     """
 
-    def is_injected(node: Any) -> bool:
-        return "learning_rate" in (getattr(node, "hyperparams", None) or {})
-
-    def nodes(wanted: Callable[[Any], bool]) -> list[Any]:
-        return [node for node in jax.tree.leaves(opt_state, is_leaf=wanted) if wanted(node)]
-
-    for node in nodes(lambda node: isinstance(node, LearningRateState)):
-        return node.learning_rate
-    for node in nodes(is_injected):
-        return jnp.asarray(node.hyperparams["learning_rate"])
-    return None
+    return reports(opt_state).get("learning_rate")

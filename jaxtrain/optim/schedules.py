@@ -13,7 +13,6 @@ ValueError that names the value at fault: a negative or NaN rate, or a number of
 negative, not an integer, or not longer than the warm-up.
 """
 
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.optim.numerics import check_integer, check_number
+from jaxtrain.optim.numerics import check_choice, check_integer, check_number
+from jaxtrain.optim.options import keywords, resolve
 
 Schedule = Callable[[Any], jax.Array]
 Rate = float | jax.Array
@@ -201,8 +201,7 @@ def warmup_stable_decay(
             f"decay_steps is {decay_steps}; only {steps} of the {total_steps} steps follow the "
             f"warm-up of {warmup_steps}"
         )
-    if decay_shape not in ("linear", "sqrt"):
-        raise ValueError(f"decay_shape is {decay_shape!r}; it must be 'linear' or 'sqrt'")
+    check_choice("decay_shape", decay_shape, choices=("linear", "sqrt"))
     _check_rate("final", final)
 
     def after(t: jax.Array) -> jax.Array:
@@ -216,12 +215,12 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
         constant,
-        linear,
         cosine,
         cosine_restarts,
         exponential,
-        step,
         inverse_sqrt,
+        linear,
+        step,
         warmup_stable_decay,
     )
 }
@@ -255,26 +254,16 @@ def make_schedule(
     ValueError: schedule 'cosin' is not one of constant, cosine, cosine_restarts, exponential, \
 inverse_sqrt, linear, step, warmup_stable_decay
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is not one of {', '.join(sorted(SCHEDULES))}")
-    parameters = inspect.signature(SCHEDULES[name]).parameters
-    own = [p for p in parameters if p not in ("peak", "total_steps", "warmup_steps")]
-    given = {key: value for key, value in options.items() if value is not None}
-    for key, value in given.items():
-        if key not in own:
-            raise ValueError(
-                f"schedule {name!r} has no option {key} (given {value!r}); "
-                f"it takes {', '.join(['total_steps', 'warmup_steps', *own])}"
-            )
+    given = resolve("schedule", name, options, SCHEDULES, common=("total_steps", "warmup_steps"))
     steps = _steps_after_warmup(total_steps, warmup_steps)
-    if "total_steps" in parameters:
+    takes = keywords(SCHEDULES[name])
+    if "total_steps" in takes:
         given["total_steps"] = total_steps
     for key, schedule_name in (("decay_steps", "exponential"), ("period", "cosine_restarts")):
         if name == schedule_name:
             given.setdefault(key, steps)
-    missing = [key for key in own if parameters[key].default is inspect.Parameter.empty]
-    for key in missing:
-        if key not in given:
+    for key, parameter in takes.items():
+        if parameter.default is parameter.empty and key not in given:
             raise ValueError(f"schedule {name!r} needs {key}=")
     return SCHEDULES[name](peak, warmup_steps=warmup_steps, **given)
 

@@ -9,6 +9,7 @@ import optax
 from jaxtrain.gradients import select
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.optim.numerics import check_integer, check_number
+from jaxtrain.optim.reports import reports
 
 # As in OLMo-core's SkipStepOptimizer: mean and deviation over 128 steps, judged from half of that.
 WINDOW = 128
@@ -28,6 +29,9 @@ class SkipSpikesState(NamedTuple):
     seen: jax.Array
     count: jax.Array
     skipped: jax.Array
+
+    def reports(self) -> dict[str, jax.Array]:
+        return {"spike": self.skipped}
 
 
 def skip_spikes(
@@ -112,11 +116,7 @@ def spikes_skipped(opt_state: Any) -> jax.Array | None:
     True
     """
 
-    def wanted(node: Any) -> bool:
-        return isinstance(node, SkipSpikesState)
-
-    nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=wanted) if wanted(node)]
-    return nodes[0].skipped if nodes else None
+    return reports(opt_state).get("spike")
 
 
 def _limits(state: SkipSpikesState, deviations: float) -> jax.Array:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.optim import accumulate, make_optimizer
 from jaxtrain.tree import named_leaves
+from tests.quick import jit
 
 PARAMS = {"a": {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]])}, "b": jnp.array([0.3, -0.7])}
 
@@ -44,7 +45,7 @@ CHAINS = {
     )
     for every in (1, 2, 3, 4)
 }
-UPDATES = {every: (jax.jit(a.update), jax.jit(b.update)) for every, (a, b) in CHAINS.items()}
+UPDATES = {every: (jit(a.update), jit(b.update)) for every, (a, b) in CHAINS.items()}
 
 
 @given(
@@ -78,7 +79,7 @@ def test_ragged_calls_equal_the_big_batch(every, seed, weights):
 @pytest.mark.parametrize("bad", ["gradient", "weight"])
 def test_a_microbatch_that_is_not_finite_leaves_its_update_out_and_no_trace(bad):
     tx = accumulate(optax.adam(0.1), every=2)
-    update = jax.jit(tx.update)
+    update = jit(tx.update)
     first, second = gradients(0, 2)
     poison, weight = first, jnp.float32(jnp.nan)
     if bad == "gradient":
@@ -139,7 +140,7 @@ def test_the_rule_is_run_once_per_update_only():
         return updates, state
 
     tx = accumulate(optax.GradientTransformation(optax.init_empty_state, count), every=3)
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    state, update = tx.init(PARAMS), jit(tx.update)
     for g in gradients(0, 6):
         _, state = update(g, state, PARAMS)
     jax.effects_barrier()
@@ -183,9 +184,9 @@ def test_vmap_skips_in_one_lane_alone():
         _, state = tx.update(g, state, PARAMS, weight=3)
         return tx.update(second, state, PARAMS, weight=1)
 
-    both = jax.jit(jax.vmap(two_calls))(lanes)
+    both = jit(jax.vmap(two_calls))(lanes)
     for lane, g in enumerate((first, poisoned)):
-        alone = jax.jit(two_calls)(g)
+        alone = jit(two_calls)(g)
         assert_close(jax.tree.map(lambda x, lane=lane: x[lane], both), alone, rtol=1e-6)
     assert both[1].skip_state.tolist() == [0, 2]
     assert both[1].gradient_step.tolist() == [1, 0]
@@ -219,6 +220,6 @@ def test_scan_vmap_and_grad_go_through():
         )
         return losses.sum(), losses
 
-    slopes, losses = jax.jit(jax.grad(mapped, has_aux=True))(lanes)
+    slopes, losses = jit(jax.grad(mapped, has_aux=True))(lanes)
     np.testing.assert_allclose(slopes[:2], (losses[4:] - losses[2:4]) / (2 * h), rtol=1e-2)
-    np.testing.assert_allclose(jax.jit(final_loss)(0.1, stacked, weights), losses[1], rtol=1e-6)
+    np.testing.assert_allclose(jit(final_loss)(0.1, stacked, weights), losses[1], rtol=1e-6)

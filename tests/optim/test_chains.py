@@ -1,6 +1,5 @@
 """One table of tests over every optimizer: descent, stacking, freezing, accumulation, dtypes."""
 
-import functools
 import re
 
 import jax
@@ -10,17 +9,10 @@ import optax
 import pytest
 
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
-from jaxtrain.optim.recipes import OPTIONS
+from jaxtrain.optim.options import keywords
+from jaxtrain.optim.rules import RULES
 from jaxtrain.tree import map_named, named_leaves
-
-# These programs run for microseconds: what counts is how long they take to compile.
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
+from tests.quick import jit
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -246,6 +238,42 @@ def test_four_weighted_calls_make_one_update(name):
     assert_close(state.inner_opt_state, expected_state, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "muon"])
+def test_multipliers_are_the_rate_and_the_decay_of_each_parameter(name):
+    options = {"trust_coefficient": 0.1} if name == "lars" else {}
+    layers = np.array([0.3, 0.7])
+    tx = make_optimizer(
+        name,
+        0.05,
+        weight_decay=0.1,
+        # The first pattern that matches decides; the 1 x 2 layers of "pairs" have one factor each.
+        rate_multipliers=[("^blocks/.*bias", 2.0), ("^blocks/", 0.5), ("^pairs/", layers)],
+        decay_multipliers=lambda path: {"blocks/attn/w": 3.0, "head/w": 0.0}.get(path, 1.0),
+        stacked=STACKED,
+        **options,
+    )
+    params, grads = initial_params(), steps_of_gradients(5)
+    parts = [("blocks/bias", (), 2.0, 1), ("blocks/attn/w", (), 0.5, 3), ("head/w", (), 1.0, 0)]
+    parts += [("pairs/w", (0, layer), rate, 1) for layer, rate in enumerate(layers)]
+
+    def alone(path, index, rate, decay, p, g):
+        """The parameter, or one layer of it, by an optimizer of its own."""
+        stacked = {} if index else {k: n for k, n in STACKED.items() if re.search(k, path)}
+        own = make_optimizer(
+            name, 0.05 * rate, weight_decay=0.1 * decay, stacked=stacked, **options
+        )
+        return train(own, {path: p[path][index]}, {path: g[path][(slice(None), *index)]})[0][path]
+
+    @jit
+    def both(params, grads):
+        p, g = named_leaves(params), named_leaves(grads)
+        return named_leaves(train(tx, params, grads)[0]), [alone(*part, p, g) for part in parts]
+
+    together, expected = both(params, grads)
+    for (path, index, *_), value in zip(parts, expected, strict=True):
+        np.testing.assert_allclose(together[path][index], value, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
 def references(rate, decay, mask):
     """Each rule as optax has it. LARS has no decay here: see test_layerwise for the paper's."""
     coupled = optax.add_decayed_weights(decay, mask)
@@ -312,7 +340,8 @@ def test_options_without_use_are_refused(name):
         "min_dim_size_to_factor": 4,
         "parameter_scale": False,
     }
-    unused = {option for options in OPTIONS.values() for option in options} - set(OPTIONS[name])
+    unused = {option for rule in RULES.values() for option in keywords(rule)}
+    unused -= set(keywords(RULES[name]))
     assert unused
     for option in unused:
         with pytest.raises(
@@ -363,6 +392,33 @@ def use_on(params, **options):
         (lambda p: use_on(p, freeze=("embed",)), "freeze pattern 'embed' matches no parameter"),
         (lambda p: use_on(p, freeze="head"), "freeze is the string 'head'; write ('head',)"),
         (lambda p: use_on(p, freeze=("",)), "freeze freezes every parameter"),
+        (lambda p: use_on(p, decay_mask=("nope",)), "decay_mask pattern 'nope' matches no"),
+        (
+            lambda p: use_on(p, freeze=lambda p: jax.tree.map(lambda _: False, p)),
+            "freeze selects no parameter; the paths are like 'blocks/attn/w'",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("hed", 0.5)]),
+            "rate_multipliers pattern 'hed' matches no parameter",
+        ),
+        (
+            lambda p: use_on(p, decay_multipliers=[("head", -1.0)]),
+            "decay_multipliers of parameter 'head/w' is -1; it must be at least 0 and finite",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=("head", 0.5)),
+            "rate_multipliers is ('head', 0.5); write pairs: (('^head/', 0.5),)",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("blocks", [1, 2, 3])], stacked=STACKED),
+            "rate_multipliers of parameter 'blocks/attn/w' has shape (3,); it must be a number, or "
+            "one for each of its 2 layers",
+        ),
+        (
+            lambda p: use_on(p, rate_multipliers=[("head", [1, 2])], stacked=STACKED),
+            "'head/w' has shape (2,); it must be a number, for it is not stacked",
+        ),
+        (lambda p: use_on(p, lerning_rate=None), "has no option lerning_rate (given None)"),
         (lambda p: use_on(p, trust_mask=("nope",)), "trust_mask pattern 'nope' matches no"),
         (
             lambda p: use_on(p, decay_mask=lambda p: {"head": {"w": True}}),
@@ -404,7 +460,7 @@ def test_decay_follows_the_mask_by_default_and_as_told():
 
     def decayed(**options):
         tx = make_optimizer("adamw", 0.5, weight_decay=0.2, stacked=STACKED, **options)
-        updates, _ = tx.update(zero, tx.init(params), params)
+        updates = jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, zero)
         for update in jax.tree.leaves(updates):
             assert np.all(update == 0) or np.allclose(update, -0.1)
         return {path for path, u in named_leaves(updates).items() if np.any(u)}
@@ -420,9 +476,9 @@ def test_moment_dtype_narrows_first_moments_and_widens_all():
 
     def dtypes(params, moment_dtype):
         tx = make_optimizer("adam", 0.1, moment_dtype=moment_dtype)
-        state = optax.tree.get(tx.init(params), "ScaleByAdamState")
-        after = tx.update(params, tx.init(params), params)[1]
-        after = optax.tree.get(after, "ScaleByAdamState")
+        before = jax.eval_shape(tx.init, params)
+        after = jax.eval_shape(tx.update, params, before, params)[1]
+        state, after = (optax.tree.get(s, "ScaleByAdamState") for s in (before, after))
         names = [(s.mu["w"].dtype.name, s.nu["w"].dtype.name) for s in (state, after)]
         assert names[0] == names[1]
         return names[0]
@@ -436,7 +492,7 @@ def test_moment_dtype_narrows_first_moments_and_widens_all():
 
 @every_optimizer
 def test_bfloat16_moments_save_two_bytes_of_each_first_moment(name):
-    if "moment_dtype" not in OPTIONS[name]:
+    if "moment_dtype" not in keywords(RULES[name]):
         pytest.skip("keeps no moment of the gradient")
     params = {"w": jnp.ones((64, 32)), "bias": jnp.ones(32)}
     options = {"momentum": 0.9} if name in ("rmsprop", "adafactor") else {}
@@ -468,10 +524,10 @@ def test_bfloat16_parameters_are_computed_in_float32():
 def test_schedules_advance_with_the_updates():
     tx = make_optimizer("sgd", schedules.linear(1.0, total_steps=4))
     params = {"w": jnp.ones(2)}
-    state = tx.init(params)
+    state, update = tx.init(params), jit(tx.update)
     seen = []
     for _ in range(5):
-        updates, state = tx.update(params, state, params)
+        updates, state = update(params, state, params)
         seen.append(float(-updates["w"][0]))
     np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0])
 
@@ -481,7 +537,7 @@ def test_adam_ratio_is_the_rate_of_what_muon_leaves():
 
     def updates(**options):
         tx = make_optimizer("muon", 0.1, weight_decay=0.1, stacked=STACKED, **options)
-        return named_leaves(tx.update(grads, tx.init(params), params)[0])
+        return named_leaves(jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads))
 
     whole, part = updates(), updates(adam_ratio=0.25)
     for path in whole:

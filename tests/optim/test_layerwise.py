@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.optim import make_optimizer, per_layer, schedules
 from jaxtrain.tree import named_leaves
+from tests.quick import jit
 
 STEPS = 10
 RATES = np.linspace(0.2, 0.02, STEPS)
@@ -69,7 +70,7 @@ def test_rule_is_the_papers(name, paper, options, trusted):
         options = options | {"trust_mask": [f"^{k}$" for k in trusted]}
     tx = make_optimizer(name, SCHEDULE, weight_decay=DECAY, **options)
     ours = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-    state, update = tx.init(ours), jax.jit(tx.update)
+    state, update = tx.init(ours), jit(tx.update)
     for g in grads:
         updates, state = update(jax.tree.map(np.float32, g), state, ours)
         ours = optax.apply_updates(ours, updates)
@@ -86,7 +87,7 @@ def test_muon_update_is_nearly_orthogonal_with_the_shapes_factor(scale, factor):
     g = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 2, 24)), jnp.float32)
     params = {"conv": jnp.zeros_like(g)}
     tx = make_optimizer("muon", 1.0, stacked=("conv",), muon_mask=("conv",), muon_scale=scale)
-    update = -tx.update({"conv": g}, tx.init(params), params)[0]["conv"]
+    update = -jit(lambda g: tx.update({"conv": g}, tx.init(params), params)[0]["conv"])(g)
     for layer, gradient in zip(update, g, strict=True):
         u, _, vt = np.linalg.svd(np.float64(gradient).reshape(4, 24), full_matrices=False)
         inner = u.T @ np.asarray(layer, np.float64).reshape(4, 24) @ vt.T / factor
@@ -102,7 +103,8 @@ def test_muon_leaves_tables_and_vectors_to_adamw():
     muon = make_optimizer("muon", 0.1, weight_decay=0.1)
     adamw = make_optimizer("adamw", 0.1, weight_decay=0.1, b2=0.95, eps=1e-10)
     ours, theirs = (
-        named_leaves(tx.update(params, tx.init(params), params)[0]) for tx in (muon, adamw)
+        named_leaves(jit(lambda p, tx=tx: tx.update(p, tx.init(p), p)[0])(params))
+        for tx in (muon, adamw)
     )
     for path in ("wte", "b"):
         np.testing.assert_allclose(ours[path], theirs[path], rtol=1e-6)
@@ -131,8 +133,8 @@ def test_per_layer_groups_by_size_and_counts_rightly():
             updates, state = tx.update(x, state, x)
         return updates, state
 
-    updates, state = jax.jit(lambda p: thrice(tx, p))(params)
-    alone = jax.jit(lambda x: thrice(inner, x)[0])
+    updates, state = jit(lambda p: thrice(tx, p))(params)
+    alone = jit(lambda x: thrice(inner, x)[0])
     for key, layers in (("a", (2,)), ("b", (4,)), ("c", (2, 2))):
         for index in np.ndindex(layers):
             expected = alone(params[key]["x"][index])

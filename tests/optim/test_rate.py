@@ -12,6 +12,7 @@ from jaxtrain.optim import (
     make_optimizer,
     schedules,
 )
+from tests.quick import jit
 
 # A parameter with the very name, so that a search by path alone would find its moments.
 PARAMS = {"learning_rate": jnp.ones((4, 4)), "head": {"w": jnp.ones((4, 4))}, "b": jnp.ones(4)}
@@ -21,8 +22,8 @@ PARAMS = {"learning_rate": jnp.ones((4, 4)), "head": {"w": jnp.ones((4, 4))}, "b
 def test_state_holds_the_rate_of_the_latest_update(name):
     schedule = schedules.linear(1.0, total_steps=4)
     tx = make_optimizer(name, schedule, accumulate=2, freeze=("^b$",))
-    state = jax.jit(tx.init)(PARAMS)
-    update = jax.jit(tx.update)
+    state = jit(tx.init)(PARAMS)
+    update = jit(tx.update)
     assert float(current_learning_rate(state)) == 1.0
     seen = []
     for _ in range(6):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.optim import make_schedule, schedules
+from tests.quick import jit
 
 COUNTS = np.arange(0, 60)
 
@@ -88,7 +89,7 @@ def test_schedule_is_its_definition(name, warmup_steps):
     schedule = build(name, peak, final, warmup_steps)
     definition = CASES[name][1]
     expected = warmed(lambda t: definition(t, warmup_steps, peak, final), warmup_steps, peak)
-    rates = jax.jit(jax.vmap(schedule))(COUNTS)
+    rates = jit(jax.vmap(schedule))(COUNTS)
     assert rates.dtype == jnp.float32
     np.testing.assert_allclose(rates, expected, rtol=2e-6, atol=1e-8)
 
@@ -96,7 +97,7 @@ def test_schedule_is_its_definition(name, warmup_steps):
 @pytest.mark.parametrize("name", CASES)
 def test_schedule_takes_traced_rates(name):
     peaks, final = jnp.array([0.1, 0.4]), 0.01
-    traced = jax.jit(jax.vmap(lambda peak, f: build(name, peak, f, 5)(17)))
+    traced = jit(jax.vmap(lambda peak, f: build(name, peak, f, 5)(17)))
     rates = traced(peaks, jnp.full(2, final))
     expected = [build(name, float(peak), final, 5)(17) for peak in peaks]
     np.testing.assert_allclose(rates, np.array(expected), rtol=1e-6)

@@ -1,0 +1,354 @@
+"""The update rules by name: one function each, whose keywords are the optimizer's options.
+
+A rule takes the ``Parts`` that ``make_optimizer`` has ready and returns the stages that lead from
+clipped gradients to updates. ``@rule`` puts it on the list by the name of its function: its
+options, their checks and the flags of experiments follow from its signature.
+
+Coupled weight decay is added to the gradient, decoupled decay to the finished update; both are
+multiplied by the learning rate. Stages that are switched off are ``optax.identity()``, so that the
+state of the others keeps its path whatever the options.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import jax
+import optax
+
+from jaxtrain.optim import layerwise, masks
+from jaxtrain.optim.masks import Mask, Stacked
+from jaxtrain.optim.numerics import check_choice, check_integer, check_number, concrete
+from jaxtrain.optim.options import Option, keywords, resolve
+
+Stages = list[optax.GradientTransformation]
+
+RULES: dict[str, Callable[..., Stages]] = {}
+# Peak learning rates that suit small models, by rule.
+LEARNING_RATES: dict[str, float] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a rule puts its own stages together with.
+
+    Attributes:
+      decay: the stage that adds decayed weights.
+      rate: the stage that multiplies by minus the learning rate.
+      params: the parameters that train.
+      strengths: a tree like ``params``: the weight decay of each, False for none.
+      mask: ``(option, mask, default) -> tree of bools`` like ``params``; ``default``, a function of
+        parameters, stands in for a mask of None.
+      stacked: which leading axes index layers.
+    """
+
+    decay: optax.GradientTransformation
+    rate: optax.GradientTransformation
+    params: Any
+    strengths: Any
+    mask: Callable[[str, Mask | None, Callable[[Any], Any]], Any]
+    stacked: Stacked
+
+
+def rule(*, learning_rate: float) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
+    """Puts a function on the list of rules, with a learning rate that suits small models."""
+
+    def register(function: Callable[..., Stages]) -> Callable[..., Stages]:
+        RULES[function.__name__] = function
+        LEARNING_RATES[function.__name__] = learning_rate
+        return function
+
+    return register
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def _float_dtype(name: str, dtype: Any) -> Any:
+    try:
+        found = jax.numpy.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"{name} is {dtype!r}; it must be bfloat16, float16 or float32")
+    return found
+
+
+_fraction = functools.partial(check_number, low=0.0, high=1.0)
+_not_negative = functools.partial(check_number, low=0.0)
+_positive = functools.partial(check_number, low=0.0, open_low=True)
+_positive_or_off = functools.partial(check_number, low=0.0, high=None, open_low=True)
+_count = functools.partial(check_integer, low=1)
+_rms_or_width = functools.partial(check_choice, choices=("rms", "width"))
+
+# Numbers may be traced scalars too, and dtypes those of jax.numpy.
+B1 = Annotated[float, Option("Decay of the first moment.", _fraction)]
+B2 = Annotated[float, Option("Decay of the second moment.", _fraction)]
+Eps = Annotated[float, Option("Added to denominators.", _not_negative)]
+Momentum = Annotated[float, Option("Of sgd-like rules.", _fraction)]
+Nesterov = Annotated[bool, Option("Look one step ahead.", _boolean)]
+MomentDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    Option(
+        "Of stored first moments (float32 widens the second too); left out, the parameters'.",
+        _float_dtype,
+    ),
+]
+DecayRate = Annotated[float, Option("Exponent of Adafactor's growing decay.", _positive)]
+MinDimSize = Annotated[int, Option("Adafactor factors no smaller dimension.", _count)]
+ClippingThreshold = Annotated[
+    float, Option("Largest RMS of an Adafactor update; inf clips none.", _positive_or_off)
+]
+ParameterScale = Annotated[
+    bool, Option("Scale Adafactor's update by the RMS of the parameter.", _boolean)
+]
+TrustCoefficient = Annotated[float, Option("Trust in a layer of LARS, its eta.", _positive)]
+NsSteps = Annotated[int, Option("Newton-Schulz iterations of Muon.", _count)]
+MuonScale = Annotated[
+    Literal["rms", "width"],
+    Option("Scale Muon's update to the RMS of AdamW's, or by the matrix's width.", _rms_or_width),
+]
+AdamRatio = Annotated[
+    float, Option("Multiplies the learning rate of what Muon leaves to AdamW.", _positive)
+]
+
+
+@rule(learning_rate=0.3)
+def sgd(parts: Parts) -> Stages:
+    """Gradient descent. Weight decay is coupled."""
+    return [parts.decay, parts.rate]
+
+
+@rule(learning_rate=0.1)
+def momentum(
+    parts: Parts,
+    *,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Gradient descent along a decaying sum of gradients. Weight decay is coupled."""
+    return [parts.decay, _trace(momentum, nesterov, moment_dtype), parts.rate]
+
+
+@rule(learning_rate=3e-3)
+def adam(
+    parts: Parts,
+    *,
+    b1: B1 = 0.9,
+    b2: B2 = 0.999,
+    eps: Eps = 1e-8,
+    nesterov: Nesterov = False,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980). Weight decay is coupled."""
+    return [
+        parts.decay,
+        optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
+        parts.rate,
+    ]
+
+
+@rule(learning_rate=3e-3)
+def adamw(
+    parts: Parts,
+    *,
+    b1: B1 = 0.9,
+    b2: B2 = 0.999,
+    eps: Eps = 1e-8,
+    nesterov: Nesterov = False,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Adam with decoupled decay (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101)."""
+    return [
+        optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
+        parts.decay,
+        parts.rate,
+    ]
+
+
+@rule(learning_rate=1e-3)
+def rmsprop(
+    parts: Parts,
+    *,
+    b2: B2 = 0.9,
+    eps: Eps = 1e-8,
+    momentum: Momentum = 0.0,
+    nesterov: Nesterov = False,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """RMSProp (Tieleman & Hinton 2012), with eps inside the root. Weight decay is coupled."""
+    trace = _trace(momentum, nesterov, moment_dtype)
+    return [parts.decay, optax.scale_by_rms(decay=b2, eps=eps), trace, parts.rate]
+
+
+@rule(learning_rate=1e-2)
+def adafactor(
+    parts: Parts,
+    *,
+    momentum: Momentum = 0.0,
+    eps: Eps = 1e-30,
+    decay_rate: DecayRate = 0.8,
+    min_dim_size_to_factor: MinDimSize = 128,
+    clipping_threshold: ClippingThreshold = 1.0,
+    parameter_scale: ParameterScale = True,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235), per layer.
+
+    As ``optax.adafactor``, whose ``multiply_by_parameter_scale`` is ``parameter_scale``. Weight
+    decay is decoupled; optax's is not multiplied by the learning rate.
+    """
+    factored = optax.chain(
+        optax.scale_by_factored_rms(
+            decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps
+        ),
+        optax.clip_by_block_rms(clipping_threshold),
+        optax.scale_by_param_block_rms() if parameter_scale else optax.identity(),
+    )
+    mean = optax.identity()
+    if concrete("momentum", momentum) != 0:
+        mean = optax.ema(momentum, debias=False, accumulator_dtype=moment_dtype)
+    return [layerwise.per_layer(factored, parts.stacked), mean, parts.decay, parts.rate]
+
+
+@rule(learning_rate=3e-4)
+def lion(parts: Parts, *, b1: B1 = 0.9, b2: B2 = 0.99, moment_dtype: MomentDtype = None) -> Stages:
+    """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675). Weight decay is decoupled."""
+    return [optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype), parts.decay, parts.rate]
+
+
+@rule(learning_rate=1e-2)
+def lamb(
+    parts: Parts,
+    *,
+    b1: B1 = 0.9,
+    b2: B2 = 0.999,
+    eps: Eps = 1e-6,
+    trust_mask: Mask | None = None,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962), per layer.
+
+    The trust ratio scales the weight decay too. ``trust_mask`` says which parameters take it, as
+    ``decay_mask``; by default all.
+    """
+    trust = parts.mask("trust_mask", trust_mask, _everything)
+    ratio = layerwise.scale_by_lamb_trust_ratio(trust, stacked=parts.stacked)
+    return [optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype), parts.decay, ratio, parts.rate]
+
+
+@rule(learning_rate=3.0)
+def lars(
+    parts: Parts,
+    *,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    trust_coefficient: TrustCoefficient = 0.001,
+    trust_mask: Mask | None = None,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1), per layer.
+
+    The paper accumulates steps, not gradients: the learning rate goes before the momentum. The
+    trust ratio, with ``trust_coefficient`` for the paper's eta, scales the weight decay too.
+    ``trust_mask`` says which parameters take it, as ``decay_mask``; by default all.
+    """
+    ratio = layerwise.scale_by_lars_trust_ratio(
+        parts.mask("trust_mask", trust_mask, _everything),
+        parts.strengths,
+        trust_coefficient=trust_coefficient,
+        stacked=parts.stacked,
+    )
+    return [ratio, parts.rate, _trace(momentum, nesterov, moment_dtype)]
+
+
+@rule(learning_rate=1e-2)
+def muon(
+    parts: Parts,
+    *,
+    momentum: Momentum = 0.95,
+    nesterov: Nesterov = True,
+    ns_steps: NsSteps = 5,
+    muon_scale: MuonScale = "rms",
+    muon_mask: Mask | None = None,
+    b1: B1 = 0.9,
+    b2: B2 = 0.95,
+    eps: Eps = 1e-10,
+    adam_ratio: AdamRatio = 1.0,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon), per layer.
+
+    ``layerwise.scale_by_muon`` has its options. ``muon_mask`` says which parameters it
+    orthogonalises, as ``decay_mask``; by default ``masks.hidden_matrices``. The others take AdamW
+    with ``b1``, ``b2`` and ``eps``, at ``adam_ratio`` of the learning rate: with ``"rms"`` scaling
+    one rate fits both; with ``"width"``, the original Muon, they want a much smaller one. Weight
+    decay is decoupled.
+    """
+    default = functools.partial(masks.hidden_matrices, stacked=parts.stacked)
+    hidden = parts.mask("muon_mask", muon_mask, default)
+    masks.check_matrices("muon_mask", hidden, parts.params, parts.stacked)
+    others = jax.tree.map(lambda hidden: not hidden, hidden)
+    orthogonal = layerwise.scale_by_muon(
+        hidden,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        muon_scale=muon_scale,
+        moment_dtype=moment_dtype,
+        stacked=parts.stacked,
+    )
+    return [
+        orthogonal,
+        optax.masked(optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype), others),
+        parts.decay,
+        optax.masked(optax.scale(adam_ratio), others),
+        parts.rate,
+    ]
+
+
+def resolve_options(name: str, given: dict[str, Any], *, common: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the options of the rule ``name``: those given, checked, and defaults for the rest.
+
+    Raises:
+      ValueError: as :func:`jaxtrain.optim.options.resolve`; for options that do not go together.
+    """
+    options = resolve("optimizer", name, given, RULES, common=common)
+    options = {key: p.default for key, p in keywords(RULES[name]).items()} | options
+    if "momentum" in options and concrete("momentum", options["momentum"]) == 0:
+        if options.get("nesterov"):
+            raise ValueError(
+                f"nesterov=True has no effect on {name!r} with momentum 0; set momentum"
+            )
+        dtype = options["moment_dtype"]
+        if dtype is not None and dtype.itemsize < 4:
+            raise ValueError(
+                f"moment_dtype is {dtype.name}, which applies to the first moment, but {name!r} "
+                "with momentum 0 keeps none; set momentum, or moment_dtype='float32'"
+            )
+    return options
+
+
+def described_options() -> dict[str, tuple[Any, str]]:
+    """Returns the type and the help of every option that any rule has, but for masks."""
+    found = {}
+    for function in RULES.values():
+        for name, keyword in keywords(function).items():
+            for note in getattr(keyword.annotation, "__metadata__", ()):
+                found.setdefault(name, (keyword.annotation.__origin__, note.help))
+    return found
+
+
+def _trace(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformation:
+    if concrete("momentum", decay) == 0:
+        return optax.identity()
+    return optax.trace(decay, nesterov=nesterov, accumulator_dtype=dtype)
+
+
+def _everything(params: Any) -> Any:
+    return jax.tree.map(lambda _: True, params)

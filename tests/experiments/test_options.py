@@ -1,0 +1,41 @@
+"""The flags of optimizers follow from the rules."""
+
+import inspect
+import re
+
+import pytest
+
+from experiments import gpt, options, vision
+from jaxtrain import optim
+from jaxtrain.optim.options import keywords
+
+
+def test_every_option_of_every_rule_is_a_flag_but_masks():
+    flags = inspect.signature(options.OptimizerOptions).parameters.keys()
+    taken = {name for rule in optim.rules.RULES.values() for name in keywords(rule)}
+    assert taken - flags == {"trust_mask", "muon_mask"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("muon --optimizer.ns-steps 0", "ns_steps is 0; it must be at least 1"),
+        ("lamb --optimizer.nesterov True", "'lamb' has no option nesterov (given True)"),
+        ("rmsprop --optimizer.nesterov True", "no effect on 'rmsprop' with momentum 0"),
+    ],
+)
+def test_flags_reach_the_rule(flags, message):
+    config = options.parse(gpt.Config, ["--optimizer.name", *flags.split()])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        options.make_optimizer(config.optimizer, steps=4)
+
+
+def test_the_rate_is_the_rules_unless_the_experiment_or_a_flag_says_another():
+    def rate(name, **more):
+        chosen = options.OptimizerOptions(name=name, schedule="constant", warmup_steps=0, **more)
+        tx = options.make_optimizer(chosen, steps=4, default_rates=vision.LEARNING_RATES)
+        return float(optim.current_learning_rate(tx.init({"w": 1.0})))
+
+    assert rate("lion") == pytest.approx(3e-4)
+    assert rate("lars") == pytest.approx(30.0)
+    assert rate("lars", learning_rate=2.0) == pytest.approx(2.0)
