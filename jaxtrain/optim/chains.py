@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim import masks, numerics, recipes
@@ -19,7 +20,7 @@ OPTIMIZERS = tuple(recipes.OPTIONS)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenState:
-    """State without arrays, of ``make_optimizer(freeze=)``: the paths of frozen parameters."""
+    """State without arrays, of ``make_optimizer``: the paths of frozen parameters."""
 
     names: frozenset[str] = dataclasses.field(metadata={"static": True})
 
@@ -117,8 +118,8 @@ def make_optimizer(
       clip_norm: largest global norm of the gradient; None does not clip.
       decay_mask: which parameters decay, ``params -> tree of bools`` or path regexes; by default
         ``masks.decay_mask``, all but norms, biases and whatever has rank below 2 per layer.
-      freeze: which parameters get exactly zero updates, hold no state and count in no norm;
-        see :func:`frozen`.
+      freeze: which parameters, besides integers, have no gradient, hold no state, count in no norm
+        and get exactly zero updates; see :func:`frozen`.
       stacked: path regexes of parameters whose leading axis indexes layers, or a mapping from regex
         to the number of such axes.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
@@ -199,7 +200,7 @@ decay_mask, freeze, accumulate, skip_spikes, stacked
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = accumulate_calls(tx, every) if every > 1 else tx
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
-        return tx if freeze is None else _freeze_rest(tx, trainable)
+        return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)
 
     return _deferred(chain_for)
 
@@ -231,10 +232,10 @@ def _lay_out(
     """Returns the mask of trainable parameters, and the masks of the rest without the frozen."""
     masks.check_matches("stacked", stacked, params)
     everything = jax.tree.map(lambda _: True, params)
-    trainable = everything
+    trainable = jax.tree.map(lambda p: jnp.issubdtype(jnp.result_type(p), jnp.inexact), params)
     if freeze is not None:
         frozen = masks.resolve("freeze", freeze, params)
-        trainable = jax.tree.map(lambda is_frozen: not is_frozen, frozen)
+        trainable = jax.tree.map(lambda x, is_frozen: x and not is_frozen, trainable, frozen)
         if not any(jax.tree.leaves(trainable)):
             raise ValueError("freeze freezes every parameter; leave one to train")
 
