@@ -325,7 +325,8 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
             raise ValueError(
                 f"state leaf {name!r} of shape {tuple(leaf.shape)} is copied whole to all "
                 f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
-                f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
+                "sharding rule for it (of Rules(state=...) where it is no parameter), "
+                f"{(None,) * leaf.ndim} where it is to be whole"
             )
     # The same, but for a mesh with explicit axes.
     shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -14,7 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.sharding import Rule, Rules, param_shardings, state_shardings
+from jaxtrain.parallel.sharding import (
+    Rule,
+    Rules,
+    as_rules,
+    param_shardings,
+    ruled_shardings,
+    state_shardings,
+)
 from jaxtrain.precision import LossScale, Policy, as_policy
 from jaxtrain.tree import combine, map_named, named_leaves, partition
 
@@ -70,7 +77,7 @@ def init_state(
         that are not among them (a new head) are those of ``init_fn``.
       mesh: from :func:`jaxtrain.make_mesh`; None for one device (and under ``vmap``).
       rules: sharding rules by parameter path; without one, a parameter is split over ``fsdp`` along
-        its largest dimension that divides.
+        its largest dimension that divides. ``Rules(state=)`` are for optimizer and model state.
       zero: what is split over the ``data`` axis too (Rajbhandari et al. 2020): 0 nothing, 1 the
         optimizer state, 2 also gradients (see :func:`gradient_shardings`), 3 also parameters. The
         ``fsdp`` axis splits all three at any value.
@@ -146,14 +153,14 @@ def train_state_shardings(
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero is {zero!r}: use 0, 1, 2 or 3")
-    mesh = automatic(mesh)
+    mesh, rules = automatic(mesh), as_rules(rules)
     params = param_shardings(state.params, mesh, rules, zero=zero)
-    copied = NamedSharding(mesh, P())
-    return dataclasses.replace(
-        jax.tree.map(lambda _: copied, state),
-        params=params,
+    rest, copied = dataclasses.replace(state, params=None), NamedSharding(mesh, P())
+    shardings = dataclasses.replace(
+        jax.tree.map(lambda _: copied, rest),
         opt_state=state_shardings(state.opt_state, state.params, params, mesh, zero=zero),
     )
+    return dataclasses.replace(ruled_shardings(rest, shardings, mesh, rules), params=params)
 
 
 def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree | None:
