@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -278,7 +277,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _creator(init_fn, optimizer, policy, has_model_state):
-    def create(rng: jax.Array, given: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
+    def create(rng: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
         params, model_state = init_fn(init_rng), None
         if has_model_state:
@@ -289,7 +288,8 @@ def _creator(init_fn, optimizer, policy, has_model_state):
                 )
             params, model_state = params
         params = policy.cast_to_param(params)
-        params = map_named(lambda name, made: given.get(name, made), params)
+        if given:
+            params = map_named(lambda name, made: given.get(name, made), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
