@@ -41,7 +41,7 @@ EVERYDAY = [
     ("accumulated", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
     ("1f1b", {"pipe": 2, "data": 2, "tensor": 2}, 1),
 ]
-MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [{"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 PIPES = [{"pipe": 4, "fsdp": 2}, {"pipe": 2, "data": 2, "tensor": 2}]
 EVERY = [*itertools.product(("plain", "accumulated"), MESHES, (0, 1, 2, 3))]
 EVERY += itertools.product(("1f1b", "gpipe", "1f1b, kept"), PIPES, (0, 2))

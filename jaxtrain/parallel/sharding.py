@@ -59,12 +59,15 @@ class Rules:
         layer, and takes the logical axis ``layers`` where no rule matches them.
       state: like ``params``, for leaves of the state that are to lie otherwise than by following a
         parameter, by their path in it: ``("^opt_state/.*/factor/", ("layers", "embed", None))``.
+      batch: like ``params``, for leaves of a batch of which more than the leading axis is split:
+        ``("^tokens$", ("batch", "sequence"))``.
     """
 
     params: Sequence[Rule] = ()
     axes: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
     stacked: str = "blocks"
     state: Sequence[Rule] = ()
+    batch: Sequence[Rule] = ()
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.
@@ -176,18 +179,28 @@ def ruled_shardings(state: PyTree, shardings: PyTree, mesh: Mesh, rules: Rules) 
     return map_named(sharding, state, shardings)
 
 
-def batch_shardings(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Shards the leading axis of every batch leaf over ``data`` and ``fsdp``; scalars are copied.
+def batch_shardings(
+    batch: PyTree, mesh: Mesh, rules: Rules | Sequence[Rule] | None = None
+) -> PyTree:
+    """Shards batch leaves by ``rules.batch``, and the others' leading axis over ``data`` and
+    ``fsdp``; scalars are copied.
 
     Raises:
-      ValueError: where a leading axis does not divide.
+      ValueError: where an axis does not divide, or a rule has another rank than its leaf or matches
+        none.
     """
+    rules = as_rules(rules)
+    _refuse_idle(rules.batch, named_leaves(batch), "leaf of the batch")
     rows = batch_sharding(mesh)
     axes = names_of(rows.spec[0]) if rows.spec else ()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         shape = tuple(leaf.shape)
+        pattern, axes = _first_match(rules.batch, name)
+        if pattern is not None:
+            spec = _named_spec(f"batch leaf {name!r}", shape, pattern, axes, mesh, rules)
+            return NamedSharding(mesh, spec)
         if not shape:
             return NamedSharding(mesh, P())
         if shape[0] % parts:

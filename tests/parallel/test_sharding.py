@@ -385,6 +385,39 @@ def pins(function, *args):
     ]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_lies_by_the_names_of_its_axes(accumulate):
+    optimizer = optax.adam(0.1, eps=1e-3)
+    r = np.random.default_rng(0)
+    batch = {
+        "tokens": r.normal(size=(8, 6)).astype(np.float32),
+        "mask": (r.random(8) < 0.7).astype(np.float32),
+    }
+
+    def loss_fn(params, batch, rng):
+        hidden = jnp.tanh(jnp.cumsum(batch["tokens"], 1)[..., None] * params["w"])
+        return jt.WeightedLoss((hidden.sum((1, 2)) * batch["mask"]).sum(), batch["mask"].sum())
+
+    def train(mesh, rules):
+        init = lambda rng: {"w": jnp.linspace(0.5, 1, 4)}  # noqa: E731
+        state = jt.init_state(init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+        step = jt.build_train_step(loss_fn, optimizer, accumulate=accumulate)
+        step = jt.compile_step(step, state, batch, mesh=mesh, rules=rules)
+        return step, step(state, batch)[0]
+
+    rules = jt.Rules(batch=[("^tokens$", ("batch", "sequence"))])
+    step, found = train(jt.make_mesh(data=4, context=2), rules)
+    assert step.batch_shardings["tokens"].spec == P("data", "context")
+    assert step.batch_shardings["mask"].spec == P(("data",))
+    _, expected = train(None, None)
+    for a, b in zip(*map(jax.tree.leaves, (found.opt_state, expected.opt_state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+    with pytest.raises(ValueError, match=r"batch leaf 'tokens' has shape \(8, 6\): dimension 1 "):
+        train(jt.make_mesh(data=2, context=4), rules)
+    with pytest.raises(ValueError, match=r"sharding rule 'tokns' matches no leaf of the batch"):
+        train(jt.make_mesh(data=8), jt.Rules(batch=[("tokns", ("batch",))]))
+
+
 def test_activations_follow_the_axes_of_the_rules():
     mesh, x = jt.make_mesh(data=2, fsdp=2, tensor=2), jnp.ones((8, 4))
     with tracing_on(mesh, None, jt.Rules(axes={"heads": None})):
