@@ -141,7 +141,7 @@ def compile_step(
 
     A step that returns ``(state, anything)`` has its state donated and returned in the shardings it
     came in; ``anything`` is copied to all devices. The leading axis of batch leaves is split over
-    ``data`` and ``fsdp``.
+    ``data`` and ``fsdp``, where ``Rules(batch=)`` says no other.
 
     Args:
       step: a pure function, such as :func:`jaxtrain.build_train_step` returns.
@@ -150,7 +150,7 @@ def compile_step(
         batch in every process; see :func:`jaxtrain.from_local_rows` for rows of each process's own.
       mesh: the mesh that ``state`` lies on; None for one device.
       rules: those of ``init_state``; their ``axes`` say what :func:`jaxtrain.constrain` splits
-        activations over.
+        activations over, and their ``batch`` how the batch lies.
       donate: False for a step that only reads the state and returns no new one (evaluation).
       compiler_options: XLA options for this program alone, by their flag's name.
 
@@ -170,7 +170,7 @@ def compile_step(
         jitted = jax.jit(step, donate_argnums=donated)
     else:
         state_in = _shardings_on(state, mesh)
-        batch_in = batch_shardings(batch_shapes, mesh)
+        batch_in = batch_shardings(batch_shapes, mesh, rules)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
             step,
@@ -325,7 +325,8 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
             raise ValueError(
                 f"state leaf {name!r} of shape {tuple(leaf.shape)} is copied whole to all "
                 f"{mesh.size} devices although mesh axis {splitting[0]!r} is to split it: add a "
-                f"sharding rule for it, {(None,) * leaf.ndim} where it is to be whole"
+                "sharding rule for it (of Rules(state=...) where it is no parameter), "
+                f"{(None,) * leaf.ndim} where it is to be whole"
             )
     # The same, but for a mesh with explicit axes.
     shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -5,20 +5,24 @@ sums run over tokens (or examples: whatever the loss calls its weight), are kept
 wider, and are divided once, by the global weight, in the train step. So a microbatch with few
 tokens counts for few, on any number of microbatches and on any mesh.
 
+An engine that has an argument ``frozen`` is given the paths of the parameters that do not train,
+and splits them off before it differentiates (:func:`trainable`): they cost no gradient.
+
 An engine leaves nothing out: an infinity or a NaN of one microbatch stays in the sums, and the
 train step then leaves out the whole batch (:func:`jaxtrain.step.build_update`).
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.mesh import BATCH_AXES
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import combine, named_leaves, partition
 
 PyTree = Any
 
@@ -60,7 +64,7 @@ class GradientSums:
 
     Args:
       grads: like the parameters, float32 or wider: the gradient of ``loss.total``, loss scale
-        removed.
+        removed. None stands for parameters that are frozen or no floating-point numbers.
       loss: sums over the whole batch.
       model_state: the model state after the batch (None where the model has none).
       microbatches: in how many parts the batch was taken.
@@ -73,7 +77,23 @@ class GradientSums:
 
 
 LossFn = Callable[..., Any]
-GradientEngine = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array | None], GradientSums]
+GradientEngine = Callable[..., GradientSums]
+
+
+def trainable(params: PyTree, frozen: Collection[str] = ()) -> tuple[PyTree, PyTree]:
+    """Splits parameters into what has a gradient and the rest: the frozen ones and integers.
+
+    Args:
+      params: the parameters.
+      frozen: paths of those that do not train.
+
+    Returns:
+      Two trees, as :func:`jaxtrain.tree.partition` makes them.
+    """
+    return partition(
+        lambda name, p: name not in frozen and jnp.issubdtype(jnp.result_type(p), jnp.inexact),
+        params,
+    )
 
 
 def plain(loss_fn: LossFn) -> GradientEngine:
@@ -83,12 +103,14 @@ def plain(loss_fn: LossFn) -> GradientEngine:
       loss_fn: ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
     """
 
-    def engine(params, model_state, batch, rng, loss_scale):
-        def forward(params):
-            loss, new_state = loss_fn(params, model_state, batch, rng)
+    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+        training, rest = trainable(params, frozen)
+
+        def forward(training):
+            loss, new_state = loss_fn(combine(training, rest), model_state, batch, rng)
             return loss.total, (loss, new_state)
 
-        total, vjp, (loss, new_state) = jax.vjp(forward, params, has_aux=True)
+        total, vjp, (loss, new_state) = jax.vjp(forward, training, has_aux=True)
         seed, factor = seed_and_factor(loss.weight, loss_scale, total.dtype)
         (grads,) = vjp(seed)
         return GradientSums(scaled(grads, factor), widen(loss), new_state)
@@ -109,9 +131,9 @@ def accumulated(
     Microbatch j holds rows j, j + k, j + 2k, ...: each device then slices the rows it already has,
     where contiguous microbatches would move every row to another device.
     """
-    one = plain(loss_fn)
 
-    def engine(params, model_state, batch, rng, loss_scale):
+    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+        one = functools.partial(plain(loss_fn), frozen=frozen)
         slices = split_microbatches(batch, microbatches)
         _check_shared(batch, microbatches)
 
@@ -250,14 +272,5 @@ def as_weighted(loss: Any) -> WeightedLoss:
 
 
 def widen(tree: PyTree) -> PyTree:
-    """Casts to the dtype in which parts are summed: float32, or the leaf's own where it is wider.
-
-    The gradient of what is no floating-point number becomes zeros.
-    """
-
-    def cast(x):
-        if x.dtype == jax.dtypes.float0:
-            return jnp.zeros(x.shape, jnp.float32)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-    return jax.tree.map(cast, tree)
+    """Casts to the dtype in which parts are summed: float32, or the leaf's own where wider."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)

@@ -62,6 +62,8 @@ class Policy:
       growth_interval: steps without overflow after which the loss scale doubles.
       cast_batch: a regex. Floating-point batch leaves in whose path it is found (``"^image$"``) are
         cast to ``compute_dtype`` too; ``""`` casts all of them, None casts none.
+      keep: a regex. Parameters in whose path it is found (``"norm|router"``) keep the dtype that
+        ``init_fn`` gives them, in the state and in the loss.
 
     >>> Policy.bf16().compute_dtype
     dtype(bfloat16)
@@ -75,6 +77,7 @@ class Policy:
     loss_scale: float | None = None
     growth_interval: int = 2000
     cast_batch: str | None = None
+    keep: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "param_dtype", jnp.dtype(self.param_dtype))
@@ -86,14 +89,14 @@ class Policy:
         return cls()
 
     @classmethod
-    def bf16(cls, *, cast_batch: str | None = None) -> "Policy":
+    def bf16(cls, *, cast_batch: str | None = None, keep: str | None = None) -> "Policy":
         """bfloat16 compute, float32 master parameters and optimizer state."""
-        return cls(jnp.float32, jnp.bfloat16, cast_batch=cast_batch)
+        return cls(jnp.float32, jnp.bfloat16, cast_batch=cast_batch, keep=keep)
 
     @classmethod
-    def pure_bf16(cls, *, cast_batch: str | None = None) -> "Policy":
+    def pure_bf16(cls, *, cast_batch: str | None = None, keep: str | None = None) -> "Policy":
         """Everything in bfloat16: half the memory; updates below 1/256 of a parameter are lost."""
-        return cls(jnp.bfloat16, jnp.bfloat16, cast_batch=cast_batch)
+        return cls(jnp.bfloat16, jnp.bfloat16, cast_batch=cast_batch, keep=keep)
 
     @classmethod
     def fp16(
@@ -102,9 +105,10 @@ class Policy:
         growth_interval: int = 2000,
         *,
         cast_batch: str | None = None,
+        keep: str | None = None,
     ) -> "Policy":
         """float16 compute, float32 master parameters, dynamic loss scaling."""
-        return cls(jnp.float32, jnp.float16, loss_scale, growth_interval, cast_batch)
+        return cls(jnp.float32, jnp.float16, loss_scale, growth_interval, cast_batch, keep)
 
     @classmethod
     def named(cls, name: str) -> "Policy":
@@ -117,13 +121,21 @@ class Policy:
             raise ValueError(f"precision {name!r} is not known: use one of {', '.join(POLICIES)}")
         return getattr(cls, name)()
 
-    def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Casts floating-point leaves to the parameter dtype."""
-        return _cast(tree, self.param_dtype)
+    def cast_to_param(self, params: PyTree) -> PyTree:
+        """Casts floating-point parameters, but for those that ``keep`` names, to be stored.
 
-    def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Casts floating-point leaves to the compute dtype."""
-        return _cast(tree, self.compute_dtype)
+        Raises:
+          ValueError: where it names none.
+        """
+        return self._cast(params, self.param_dtype)
+
+    def cast_to_compute(self, params: PyTree) -> PyTree:
+        """Casts parameters to be computed with, and raises, as :meth:`cast_to_param` does."""
+        return self._cast(params, self.compute_dtype)
+
+    def _cast(self, params: PyTree, dtype: Any) -> PyTree:
+        kept = () if self.keep is None else _matching("keep", self.keep, params, "the parameters")
+        return _cast(params, dtype, lambda name: name not in kept)
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
         """Casts the batch leaves that ``cast_batch`` names to the compute dtype.
@@ -134,15 +146,8 @@ class Policy:
         if self.cast_batch is None:
             return batch
 
-        def named(name: str, leaf: Any) -> bool:
-            return _is_floating(leaf) and re.search(self.cast_batch, name) is not None
-
-        if not any(named(name, leaf) for name, leaf in named_leaves(batch).items()):
-            raise ValueError(
-                f"cast_batch={self.cast_batch!r} matches no floating-point leaf of the batch, "
-                f"whose leaves are {sorted(named_leaves(batch))}: correct the regex"
-            )
-        return map_named(lambda n, x: x.astype(self.compute_dtype) if named(n, x) else x, batch)
+        matching = _matching("cast_batch", self.cast_batch, batch, "the batch")
+        return _cast(batch, self.compute_dtype, matching.__contains__)
 
     def initial_loss_scale(self) -> LossScale | None:
         """Returns the loss scale that a new state starts with, or None."""
@@ -152,7 +157,8 @@ class Policy:
 
     def __str__(self) -> str:
         scaling = ", dynamic loss scale" if self.loss_scale is not None else ""
-        return f"{self.param_dtype} parameters, {self.compute_dtype} compute{scaling}"
+        kept = f", {self.keep!r} as it is" if self.keep is not None else ""
+        return f"{self.param_dtype} parameters, {self.compute_dtype} compute{kept}{scaling}"
 
 
 POLICIES = ("f32", "bf16", "pure_bf16", "fp16")
@@ -226,8 +232,23 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
-def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
+def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:
+    """The paths of floating-point leaves in which a regex is found; none is an error."""
+    leaves = named_leaves(tree)
+    found = {name for name, x in leaves.items() if _is_floating(x) and re.search(pattern, name)}
+    if not found:
+        raise ValueError(
+            f"{option}={pattern!r} matches no floating-point leaf of {what}, whose leaves are "
+            f"{sorted(leaves)}: correct the regex"
+        )
+    return found
+
+
+def _cast(tree: PyTree, dtype: Any, chosen: Callable[[str], bool]) -> PyTree:
+    """Casts those floating-point leaves whose path is chosen."""
+    return map_named(
+        lambda name, x: x.astype(dtype) if _is_floating(x) and chosen(name) else x, tree
+    )
 
 
 def _is_floating(x: Any) -> bool:

@@ -2,19 +2,27 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.sharding import Rule, Rules, param_shardings, state_shardings
+from jaxtrain.parallel.sharding import (
+    Rule,
+    Rules,
+    as_rules,
+    param_shardings,
+    ruled_shardings,
+    state_shardings,
+)
 from jaxtrain.precision import LossScale, Policy, as_policy
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import combine, map_named, named_leaves, partition
 
 PyTree = Any
 
@@ -49,6 +57,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     rng: jax.Array,
     *,
+    params: PyTree | None = None,
     mesh: Mesh | None = None,
     rules: Rules | Sequence[Rule] | None = None,
     zero: int = 0,
@@ -62,9 +71,12 @@ def init_state(
       optimizer: any optax transformation.
       rng: typed key, such as ``jax.random.key(0)``. It is split in two: ``init_fn`` is given one
         half (so ``state.params`` is not ``init_fn(rng)``), and the steps have the other.
+      params: weights to start from, on the host or on devices, under the paths that ``init_fn``
+        gives them. Leaf by leaf they are copied to their places, and stay as they are. Parameters
+        that are not among them (a new head) are those of ``init_fn``.
       mesh: from :func:`jaxtrain.make_mesh`; None for one device (and under ``vmap``).
       rules: sharding rules by parameter path; without one, a parameter is split over ``fsdp`` along
-        its largest dimension that divides.
+        its largest dimension that divides. ``Rules(state=)`` are for optimizer and model state.
       zero: what is split over the ``data`` axis too (Rajbhandari et al. 2020): 0 nothing, 1 the
         optimizer state, 2 also gradients (see :func:`gradient_shardings`), 3 also parameters. The
         ``fsdp`` axis splits all three at any value.
@@ -75,18 +87,28 @@ def init_state(
       The state. On every mesh the same ``rng`` gives the same bits.
 
     Raises:
-      ValueError: for a parameter that its rule does not fit, or that would stay whole by accident.
+      ValueError: for a parameter that its rule does not fit, or that would stay whole by accident;
+        for a leaf of ``params`` that is no parameter, or has another shape or kind of dtype.
 
     >>> import optax
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
-    if mesh is None:
+    if mesh is None and params is None:
         return jax.jit(create)(rng)
     shapes = jax.eval_shape(create, rng)
-    shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
-    return jax.jit(create, out_shardings=shardings)(rng)
+    shardings = None if mesh is None else train_state_shardings(shapes, mesh, rules, zero=zero)
+    given = _placed(params, shapes.params, shardings and shardings.params)
+
+    def remainder(rng: jax.Array, given: dict[str, jax.Array]) -> TrainState:
+        state = create(rng, given)
+        _, made = partition(lambda name, _: name in given, state.params)
+        return dataclasses.replace(state, params=made)
+
+    state = jax.jit(remainder, out_shardings=shardings)(rng, given)
+    there = map_named(lambda name, _: given.get(name), shapes.params)
+    return dataclasses.replace(state, params=combine(there, state.params))
 
 
 def abstract_state(
@@ -130,14 +152,14 @@ def train_state_shardings(
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero is {zero!r}: use 0, 1, 2 or 3")
-    mesh = automatic(mesh)
+    mesh, rules = automatic(mesh), as_rules(rules)
     params = param_shardings(state.params, mesh, rules, zero=zero)
-    copied = NamedSharding(mesh, P())
-    return dataclasses.replace(
-        jax.tree.map(lambda _: copied, state),
-        params=params,
+    rest, copied = dataclasses.replace(state, params=None), NamedSharding(mesh, P())
+    shardings = dataclasses.replace(
+        jax.tree.map(lambda _: copied, rest),
         opt_state=state_shardings(state.opt_state, state.params, params, mesh, zero=zero),
     )
+    return dataclasses.replace(ruled_shardings(rest, shardings, mesh, rules), params=params)
 
 
 def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree | None:
@@ -216,8 +238,46 @@ def local_bytes(tree: PyTree) -> int:
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
 
 
+def _placed(params: PyTree, shapes: PyTree, shardings: PyTree | None) -> dict[str, jax.Array]:
+    """Copies of given weights by path, each in its place and in the dtype of its parameter."""
+    wanted, places = named_leaves(shapes), named_leaves(shardings)
+    given = named_leaves(params)
+    for name, leaf in given.items():
+        if name not in wanted:
+            raise ValueError(
+                f"params has a leaf {name!r} and init_fn makes none of that path, but "
+                f"{', '.join(wanted)}: rename it or leave it out"
+            )
+        like, shape, dtype = wanted[name], jnp.shape(leaf), jnp.result_type(leaf)
+        both_floating = all(jnp.issubdtype(d, jnp.floating) for d in (dtype, like.dtype))
+        if shape != like.shape or not (dtype == like.dtype or both_floating):
+            raise ValueError(
+                f"params has {name!r} as {dtype}{list(shape)} and init_fn makes it as "
+                f"{like.dtype}{list(like.shape)}: reshape or cast it, or correct init_fn"
+            )
+    return {
+        name: _copied(leaf, wanted[name].dtype, places.get(name)) for name, leaf in given.items()
+    }
+
+
+def _copied(leaf: Any, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
+        if sharding is None:
+            return jnp.array(leaf, dtype)
+        shard = lambda index: np.array(leaf[index], dtype)  # noqa: E731
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+    leaf = leaf if sharding is None else jax.device_put(leaf, sharding)
+    # What device_put returns may share the buffer of what it was given, which a step would donate.
+    return jax.jit(_cast, static_argnums=1, out_shardings=sharding)(leaf, dtype)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.copy(x).astype(dtype)
+
+
 def _creator(init_fn, optimizer, policy, has_model_state):
-    def create(rng: jax.Array) -> TrainState:
+    def create(rng: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
         params, model_state = init_fn(init_rng), None
         if has_model_state:
@@ -228,6 +288,8 @@ def _creator(init_fn, optimizer, policy, has_model_state):
                 )
             params, model_state = params
         params = policy.cast_to_param(params)
+        if given:
+            params = map_named(lambda name, made: given.get(name, made), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,

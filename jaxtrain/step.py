@@ -21,6 +21,7 @@ from jaxtrain.gradients import (
     as_weighted,
     scaled,
     select,
+    trainable,
     widen,
 )
 from jaxtrain.optim import frozen, reports
@@ -28,7 +29,7 @@ from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves, path_name
+from jaxtrain.tree import named_leaves, partition
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -106,7 +107,9 @@ def build_update(
     """Builds a train step from a gradient engine: mean gradient, one optimizer update, metrics.
 
     :func:`build_train_step` is this over the engines of :mod:`jaxtrain.gradients`; a gradient
-    computed some other way (a pipeline) comes in here.
+    computed some other way (a pipeline) comes in here. Where the optimizer freezes parameters
+    (``make_optimizer(freeze=)``), their paths are the engine's argument ``frozen``; an engine that
+    has no such argument differentiates everything, and what is frozen stays as it is all the same.
 
     An update is made of its whole batch or not at all. Where the loss, its weight, the gradient of
     a parameter that trains or the new model state is not finite in any microbatch, the step is left
@@ -128,15 +131,17 @@ def build_update(
         _check_real(state.params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
-        sums = engine(state.params, state.model_state, batch, rng, scale)
+        still = frozen(state.opt_state)
+        named = _taken(engine, {"frozen": still} if still else {})
+        sums = engine(state.params, state.model_state, batch, rng, scale, **named)
         _check_metrics(sums.loss)
 
         counts = sums.loss.weight > 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
-        grads = constrain(scaled(sums.grads, per_token))
-        still = frozen(state.opt_state)
-        leaves = jax.tree_util.tree_leaves_with_path(grads)
-        training = [g for path, g in leaves if path_name(path) not in still]
+        # An engine that does not take ``frozen`` has differentiated everything.
+        trains = named_leaves(trainable(state.params, still)[0])
+        training, _ = partition(lambda name, _: name in trains, sums.grads)
+        training = constrain(scaled(training, per_token))
         finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
@@ -145,14 +150,24 @@ def build_update(
             "grad_norm": jnp.where(usable, optax.tree.norm(training), 0.0),
             "skipped": jnp.where(finite, 0, jnp.int32(sums.microbatches)),
         }
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        # The optimizer may be any, and is given zeros for what does not train.
+        grads = jax.tree.map(
+            lambda p, g: jnp.zeros_like(p) if g is None else g.astype(p.dtype),
+            state.params,
+            training,
+        )
         weight = jnp.where(finite, loss.weight, jnp.nan)
         extras = _taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
         opt_state = hold_state(~usable, state.opt_state, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
-        params = select(applied, _apply(state.params, updates), state.params)
+        params = jax.tree.map(
+            lambda p, g, new: p if g is None else jnp.where(applied, new, p),
+            state.params,
+            training,
+            optax.apply_updates(state.params, updates),
+        )
         if norms:
             metrics["param_norm"] = _norm(params)
             metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
@@ -311,15 +326,6 @@ def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 def _norm(tree: PyTree) -> jax.Array:
     return optax.tree.norm(widen(tree))
-
-
-def _apply(params: PyTree, updates: PyTree) -> PyTree:
-    """Adds updates to all but integers, which a sum in float32 would round."""
-    return jax.tree.map(
-        lambda p, new: new if jnp.issubdtype(p.dtype, jnp.floating) else p,
-        params,
-        optax.apply_updates(params, updates),
-    )
 
 
 def _check_real(params: PyTree) -> None:

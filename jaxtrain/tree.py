@@ -29,6 +29,30 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def partition(keep: Callable[[str, Any], bool], tree: Any) -> tuple[Any, Any]:
+    """Splits a tree in two: the leaves of which ``keep(name, leaf)`` is true, and the others.
+
+    None stands for what is in the other part; :func:`combine` puts the two together again.
+
+    >>> partition(lambda name, leaf: name == "a", {"a": 1, "b": 2})
+    ({'a': 1, 'b': None}, {'a': None, 'b': 2})
+    """
+    kept = map_named(keep, tree)
+    first = jax.tree.map(lambda keep, leaf: leaf if keep else None, kept, tree)
+    return first, jax.tree.map(lambda keep, leaf: None if keep else leaf, kept, tree)
+
+
+def combine(first: Any, second: Any) -> Any:
+    """Puts together what :func:`partition` has split.
+
+    >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
+    {'a': 1, 'b': 2}
+    """
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
+    )
+
+
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Maps ``function(name, leaf, *rest_leaves)`` over ``tree``; ``rest`` share its structure.
 

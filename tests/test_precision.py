@@ -135,6 +135,57 @@ def test_a_pipeline_casts_the_same_inputs():
     assert jt.float32_products(step, state, problems.make_batch()) == []
 
 
+@pytest.mark.parametrize("name", ["bf16", "pure_bf16", "fp16"])
+def test_parameters_that_are_kept_are_rounded_nowhere(name):
+    exact = np.float32(1.0001)  # 1 in bfloat16 and in float16
+
+    def init(rng):
+        return {"norm": jnp.full(2, exact), "blocks": {"norm": jnp.full((2, 2), exact)}} | {
+            "w": jnp.full(2, exact)
+        }
+
+    def head_loss(params, x, batch):
+        seen = {"norm": params["norm"].mean(), "w": params["w"].mean(), "x": x.mean()}
+        seen = {name: (value.astype(jnp.float32), jnp.float32(1)) for name, value in seen.items()}
+        total = x.sum() + (params["norm"] + params["w"]).sum().astype(jnp.float32)
+        return jt.WeightedLoss(total, jnp.float32(1), seen)
+
+    stages = jt.Stages(
+        embed=lambda params, batch, rng: batch,
+        block=lambda layer, x, batch, rng: x * layer["norm"],
+        head_loss=head_loss,
+    )
+
+    def loss_fn(params, batch, rng):
+        x = batch * params["blocks"]["norm"][0] * params["blocks"]["norm"][1]
+        return head_loss(params, x, batch)
+
+    policy, batch = getattr(jt.Policy, name)(keep="norm$"), jnp.ones((2, 2))
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0), policy=policy)
+    assert state.params["blocks"]["norm"].dtype == jnp.float32
+    assert state.params["w"].dtype == policy.param_dtype
+    engine = jt.pipeline(stages, mesh=jt.make_mesh(pipe=2, data=4), microbatches=1, policy=policy)
+    steps = {
+        "plain": jt.build_train_step(loss_fn, optax.sgd(0.1), policy=policy),
+        "pipelined": jt.build_update(engine, optax.sgd(0.1), policy=policy),
+    }
+    for way, step in steps.items():
+        after, metrics = jax.jit(step)(state, batch)
+        assert float(metrics["norm"]) == exact, way
+        assert float(metrics["x"]) == pytest.approx(exact**2, rel=1e-7), way
+        assert float(metrics["w"]) == 1, way
+        assert after.params["norm"].dtype == jnp.float32
+    means = jt.build_eval_step(loss_fn, policy=policy)(state, batch).means()
+    assert float(means["norm"]) == exact
+    assert "'norm$' as it is" in str(policy)
+
+
+def test_a_parameter_to_keep_that_is_not_there_is_refused():
+    policy = jt.Policy.bf16(keep="nrom")
+    with pytest.raises(ValueError, match=r"keep='nrom' matches no .*\['down/kernel', 'up/bias'"):
+        jt.init_state(problems.init, optax.sgd(0.1), jax.random.key(0), policy=policy)
+
+
 def test_a_batch_leaf_that_is_not_there_is_not_cast_in_silence():
     state, _ = make("bf16")
     policy = jt.Policy.bf16(cast_batch="^image$")

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim import layerwise, masks, numerics, rules
@@ -22,7 +23,7 @@ OPTIMIZERS = tuple(rules.RULES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenState:
-    """State without arrays, of ``make_optimizer(freeze=)``: the paths of frozen parameters."""
+    """State without arrays, of ``make_optimizer``: the paths of frozen parameters."""
 
     names: frozenset[str] = dataclasses.field(metadata={"static": True})
 
@@ -82,8 +83,8 @@ def make_optimizer(
         ``masks.decay_mask``, all but norms, biases and whatever has rank below 2 per layer.
       decay_multipliers: factors on the weight decay of those that decay, by path.
       rate_multipliers: factors on the finished update, weight decay included, by path.
-      freeze: which parameters get exactly zero updates, hold no state and count in no norm;
-        see :func:`frozen`.
+      freeze: which parameters, besides integers, have no gradient, hold no state, count in no norm
+        and get exactly zero updates; see :func:`frozen`.
       stacked: path regexes of parameters whose leading axis indexes layers, or a mapping from regex
         to the number of such axes.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
@@ -160,7 +161,7 @@ decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, sk
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = accumulate_calls(tx, every) if every > 1 else tx
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
-        return tx if freeze is None else _freeze_rest(tx, trainable)
+        return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)
 
     return _deferred(chain_for)
 
@@ -184,12 +185,13 @@ def _deferred(chain_for: Any) -> optax.GradientTransformationExtraArgs:
 
 def _trainable(freeze: Mask | None, params: Any) -> Any:
     """Returns the mask of the parameters that train."""
-    if freeze is None:
-        return jax.tree.map(lambda _: True, params)
-    frozen = masks.resolve("freeze", freeze, params)
-    if all(jax.tree.leaves(frozen)):
-        raise ValueError("freeze freezes every parameter; leave one to train")
-    return jax.tree.map(lambda is_frozen: not is_frozen, frozen)
+    trainable = jax.tree.map(lambda p: jnp.issubdtype(jnp.result_type(p), jnp.inexact), params)
+    if freeze is not None:
+        frozen = masks.resolve("freeze", freeze, params)
+        trainable = jax.tree.map(lambda x, is_frozen: x and not is_frozen, trainable, frozen)
+        if not any(jax.tree.leaves(trainable)):
+            raise ValueError("freeze freezes every parameter; leave one to train")
+    return trainable
 
 
 def _scale_by(factors: Any) -> optax.GradientTransformation:

@@ -51,17 +51,23 @@ class Rules:
     """Ordered sharding rules.
 
     Args:
-      params: pairs ``(path regex, axis name per dimension)``, first match wins. Each must match a
-        parameter, unless they are :class:`OptionalRules`.
+      params: pairs ``(path regex, axis name per dimension)``, first match wins; ``()`` for the axes
+        copies to every device. Each must match a parameter, unless they are :class:`OptionalRules`.
       axes: logical axis to mesh axis, mesh axes or None; entries here override
         :data:`LOGICAL_AXES`.
       stacked: as in :class:`jaxtrain.Stages`: the leading axis of parameters under this key is the
         layer, and takes the logical axis ``layers`` where no rule matches them.
+      state: like ``params``, for leaves of the state that are to lie otherwise than by following a
+        parameter, by their path in it: ``("^opt_state/.*/factor/", ("layers", "embed", None))``.
+      batch: like ``params``, for leaves of a batch of which more than the leading axis is split:
+        ``("^tokens$", ("batch", "sequence"))``.
     """
 
     params: Sequence[Rule] = ()
     axes: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
     stacked: str = "blocks"
+    state: Sequence[Rule] = ()
+    batch: Sequence[Rule] = ()
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.
@@ -109,7 +115,7 @@ def param_shardings(
         None for every dimension.
     """
     rules = as_rules(rules)
-    _refuse_idle(rules, named_leaves(params))
+    _refuse_idle(rules.params, named_leaves(params), "parameter")
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         spec = _rule_spec(name, tuple(leaf.shape), mesh, rules)
@@ -155,18 +161,46 @@ def state_shardings(
     return map_named(sharding, state)
 
 
-def batch_shardings(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Shards the leading axis of every batch leaf over ``data`` and ``fsdp``; scalars are copied.
+def ruled_shardings(state: PyTree, shardings: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
+    """Returns ``shardings`` of a state, changed where ``rules.state`` has a rule for a leaf.
 
     Raises:
-      ValueError: where a leading axis does not divide.
+      ValueError: where a rule does not fit, as for :func:`param_shardings`.
     """
+    _refuse_idle(rules.state, named_leaves(state), "leaf of the state besides parameters")
+
+    def sharding(name: str, leaf: Any, default: NamedSharding) -> NamedSharding:
+        pattern, axes = _first_match(rules.state, name)
+        if pattern is None:
+            return default
+        spec = _named_spec(f"state leaf {name!r}", tuple(leaf.shape), pattern, axes, mesh, rules)
+        return NamedSharding(mesh, spec)
+
+    return map_named(sharding, state, shardings)
+
+
+def batch_shardings(
+    batch: PyTree, mesh: Mesh, rules: Rules | Sequence[Rule] | None = None
+) -> PyTree:
+    """Shards batch leaves by ``rules.batch``, and the others' leading axis over ``data`` and
+    ``fsdp``; scalars are copied.
+
+    Raises:
+      ValueError: where an axis does not divide, or a rule has another rank than its leaf or matches
+        none.
+    """
+    rules = as_rules(rules)
+    _refuse_idle(rules.batch, named_leaves(batch), "leaf of the batch")
     rows = batch_sharding(mesh)
     axes = names_of(rows.spec[0]) if rows.spec else ()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         shape = tuple(leaf.shape)
+        pattern, axes = _first_match(rules.batch, name)
+        if pattern is not None:
+            spec = _named_spec(f"batch leaf {name!r}", shape, pattern, axes, mesh, rules)
+            return NamedSharding(mesh, spec)
         if not shape:
             return NamedSharding(mesh, P())
         if shape[0] % parts:
@@ -251,15 +285,31 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
-    matching = (rule for rule in rules.params if re.search(rule[0], name))
-    pattern, axes = next(matching, (None, None))
+    pattern, axes = _first_match(rules.params, name)
     if pattern is None:
         layers = rules.mesh_axes("layers", mesh) if name.startswith(f"{rules.stacked}/") else ()
         divides = shape[:1] and shape[0] % math.prod(mesh.shape[a] for a in layers) == 0
         return spread(P(tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
+    return _named_spec(f"parameter {name!r}", shape, pattern, axes, mesh, rules)
+
+
+def _first_match(table: Sequence[Rule], name: str) -> Rule | tuple[None, None]:
+    return next((rule for rule in table if re.search(rule[0], name)), (None, None))
+
+
+def _named_spec(
+    what: str,
+    shape: tuple[int, ...],
+    pattern: str,
+    axes: Sequence[str | None],
+    mesh: Mesh,
+    rules: Rules,
+) -> P:
+    """The spec of the leaf ``what`` by the rule ``(pattern, axes)``."""
+    axes = tuple(axes) or (None,) * len(shape)
     if len(axes) != len(shape):
         raise ValueError(
-            f"parameter {name!r} has shape {shape} and sharding rule {pattern!r} names "
+            f"{what} has shape {shape} and sharding rule {pattern!r} names "
             f"{len(axes)} axes {tuple(axes)}: name one axis, or None, per dimension"
         )
     entries, used = [], set()
@@ -271,7 +321,7 @@ def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P
                 if axis == "pipe":  # which has nothing to do where layers are not split
                     mend = f"use {_nearest_divisors(size, mesh.shape[axis])}"
                 raise ValueError(
-                    f"parameter {name!r} has shape {shape}: dimension {dimension} ({size}) is not "
+                    f"{what} has shape {shape}: dimension {dimension} ({size}) is not "
                     f"divisible by mesh axis {axis!r} of size {mesh.shape[axis]}; {mend}"
                 )
         used.update(carried)
@@ -289,11 +339,11 @@ def _nearest_divisors(number: int, near: int) -> str:
     return f"pipe {' or '.join(map(str, below + above))}"
 
 
-def _refuse_idle(rules: Rules, names: Iterable[str]) -> None:
-    for pattern, _ in () if isinstance(rules.params, OptionalRules) else rules.params:
+def _refuse_idle(table: Sequence[Rule], names: Iterable[str], what: str) -> None:
+    for pattern, _ in () if isinstance(table, OptionalRules) else table:
         if not any(re.search(pattern, name) for name in names):
             raise ValueError(
-                f"sharding rule {pattern!r} matches no parameter; there are {', '.join(names)}: "
+                f"sharding rule {pattern!r} matches no {what}; there are {', '.join(names)}: "
                 "correct its regex, or give a table for several models as OptionalRules"
             )
 

@@ -125,6 +125,75 @@ def test_a_factor_of_unknown_meaning_is_split_only_as_every_meaning_allows():
     assert found["rows"]["w"].spec == P("pipe", None)
 
 
+def factors():
+    """Shampoo's left factor per layer, [L, m, m], and a table that is no parameter's."""
+
+    def init(params):
+        w = params["blocks"]["q"]["kernel"]
+        return {
+            "left": {"w": jnp.zeros((*w.shape[:2], w.shape[1]))},
+            "table": jnp.zeros((1024, 1024)),
+        }
+
+    def update(grads, state, params=None):
+        g = grads["blocks"]["q"]["kernel"]
+        left = state["left"]["w"] + jnp.einsum("lmi,lni->lmn", g, g)
+        return grads, {"left": {"w": left}, "table": state["table"] + g.sum()}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_state_that_follows_no_parameter_lies_by_rules_of_its_own():
+    optimizer = optax.chain(factors(), optax.adam(1e-3))
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+    def loss_fn(params, x, rng):
+        return jnp.square(jnp.tanh(x @ params["blocks"]["q"]["kernel"].sum(0))).mean()
+
+    def train(mesh, rules):
+        state = jt.init_state(
+            lambda rng: params(), optimizer, jax.random.key(0), mesh=mesh, rules=rules
+        )
+        train = jt.compile_step(jt.build_train_step(loss_fn, optimizer), state, x, mesh=mesh)
+        return train(state, x)[0]
+
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
+    with pytest.raises(ValueError, match=r"'opt_state/0/table' .* rule for it \(of Rules\(state="):
+        train(mesh, RULES)
+    state = [("^opt_state/.*left", ("layers", "embed", "heads")), ("table$", ())]
+    found = train(mesh, jt.Rules(RULES, state=state))
+    assert found.opt_state[0]["left"]["w"].sharding.spec == P(None, "fsdp", "tensor")
+    assert found.opt_state[0]["table"].sharding.is_fully_replicated
+    assert found.opt_state[1][0].mu["blocks"]["q"]["kernel"].sharding.spec == P(
+        None, "fsdp", "tensor"
+    )
+    for a, b in zip(
+        *map(jax.tree.leaves, (found.opt_state, train(None, None).opt_state)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+    cut = virtual_rules(jt.Rules(RULES, state=state), 2)
+    assert cut.state[0] == ("^opt_state/.*left", (None, "layers", "embed", "heads"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("^params/", ()), r"'\^params/' matches no leaf of the state besides parameters; there"),
+        (
+            ("mu/odd", ("embed", None)),
+            r"state leaf 'opt_state/0/mu/odd' has shape \(3,\) and .* 2 axes",
+        ),
+        (("mu/odd", ("embed",)), r"state leaf 'opt_state/0/mu/odd' .*\(3\) is not divisible"),
+    ],
+)
+def test_rules_of_a_state_that_do_not_fit_are_refused(rule, message):
+    mesh = jt.make_mesh(fsdp=8)
+    with pytest.raises(ValueError, match=message):
+        jt.abstract_state(
+            lambda rng: params(), optax.adam(1e-3), mesh=mesh, rules=jt.Rules(state=[rule])
+        )
+
+
 def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
     def init(rng):
         names = sorted(named_leaves(params()))
@@ -314,6 +383,39 @@ def pins(function, *args):
     return [
         e.params["sharding"].spec for e in equations if e.primitive.name == "sharding_constraint"
     ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_lies_by_the_names_of_its_axes(accumulate):
+    optimizer = optax.adam(0.1, eps=1e-3)
+    r = np.random.default_rng(0)
+    batch = {
+        "tokens": r.normal(size=(8, 6)).astype(np.float32),
+        "mask": (r.random(8) < 0.7).astype(np.float32),
+    }
+
+    def loss_fn(params, batch, rng):
+        hidden = jnp.tanh(jnp.cumsum(batch["tokens"], 1)[..., None] * params["w"])
+        return jt.WeightedLoss((hidden.sum((1, 2)) * batch["mask"]).sum(), batch["mask"].sum())
+
+    def train(mesh, rules):
+        init = lambda rng: {"w": jnp.linspace(0.5, 1, 4)}  # noqa: E731
+        state = jt.init_state(init, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
+        step = jt.build_train_step(loss_fn, optimizer, accumulate=accumulate)
+        step = jt.compile_step(step, state, batch, mesh=mesh, rules=rules)
+        return step, step(state, batch)[0]
+
+    rules = jt.Rules(batch=[("^tokens$", ("batch", "sequence"))])
+    step, found = train(jt.make_mesh(data=4, context=2), rules)
+    assert step.batch_shardings["tokens"].spec == P("data", "context")
+    assert step.batch_shardings["mask"].spec == P(("data",))
+    _, expected = train(None, None)
+    for a, b in zip(*map(jax.tree.leaves, (found.opt_state, expected.opt_state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+    with pytest.raises(ValueError, match=r"batch leaf 'tokens' has shape \(8, 6\): dimension 1 "):
+        train(jt.make_mesh(data=2, context=4), rules)
+    with pytest.raises(ValueError, match=r"sharding rule 'tokns' matches no leaf of the batch"):
+        train(jt.make_mesh(data=8), jt.Rules(batch=[("tokns", ("batch",))]))
 
 
 def test_activations_follow_the_axes_of_the_rules():

@@ -30,6 +30,7 @@ from jaxtrain.gradients import (
     seed_and_factor,
     select,
     split_microbatches,
+    trainable,
     widen,
 )
 from jaxtrain.parallel.mesh import automatic, platform
@@ -53,6 +54,7 @@ from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.precision import Policy, as_policy
+from jaxtrain.tree import combine
 
 PyTree = Any
 
@@ -112,7 +114,7 @@ def pipeline(
     policy = as_policy(policy)
     plan = _Plan(stages, table, remat == "full", skip_bubbles, _without_pipe(gradient_shardings))
 
-    def engine(params, model_state, batch, rng, loss_scale):
+    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         if model_state is not None:
             raise ValueError(
                 "a pipeline keeps no model state and was given some: use a model without running "
@@ -126,7 +128,8 @@ def pipeline(
         if gather == "step":
             params, pinned = enter_stages(stages, params, gradient_shardings)
             entered = dataclasses.replace(plan, stages=pinned)
-        loss, grads = _run(entered, mesh, chunk, params, batch, rng, loss_scale)
+        split = trainable(params, frozen)
+        loss, grads = _run(entered, mesh, chunk, split, batch, rng, loss_scale)
         return GradientSums(grads, loss, None, microbatches)
 
     return engine
@@ -164,8 +167,9 @@ class _Device:
 
     Args:
       plan: see there.
-      stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype.
-      outer: all other parameters.
+      stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype: those
+        that train, and the rest.
+      outer: all other parameters that train; the stages of ``plan`` have the rest.
       batch: leaves [B, M, ...].
       rng: the step's key.
       seeds_M: the cotangent of each microbatch's loss.
@@ -176,7 +180,7 @@ class _Device:
     """
 
     plan: _Plan
-    stacked: PyTree
+    stacked: tuple[PyTree, PyTree]
     outer: PyTree
     batch: PyTree
     rng: jax.Array
@@ -191,8 +195,8 @@ class _Device:
         """Microbatch j and its key."""
         return rows(self.batch, j), jax.random.fold_in(self.rng, j)
 
-    def chunk(self, v: jax.Array) -> PyTree:
-        """Parameters [C, ...] of this device's chunk v."""
+    def chunk(self, v: jax.Array) -> tuple[PyTree, PyTree]:
+        """Parameters [C, ...] of this device's chunk v: those that train, and the rest."""
         return self.stacked if self.plan.table.virtual == 1 else read(self.stacked, v)
 
 
@@ -209,31 +213,45 @@ class _Carry:
     loss: WeightedLoss
 
 
-def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
-    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
+def _run(plan, mesh, chunk, split, batch, rng, loss_scale):
+    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider.
+
+    ``split`` is the parameters: those that train, and the rest.
+    """
     stages, table = plan.stages, plan.table
-    outer = {name: value for name, value in params.items() if name != stages.stacked}
-    weights_M, dtype = _weights(plan, outer, batch, rng)
+    stacked = tuple(part[stages.stacked] for part in split)
+    outer, fixed = ({n: p for n, p in part.items() if n != stages.stacked} for part in split)
+    weights_M, dtype = _weights(_holding(plan, fixed), outer, batch, rng)
     seeds_M, factors_M = seed_and_factor(weights_M, loss_scale, dtype)
     layers = P("pipe") if table.virtual == 1 else P(None, "pipe")
     program = jax.shard_map(
         functools.partial(_device_program, plan),
         mesh=mesh,
         axis_names={"pipe"},
-        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P()),
+        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P(), P()),
         out_specs=(P(), layers, P()),
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
     ticks = jax.tree.map(jnp.asarray, schedule_arrays(table, chunk))
-    loss, d_stacked, d_outer = program(
-        ticks, params[stages.stacked], outer, batch, rng, seeds_M, factors_M
+    loss, d_stacked, d_outer = program(ticks, stacked, outer, fixed, batch, rng, seeds_M, factors_M)
+    return loss, {name: d_outer.get(name, d_stacked) for name in split[0]}
+
+
+def _holding(plan: _Plan, fixed: PyTree) -> _Plan:
+    """The plan whose embedding and head are given, of the outer parameters, what trains alone."""
+    stages = plan.stages
+    held = dataclasses.replace(
+        stages,
+        embed=lambda outer, batch, rng: stages.embed(combine(outer, fixed), batch, rng),
+        head_loss=lambda outer, x, batch: stages.head_loss(combine(outer, fixed), x, batch),
     )
-    return loss, {name: d_outer.get(name, d_stacked) for name in params}
+    return dataclasses.replace(plan, stages=held)
 
 
-def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M):
+def _device_program(plan, ticks, stacked, outer, fixed, batch, rng, seeds_M, factors_M):
     """What every device along ``pipe`` runs; see :func:`_run` for the arguments."""
+    plan = _holding(plan, fixed)
     ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
     microbatch = rows(batch, 0)
     x = _residual_stream(plan, outer, microbatch, rng)
@@ -251,9 +269,10 @@ def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M)
         layout=None,
     )
     if not plan.recompute:
-        context = (microbatch, rng, jnp.int32(0))
+        chunk, rest = device.chunk(0)
+        context = (microbatch, rng, jnp.int32(0), rest)
         layout = residuals.residual_layout(
-            functools.partial(_layers, plan.stages), device.chunk(0), x, context
+            functools.partial(_layers, plan.stages), chunk, x, context
         )
         device = dataclasses.replace(device, layout=layout)
     tick = functools.partial(_tick, device)
@@ -298,7 +317,8 @@ def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tup
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        chunk, rest = device.chunk(unit.chunk)
+        context = (batch, rng, unit.layer, rest)
         if plan.recompute:
             return _layers(plan.stages, chunk, x, context), ()
         y, kept = residuals.forward(device.layout, chunk, x, context)
@@ -325,7 +345,8 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
 
     def run():
         batch, rng = device.microbatch(unit.microbatch)
-        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        chunk, rest = device.chunk(unit.chunk)
+        context = (batch, rng, unit.layer, rest)
         if plan.recompute:
             x = _stage_input(device, carry, unit, batch, rng)
             y, pull = jax.vjp(lambda chunk, x: _layers(stages, chunk, x, context), chunk, x)
@@ -339,10 +360,6 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
             lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
         )
         d_chunk, d_x = pull(d_y)
-        # Integers have no gradient, and no dtype for one that a branch could return.
-        d_chunk = jax.tree.map(
-            lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, d_chunk, chunk
-        )
         d_x, d_outer = plan.choose(
             unit.first,
             lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
@@ -355,7 +372,7 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
         run,
         lambda: (
             _zeros(device.x),
-            jax.tree.map(jnp.zeros_like, device.chunk(unit.chunk)),
+            jax.tree.map(jnp.zeros_like, device.chunk(unit.chunk)[0]),
             carry.d_outer,
             carry.loss,
         ),
@@ -363,8 +380,8 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
 
 
 def _layers(stages: Stages, chunk: PyTree, x: jax.Array, context: tuple) -> jax.Array:
-    batch, rng, first = context
-    return run_layers(stages, chunk, x, batch, rng, first)
+    batch, rng, first, rest = context
+    return run_layers(stages, combine(chunk, rest), x, batch, rng, first)
 
 
 def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> jax.Array:
@@ -433,7 +450,7 @@ def _start(device: _Device) -> _Carry:
             inputs=slots(table.input_slots, device.x),
             cotangents=slots(table.cotangent_slots, device.x),
             residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
-            d_stacked=sums_like(device.stacked),
+            d_stacked=sums_like(device.stacked[0]),
             d_outer=sums_like(device.outer),
             loss=sums_like(loss),
         ),

@@ -95,7 +95,10 @@ def virtual_rules(
     (('^blocks/w$', (None, 'layers', 'embed')), ('^head$', ('embed',)))
     """
     if isinstance(rules, Rules):
-        return dataclasses.replace(rules, params=virtual_rules(rules.params, virtual))
+        tables = {
+            name: virtual_rules(getattr(rules, name), virtual) for name in ("params", "state")
+        }
+        return dataclasses.replace(rules, **tables)
     kind = OptionalRules if isinstance(rules, OptionalRules) else tuple
     if virtual == 1:
         return kind(rules)

@@ -139,11 +139,10 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         rng = jax.random.fold_in(state.rng, state.step)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         carried = (state.model_state, jnp.zeros(microbatches))
-        sums = engine(state.params, carried, batch, rng, scale)
-        model_state, losses = sums.model_state
         still = frozen(state.opt_state)
+        sums = engine(state.params, carried, batch, rng, scale, frozen=still)
+        model_state, losses = sums.model_state
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
-        grads = {name: g for name, g in grads.items() if name not in still}
         norms = jax.tree.map(optax.tree.norm, grads)
         return losses, *map(_not_finite, (state.params, grads, model_state)), norms
 
