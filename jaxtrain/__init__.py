@@ -17,7 +17,7 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline
+from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import constrain, gather
 from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
 from jaxtrain.plan.planning import Plan, explain, plan
@@ -70,6 +70,7 @@ __all__ = [
     "optim",
     "parity",
     "pipeline",
+    "pipeline_eval_step",
     "plan",
     "scan_steps",
     "schedules",

@@ -5,6 +5,7 @@ what was planned is what is trained.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,8 +16,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline
+from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
+from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
@@ -51,7 +52,8 @@ class Experiment:
       steps: train steps in all.
       eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices;
         None for no evaluation.
-      eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
+      eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
+        default ``loss_fn``, or ``stages`` where the train step is pipelined.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`.
@@ -234,13 +236,24 @@ def build_step(
 def compile_eval(
     experiment: Experiment, state: TrainState, batch: PyTree, mesh: Mesh
 ) -> CompiledStep:
-    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``."""
-    step = build_eval_step(
-        experiment.eval_loss_fn or experiment.loss_fn,
-        policy=experiment.policy,
-        has_model_state=experiment.has_model_state,
-        gather=experiment.gather,
-    )
+    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
+
+    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
+    many microbatches as the batch's rows allow, up to the train step's.
+    """
+    given = {"policy": experiment.policy, "gather": experiment.gather}
+    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
+        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
+        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        options["microbatches"] = math.gcd(shared, options["microbatches"])
+        step = pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
+    else:
+        step = build_eval_step(
+            experiment.eval_loss_fn or experiment.loss_fn,
+            has_model_state=experiment.has_model_state,
+            **given,
+        )
     return compile_step(step, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
 
 

@@ -53,6 +53,7 @@ from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.precision import Policy, as_policy
+from jaxtrain.state import TrainState
 
 PyTree = Any
 
@@ -113,34 +114,83 @@ def pipeline(
     plan = _Plan(stages, table, remat == "full", skip_bubbles, _without_pipe(gradient_shardings))
 
     def engine(params, model_state, batch, rng, loss_scale):
-        if model_state is not None:
-            raise ValueError(
-                "a pipeline keeps no model state and was given some: use a model without running "
-                "statistics, or build_train_step(accumulate=...)"
-            )
-        chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=virtual)
-        # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
-        batch = split_microbatches(policy.cast_inputs(batch), microbatches, "microbatches")
-        batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
-        params, entered = policy.cast_to_compute(params), plan
-        if gather == "step":
-            params, pinned = enter_stages(stages, params, gradient_shardings)
-            entered = dataclasses.replace(plan, stages=pinned)
-        loss, grads = _run(entered, mesh, chunk, params, batch, rng, loss_scale)
+        _refuse_model_state(model_state)
+        params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
+        entered, params, batch = _enter(plan, params, batch, gather, gradient_shardings)
+        loss, grads = _run(entered, mesh, params, batch, rng, loss_scale)
         return GradientSums(grads, loss, None, microbatches)
 
     return engine
 
 
+def pipeline_eval_step(
+    stages: Stages,
+    *,
+    mesh: Mesh,
+    microbatches: int,
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
+    virtual: int = 1,
+    skip_bubbles: bool = True,
+    policy: Policy | str | None = None,
+    gather: Gather = "step",
+) -> Callable[[TrainState, PyTree], WeightedLoss]:
+    """Makes ``evaluate(state, batch) -> WeightedLoss``: the forward pass of a pipeline alone.
+
+    The sums are those that :func:`jaxtrain.build_eval_step` gives for the same model without a
+    pipeline, with each microbatch a call of its own. Each device holds its own stage and one stage
+    input. The stages are called with ``rng=None``, by which a model knows that nothing is to be
+    dropped.
+
+    Args:
+      stages, mesh, microbatches, schedule, virtual, skip_bubbles, policy, gather: as for
+        :func:`pipeline`. The number of microbatches may be another than in training.
+
+    Returns:
+      The evaluation, to be compiled by :func:`jaxtrain.compile_step` with ``donate=False``.
+
+    Raises:
+      ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
+        that do not divide.
+    """
+    mesh = automatic(mesh)
+    table = make_table(
+        schedule,
+        stages=_pipe_size(mesh),
+        microbatches=microbatches,
+        virtual=virtual,
+        backward=False,
+    )
+    policy = as_policy(policy)
+    plan = _Plan(stages, table, True, skip_bubbles, None)
+
+    def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
+        _refuse_model_state(state.model_state)
+        params, batch = policy.cast_to_compute(state.params), policy.cast_inputs(batch)
+        entered, params, batch = _enter(plan, params, batch, gather, None)
+        return _on_devices(entered, mesh, _eval_program, params, (batch, None), P())
+
+    return evaluate
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is known before any array is: fields as in :func:`pipeline`."""
+    """What is known before any array is: fields as in :func:`pipeline`, and C as ``chunk``."""
 
     stages: Stages
     table: Table
     recompute: bool
     skip_bubbles: bool
     gradient_specs: PyTree | None
+    chunk: int = 0
+
+    @property
+    def layers(self) -> P:
+        """How the stacked parameters lie along ``pipe``."""
+        return P("pipe") if self.table.virtual == 1 else P(None, "pipe")
+
+    def outer(self, params: PyTree) -> PyTree:
+        """All parameters but the stacked ones."""
+        return {name: value for name, value in params.items() if name != self.stages.stacked}
 
     def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
         """``do()`` where the (per-device) condition holds, else ``otherwise()``.
@@ -167,11 +217,11 @@ class _Device:
       stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype.
       outer: all other parameters.
       batch: leaves [B, M, ...].
-      rng: the step's key.
+      rng: the step's key; None in an evaluation.
+      x: shape and dtype of the residual stream.
       seeds_M: the cotangent of each microbatch's loss.
       factors_M: what its gradients are multiplied by to be those of the sum.
       embed_leaves, head_leaves: which leaves of ``outer`` the embedding and the head read.
-      x: shape and dtype of the residual stream.
       layout: of residuals; None where they are computed again.
     """
 
@@ -179,17 +229,17 @@ class _Device:
     stacked: PyTree
     outer: PyTree
     batch: PyTree
-    rng: jax.Array
-    seeds_M: jax.Array
-    factors_M: jax.Array
-    embed_leaves: tuple[int, ...]
-    head_leaves: tuple[int, ...]
+    rng: jax.Array | None
     x: jax.ShapeDtypeStruct
-    layout: residuals.Layout | None
+    seeds_M: jax.Array | None = None
+    factors_M: jax.Array | None = None
+    embed_leaves: tuple[int, ...] = ()
+    head_leaves: tuple[int, ...] = ()
+    layout: residuals.Layout | None = None
 
-    def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array]:
+    def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array | None]:
         """Microbatch j and its key."""
-        return rows(self.batch, j), jax.random.fold_in(self.rng, j)
+        return rows(self.batch, j), None if self.rng is None else jax.random.fold_in(self.rng, j)
 
     def chunk(self, v: jax.Array) -> PyTree:
         """Parameters [C, ...] of this device's chunk v."""
@@ -209,51 +259,57 @@ class _Carry:
     loss: WeightedLoss
 
 
-def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
-    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
+def _enter(plan: _Plan, params: PyTree, batch: PyTree, gather: Gather, shardings: PyTree | None):
+    """Returns the plan, parameters and batch as :func:`_on_devices` takes them."""
     stages, table = plan.stages, plan.table
-    outer = {name: value for name, value in params.items() if name != stages.stacked}
-    weights_M, dtype = _weights(plan, outer, batch, rng)
-    seeds_M, factors_M = seed_and_factor(weights_M, loss_scale, dtype)
-    layers = P("pipe") if table.virtual == 1 else P(None, "pipe")
+    chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=table.virtual)
+    # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
+    batch = split_microbatches(batch, table.microbatches, "microbatches")
+    batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
+    if gather == "step":
+        params, stages = enter_stages(stages, params, shardings)
+    return dataclasses.replace(plan, stages=stages, chunk=chunk), params, batch
+
+
+def _on_devices(plan: _Plan, mesh: Mesh, program: Callable, params: PyTree, rest: tuple, out: Any):
+    """Runs ``program(plan, ticks, stacked, outer, *rest)`` on every device along ``pipe``."""
     program = jax.shard_map(
-        functools.partial(_device_program, plan),
+        functools.partial(program, plan),
         mesh=mesh,
         axis_names={"pipe"},
-        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P()),
-        out_specs=(P(), layers, P()),
+        in_specs=(P(None, "pipe"), plan.layers, *[P()] * (1 + len(rest))),
+        out_specs=out,
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
-    ticks = jax.tree.map(jnp.asarray, schedule_arrays(table, chunk))
-    loss, d_stacked, d_outer = program(
-        ticks, params[stages.stacked], outer, batch, rng, seeds_M, factors_M
-    )
+    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.chunk))
+    return program(ticks, params[plan.stages.stacked], plan.outer(params), *rest)
+
+
+def _run(plan, mesh, params, batch, rng, loss_scale):
+    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
+    weights_M, dtype = _weights(plan, plan.outer(params), batch, rng)
+    rest = (batch, rng, *seed_and_factor(weights_M, loss_scale, dtype))
+    out = (P(), plan.layers, P())
+    loss, d_stacked, d_outer = _on_devices(plan, mesh, _device_program, params, rest, out)
     return loss, {name: d_outer.get(name, d_stacked) for name in params}
 
 
 def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M):
-    """What every device along ``pipe`` runs; see :func:`_run` for the arguments."""
-    ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
+    """What every device along ``pipe`` runs in training; see :func:`_run` for the arguments."""
+    device, ticks = _set_up(plan, ticks, stacked, outer, batch, rng)
     microbatch = rows(batch, 0)
-    x = _residual_stream(plan, outer, microbatch, rng)
-    device = _Device(
-        plan=plan,
-        stacked=stacked,
-        outer=outer,
-        batch=batch,
-        rng=rng,
+    device = dataclasses.replace(
+        device,
         seeds_M=seeds_M,
         factors_M=factors_M,
         embed_leaves=leaves_read(plan.stages.embed, outer, microbatch, rng),
-        head_leaves=leaves_read(plan.stages.head_loss, outer, x, microbatch),
-        x=x,
-        layout=None,
+        head_leaves=leaves_read(plan.stages.head_loss, outer, device.x, microbatch),
     )
     if not plan.recompute:
         context = (microbatch, rng, jnp.int32(0))
         layout = residuals.residual_layout(
-            functools.partial(_layers, plan.stages), device.chunk(0), x, context
+            functools.partial(_layers, plan.stages), device.chunk(0), device.x, context
         )
         device = dataclasses.replace(device, layout=layout)
     tick = functools.partial(_tick, device)
@@ -263,8 +319,22 @@ def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M)
     return loss, end.d_stacked, d_outer
 
 
+def _eval_program(plan, ticks, stacked, outer, batch, rng):
+    """What every device along ``pipe`` runs in an evaluation."""
+    device, ticks = _set_up(plan, ticks, stacked, outer, batch, rng)
+    tick = functools.partial(_eval_tick, device)
+    end, _ = jax.lax.scan(tick, _start(device), ticks)
+    return jax.lax.psum(end.loss, "pipe")
+
+
+def _set_up(plan, ticks, stacked, outer, batch, rng) -> tuple[_Device, PyTree]:
+    """The device, and its own column of the table."""
+    x = _residual_stream(plan, outer, rows(batch, 0), rng)
+    ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
+    return _Device(plan=plan, stacked=stacked, outer=outer, batch=batch, rng=rng, x=x), ticks
+
+
 def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
-    S, wraps = device.plan.table.stages, device.plan.table.virtual > 1
     y, kept = _forward(device, carry, tick["forward"])
     inputs = carry.inputs
     if not device.plan.recompute:
@@ -273,9 +343,8 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
         inputs = write(inputs, slot, y)
     carry = dataclasses.replace(carry, inputs=inputs, residuals=kept)
     d_x, d_chunk, d_outer, loss = _backward(device, carry, tick["backward"])
-    ring = range(S) if wraps else range(S - 1)
-    arrived = jax.lax.ppermute(y, "pipe", [(s, (s + 1) % S) for s in ring])
-    returned = jax.lax.ppermute(d_x, "pipe", [((s + 1) % S, s) for s in ring])
+    arrived = jax.lax.ppermute(y, "pipe", _ring(device))
+    returned = jax.lax.ppermute(d_x, "pipe", [(after, s) for s, after in _ring(device)])
     carry = _Carry(
         inputs=write(inputs, tick["receive_input"], arrived),
         cotangents=write(carry.cotangents, tick["receive_cotangent"], returned),
@@ -285,6 +354,32 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
         loss=loss,
     )
     return _pin(device, carry), None
+
+
+def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
+    plan, unit = device.plan, tick["forward"]
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        x = _stage_input(device, carry, unit, batch, rng)
+        y = _layers(plan.stages, device.chunk(unit.chunk), x, (batch, rng, unit.layer))
+
+        def head():
+            loss = as_weighted(plan.stages.head_loss(device.outer, y, batch))
+            return y, carry.loss + widen(loss)
+
+        return plan.choose(unit.last, head, lambda: (y, carry.loss))
+
+    y, loss = plan.choose(unit.present, run, lambda: (_zeros(device.x), carry.loss))
+    arrived = jax.lax.ppermute(y, "pipe", _ring(device))
+    inputs = write(carry.inputs, tick["receive_input"], arrived)
+    return _pin(device, dataclasses.replace(carry, inputs=inputs, loss=loss)), None
+
+
+def _ring(device: _Device) -> list[tuple[int, int]]:
+    """From which device a stage's result goes to which."""
+    S, wraps = device.plan.table.stages, device.plan.table.virtual > 1
+    return [(s, (s + 1) % S) for s in range(S if wraps else S - 1)]
 
 
 def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tuple]:
@@ -427,17 +522,23 @@ def _start(device: _Device) -> _Carry:
             device.plan.stages.head_loss(device.outer, _zeros(device.x), rows(device.batch, 0))
         )
     )
-    return _pin(
-        device,
-        _Carry(
-            inputs=slots(table.input_slots, device.x),
+    carry = _Carry(
+        inputs=slots(table.input_slots, device.x),
+        cotangents=None,
+        residuals=(),
+        d_stacked=None,
+        d_outer=None,
+        loss=sums_like(loss),
+    )
+    if table.backward:
+        carry = dataclasses.replace(
+            carry,
             cotangents=slots(table.cotangent_slots, device.x),
             residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
             d_stacked=sums_like(device.stacked),
             d_outer=sums_like(device.outer),
-            loss=sums_like(loss),
-        ),
-    )
+        )
+    return _pin(device, carry)
 
 
 def _pin(device: _Device, carry: _Carry) -> _Carry:
@@ -445,7 +546,7 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     carry = dataclasses.replace(
         carry,
         inputs=pin_rows(carry.inputs, axis=1),
-        cotangents=pin_rows(carry.cotangents, axis=1),
+        cotangents=jax.tree.map(functools.partial(pin_rows, axis=1), carry.cotangents),
     )
     if (specs := device.plan.gradient_specs) is None:
         return carry
@@ -490,6 +591,14 @@ def _residual_stream(plan: _Plan, outer: PyTree, microbatch: PyTree, rng: jax.Ar
             f"Stages.embed returns {x}: a pipeline hands one array [B, ...] from stage to stage"
         )
     return x
+
+
+def _refuse_model_state(model_state: PyTree) -> None:
+    if model_state is not None:
+        raise ValueError(
+            "a pipeline keeps no model state and was given some: use a model without running "
+            "statistics, or build_train_step(accumulate=...)"
+        )
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

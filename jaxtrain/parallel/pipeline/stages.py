@@ -197,7 +197,8 @@ def run_layers(
 
     def layer(x, params_and_index):
         layer_params, index = params_and_index
-        y = stages.block(layer_params, x, batch, jax.random.fold_in(rng, index))
+        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+        y = stages.block(layer_params, x, batch, layer_rng)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(
                 f"a block turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}: every "
