@@ -20,6 +20,7 @@ from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import constrain, gather
 from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.plan.planning import Plan, explain, plan
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
@@ -46,6 +47,7 @@ __all__ = [
     "Preempted",
     "Rules",
     "RunOptions",
+    "Stack",
     "Stages",
     "TrainState",
     "WeightedLoss",

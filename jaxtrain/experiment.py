@@ -18,9 +18,9 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
-from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
+from jaxtrain.parallel.stack import Stack, lay_out
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update
@@ -120,6 +120,12 @@ class Experiment:
             raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
 
+    @property
+    def stack(self) -> Stack:
+        """How its parameters are stacked by layer."""
+        stack = self.stages.stacked if self.stages else as_rules(self.rules).stacked
+        return dataclasses.replace(stack, virtual=self.pipeline.get("virtual", stack.virtual))
+
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
     """Makes the experiment's mesh over ``devices`` (all by default)."""
@@ -145,8 +151,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
     """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
-    virtual = experiment.pipeline.get("virtual", 1)
-    return state if virtual == 1 else to_natural(state, virtual, stacked=_stacked(experiment))
+    return lay_out(state, experiment.stack.shapes(state))
 
 
 def restore_state(
@@ -159,11 +164,7 @@ def restore_state(
       abstract: from :func:`make_abstract_state`.
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
-    virtual = experiment.pipeline.get("virtual", 1)
-    if virtual == 1:
-        return restore(abstract)
-    shapes = natural_shapes(abstract, virtual, stacked=_stacked(experiment))
-    return from_natural(restore(shapes), abstract)
+    return lay_out(restore(experiment.stack.shapes(abstract)), abstract)
 
 
 def compile_train(
@@ -272,14 +273,10 @@ def evaluate(
     return jax.device_get(total).means()
 
 
-def _stacked(experiment: Experiment) -> str:
-    return experiment.stages.stacked if experiment.stages else "blocks"
-
-
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=_stacked(experiment)),
+        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=experiment.stack),
         "zero": experiment.zero,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,

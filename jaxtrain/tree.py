@@ -5,7 +5,7 @@ path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices o
 too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -27,6 +27,17 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     {'a/b': 1, 'c/0': 2, 'c/1': 3}
     """
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def owner_of(name: str, params: Container[str]) -> str | None:
+    """Returns the parameter that a leaf of some state belongs to: whose path its name ends in.
+
+    >>> owner_of("opt_state/0/mu/blocks/w", {"w": 1, "blocks/w": 2})
+    'blocks/w'
+    """
+    words = name.split(SEPARATOR)
+    suffixes = (SEPARATOR.join(words[start:]) for start in range(len(words)))
+    return next((suffix for suffix in suffixes if suffix in params), None)
 
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -12,7 +12,6 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.ops.attention import attention
-from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.tables import make_table
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.plan.hlo import read_program
@@ -188,14 +187,14 @@ def working_bytes(target, schedule, microbatches, remat="full"):
     # Wide enough that what is compared is not what lies in the fast memory of a TPU.
     config = dataclasses.replace(LLAMA, layers=4, width=512, seq_len=512)
     virtual = 2 if schedule == "interleaved" else 1
-    stacked = dict.fromkeys(gpt.STACKED, virtual)
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stacked)
+    stack = jt.Stack(virtual=virtual)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
-        lambda rng: to_virtual(gpt.init(config, rng), virtual),
+        lambda rng: stack.cut(gpt.init(config, rng)),
         optimizer,
         mesh=mesh,
-        rules=virtual_rules(gpt.RULES, virtual),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
         policy=policy,
     )
     tokens = jax.ShapeDtypeStruct((16 * microbatches, config.seq_len), jnp.int32)

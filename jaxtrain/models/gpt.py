@@ -33,6 +33,7 @@ from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline.stages import Stages
 from jaxtrain.parallel.placement import constrain
 from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
 __all__ = [
@@ -84,7 +85,7 @@ RULES = OptionalRules(
 )
 
 # Parameters whose leading axis is the layer: optimizers that take norms must take them per layer.
-STACKED = (r"^blocks/",)
+STACKED = tuple(Stack().axes)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
@@ -136,15 +137,20 @@ def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], We
     return loss
 
 
-def stages(config: GPTConfig) -> Stages:
+def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
     """Returns the model as a pipeline takes it: :func:`embed`, :func:`block`, :func:`head_loss`.
 
     ``config.remat`` says what a block keeps where the pipeline itself keeps residuals.
+
+    Args:
+      config: the model.
+      virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
     """
     return Stages(
         embed=functools.partial(embed, config),
         block=rematerialise(config.remat, functools.partial(block, config), prevent_cse=False),
         head_loss=functools.partial(head_loss, config),
+        stacked=Stack(virtual=virtual),
         scan_unroll=config.scan_unroll or 1,
     )
 

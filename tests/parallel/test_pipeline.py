@@ -18,14 +18,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import (
-    Stages,
-    from_virtual,
-    pipeline,
-    residuals,
-    to_virtual,
-    virtual_rules,
-)
+from jaxtrain.parallel.pipeline import Stages, pipeline, residuals
 from jaxtrain.parallel.pipeline.buffers import leaves_read
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
@@ -111,7 +104,7 @@ def lamb(virtual=1):
         eps=1e-4,  # above rounding noise, which Adam would blow up
         # Softmax does not see a key bias: its gradient is noise, which the ratio would blow up.
         trust_mask=functools.partial(jt.tree.map_named, lambda name, x: "k/bias" not in name),
-        stacked={r"^blocks/": 1 if virtual == 1 else 2},
+        stacked=jt.Stack(virtual=virtual).axes,
     )
     return optax.chain(record_gradients(), chain)
 
@@ -173,13 +166,14 @@ def one_device(form):
 def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0):
     """Three steps on a mesh; returns the state that they start from and what comes of them."""
     mesh = make_mesh(LAYOUTS[layout])
-    params = to_virtual(gpt_params(form), virtual)
+    stack = jt.Stack(virtual=virtual)
+    params = stack.cut(gpt_params(form))
     state = jt.init_state(
         lambda rng: params,
         lamb(virtual),
         jax.random.key(1),
         mesh=mesh,
-        rules=virtual_rules(gpt.RULES, virtual),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
         zero=zero,
     )
     shardings = jt.gradient_shardings(state, zero=zero)
@@ -253,12 +247,10 @@ def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, 
     mesh = make_mesh(dict(axes))
     options = {"microbatches": MICROBATCHES, "stages": small.STAGES} | options
     engine = pipeline(options.pop("stages"), mesh=mesh, **options)
-    virtual = options.get("virtual", 1)
-    params = to_virtual(small_params() if params is None else params, virtual)
+    stack = jt.Stack(virtual=options.get("virtual", 1))
+    params = stack.cut(small_params() if params is None else params)
     sums, compiled = run_engine(engine, params, batch, mesh, loss_scale)
-    if virtual > 1:
-        sums = dataclasses.replace(sums, grads=from_virtual(sums.grads))
-    return sums, compiled
+    return dataclasses.replace(sums, grads=stack.natural(sums.grads)), compiled
 
 
 @functools.cache
@@ -492,7 +484,7 @@ def temp_bytes(schedule, virtual, remat, microbatches):
         remat=remat,
         microbatches=microbatches,
     )
-    params = to_virtual(small_params(), virtual)
+    params = jt.Stack(virtual=virtual).cut(small_params())
     # Microbatches of a fixed size, whose buffers outweigh the parameters and the table.
     batch = small.make_batch(64 * microbatches)
     key = jax.random.key(0)
@@ -569,14 +561,6 @@ def test_a_checkpointed_block_stores_its_input_alone():
 # ---- layout of parameters, and mistakes
 
 
-def test_virtual_layout_round_trip_keeps_natural_order():
-    params = small_params()
-    cut = to_virtual(params, 4)
-    assert cut["blocks"]["up"].shape[:2] == (4, 2)
-    assert worst(from_virtual(cut), params)[0] == 0.0
-    assert named_leaves(to_virtual(params, 1)) == named_leaves(params)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -617,7 +601,7 @@ def fewer_layers(count):
         ({"params": fewer_layers(7)}, "7 layers are not divisible by 2 stages = 2"),
         (
             {
-                "params": to_virtual(fewer_layers(6), 2),
+                "params": jt.Stack(virtual=2).cut(fewer_layers(6)),
                 "schedule": "interleaved",
                 "virtual": 2,
             },
@@ -654,11 +638,6 @@ def fewer_layers(count):
 def test_mistakes_found_when_traced(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         traced(small.make_batch(ROWS), **options)
-
-
-def test_virtual_must_divide_the_layers():
-    with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3"):
-        to_virtual(small_params(), 3)
 
 
 def test_a_jitted_embedding_reads_what_it_reads():

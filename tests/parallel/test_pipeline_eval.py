@@ -10,7 +10,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.experiment import compile_eval, compile_train, make_abstract_state, make_state
-from jaxtrain.parallel.pipeline import to_virtual
 from tests.parallel import pipelines as small
 from tests.parallel.test_pipeline import FAST, ROWS, make_mesh, small_params
 from tests.test_parity import TOLERANCE, worst
@@ -48,10 +47,9 @@ SLOW = [
 )
 def test_an_evaluation_gives_the_sums_of_one_device(axes, options):
     mesh, options = make_mesh(axes), dict(options)
-    virtual, count = options.get("virtual", 1), options.pop("rows", ROWS)
-    lead = ("layers",) if virtual == 1 else (None, "layers")
-    rules = [("^blocks/up", (*lead, "embed", "mlp")), ("^blocks/down", (*lead, "mlp", "embed"))]
-    state = state_of(to_virtual(small_params(), virtual), mesh, rules)
+    stack, count = jt.Stack(virtual=options.get("virtual", 1)), options.pop("rows", ROWS)
+    rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
+    state = state_of(stack.cut(small_params()), mesh, jt.Rules(rules, stacked=stack))
     batch = jax.tree.map(lambda x: x[:count], small.make_batch(ROWS))
     evaluate = jt.pipeline_eval_step(small.STAGES, mesh=mesh, **options)
     compiled = jt.compile_step(

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.pipeline import virtual_rules
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings
 from jaxtrain.tree import named_leaves
@@ -225,12 +224,19 @@ def test_a_table_for_several_models_may_hold_rules_for_others():
     tree = {"w": jax.ShapeDtypeStruct((16,), jnp.float32)}
     for rules in (OptionalRules(table), jt.Rules(OptionalRules(table))):
         assert specs(param_shardings(tree, mesh, rules)) == {"w": P("fsdp")}
-        two = {"w": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
-        layers = OptionalRules([("^w$", ("layers",)), ("^other$", ("embed",))])
-        cut = virtual_rules(jt.Rules(layers) if isinstance(rules, jt.Rules) else layers, 2)
-        assert type(cut) is type(rules)
-        piped = jt.make_mesh(pipe=8)
-        assert specs(param_shardings(two, piped, cut)) == {"w": P(None, "pipe")}
+
+
+def test_rules_in_natural_order_fit_layers_that_are_cut():
+    mesh = jt.make_mesh(pipe=4, fsdp=2)
+    tree = {"blocks": {"w": jnp.zeros((8, 6)), "other": jnp.zeros((8, 5))}, "out": jnp.zeros(4)}
+    cut = jt.Stack(virtual=2)
+    table = OptionalRules([("^blocks/w$", ("layers", "embed")), ("^nothing$", ("embed",))])
+    found = specs(param_shardings(cut.cut(tree), mesh, jt.Rules(table, stacked=cut)))
+    assert found == {
+        "blocks/other": P(None, "pipe"),  # which no rule matches
+        "blocks/w": P(None, "pipe", "fsdp"),
+        "out": P("fsdp"),
+    }
 
 
 def test_a_mesh_of_jax_with_one_axis_does_all_that_one_of_ours_does():

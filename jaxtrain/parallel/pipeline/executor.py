@@ -66,7 +66,7 @@ def pipeline(
     mesh: Mesh,
     microbatches: int,
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
-    virtual: int = 1,
+    virtual: int | None = None,
     remat: Literal["full", "none"] = "full",
     skip_bubbles: bool = True,
     policy: Policy | str | None = None,
@@ -85,7 +85,7 @@ def pipeline(
         j, j + M, ...); scalars go to each.
       schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``; see :mod:`.tables` for their costs.
       virtual: chunks per device, above 1 for ``"interleaved"`` only; parameters are then to be laid
-        out by :func:`to_virtual`.
+        out by :meth:`jaxtrain.Stack.cut`. By default that of ``stages.stacked``.
       remat: ``"full"`` keeps the input of a stage and runs the stage again for its backward pass;
         ``"none"`` keeps what the backward pass of its layers needs, as ``jax.vjp`` (and a
         ``jax.checkpoint`` around a block) decides.
@@ -104,9 +104,12 @@ def pipeline(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide, and a loss whose weight depends on the residual stream.
     """
-    mesh = automatic(mesh)
+    mesh, stages = automatic(mesh), _with_virtual(stages, virtual)
     table = make_table(
-        schedule, stages=_pipe_size(mesh), microbatches=microbatches, virtual=virtual
+        schedule,
+        stages=_pipe_size(mesh),
+        microbatches=microbatches,
+        virtual=stages.stacked.virtual,
     )
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
@@ -129,7 +132,7 @@ def pipeline_eval_step(
     mesh: Mesh,
     microbatches: int,
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
-    virtual: int = 1,
+    virtual: int | None = None,
     skip_bubbles: bool = True,
     policy: Policy | str | None = None,
     gather: Gather = "step",
@@ -152,12 +155,12 @@ def pipeline_eval_step(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide.
     """
-    mesh = automatic(mesh)
+    mesh, stages = automatic(mesh), _with_virtual(stages, virtual)
     table = make_table(
         schedule,
         stages=_pipe_size(mesh),
         microbatches=microbatches,
-        virtual=virtual,
+        virtual=stages.stacked.virtual,
         backward=False,
     )
     policy = as_policy(policy)
@@ -186,11 +189,11 @@ class _Plan:
     @property
     def layers(self) -> P:
         """How the stacked parameters lie along ``pipe``."""
-        return P("pipe") if self.table.virtual == 1 else P(None, "pipe")
+        return P(*[None] * (self.stages.stacked.lead - 1), "pipe")
 
     def outer(self, params: PyTree) -> PyTree:
         """All parameters but the stacked ones."""
-        return {name: value for name, value in params.items() if name != self.stages.stacked}
+        return {name: value for name, value in params.items() if name != self.stages.stacked.key}
 
     def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
         """``do()`` where the (per-device) condition holds, else ``otherwise()``.
@@ -262,7 +265,7 @@ class _Carry:
 def _enter(plan: _Plan, params: PyTree, batch: PyTree, gather: Gather, shardings: PyTree | None):
     """Returns the plan, parameters and batch as :func:`_on_devices` takes them."""
     stages, table = plan.stages, plan.table
-    chunk = layers_per_chunk(stages, params, devices=table.stages, virtual=table.virtual)
+    chunk = layers_per_chunk(stages, params, devices=table.stages)
     # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
     batch = split_microbatches(batch, table.microbatches, "microbatches")
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
@@ -283,7 +286,7 @@ def _on_devices(plan: _Plan, mesh: Mesh, program: Callable, params: PyTree, rest
         check_vma=False,
     )
     ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.chunk))
-    return program(ticks, params[plan.stages.stacked], plan.outer(params), *rest)
+    return program(ticks, params[plan.stages.stacked.key], plan.outer(params), *rest)
 
 
 def _run(plan, mesh, params, batch, rng, loss_scale):
@@ -553,7 +556,7 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     pin = jax.lax.with_sharding_constraint
     return dataclasses.replace(
         carry,
-        d_stacked=pin(carry.d_stacked, specs[device.plan.stages.stacked]),
+        d_stacked=pin(carry.d_stacked, specs[device.plan.stages.stacked.key]),
         d_outer=pin(carry.d_outer, {name: specs[name] for name in carry.d_outer}),
     )
 
@@ -603,6 +606,12 @@ def _refuse_model_state(model_state: PyTree) -> None:
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _with_virtual(stages: Stages, virtual: int | None) -> Stages:
+    if virtual is None:
+        return stages
+    return dataclasses.replace(stages, stacked=dataclasses.replace(stages.stacked, virtual=virtual))
 
 
 def _pipe_size(mesh: Mesh) -> int:

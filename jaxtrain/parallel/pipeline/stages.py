@@ -1,13 +1,14 @@
-"""What a model gives to be pipelined, and how its layers are laid out over devices.
+"""What a model gives to be pipelined: its embedding, one layer, and its loss.
 
-S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each; global stage
-g = v S + s is chunk v of device s. The first stage also embeds, the last also has the loss.
+S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each
+(:mod:`jaxtrain.parallel.stack`); global stage g = v S + s is chunk v of device s. The first stage
+also embeds, the last also has the loss.
 
 Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.placement import entered_specs
-from jaxtrain.parallel.sharding import OptionalRules, Rule, Rules
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -36,96 +37,44 @@ class Stages:
         pass is its own affair: wrap it in ``jax.checkpoint`` to keep less.
       head_loss: ``(params, x, batch) -> WeightedLoss`` or scalar (weight 1). The weight is a
         function of ``batch`` alone.
-      stacked: the key of ``params`` under which every leaf has a leading layer axis, integers
-        (which do not train) too. ``embed`` and ``head_loss`` get all parameters but these.
+      stacked: the parameters of the layers, as a :class:`jaxtrain.Stack` or its key: every leaf
+        there has a leading layer axis, integers (which do not train) too. ``embed`` and
+        ``head_loss`` get all parameters but these.
       scan_unroll: layers per iteration of the scan over a chunk's layers.
     """
 
     embed: Callable[[PyTree, PyTree, jax.Array], jax.Array]
     block: Callable[[PyTree, jax.Array, PyTree, jax.Array], jax.Array]
     head_loss: Callable[[PyTree, jax.Array, PyTree], Any]
-    stacked: str = "blocks"
+    stacked: Stack | str = Stack()  # noqa: RUF009
     scan_unroll: int = 1
 
-
-def to_virtual(params: Mapping[str, Any], virtual: int, *, stacked: str = "blocks") -> dict:
-    """Cuts the layer axis of stacked parameters in ``virtual`` parts: [L, ...] to [V, L / V, ...].
-
-    Split over ``pipe`` along the second axis, these lie as an interleaved pipeline wants them:
-    layer v L / V + s C + l is layer l of chunk v on device s. With ``virtual`` 1 nothing changes.
-
-    Args:
-      params: parameters in natural order, such as a model's ``init`` returns.
-      virtual: V, chunks per device.
-      stacked: as in :class:`Stages`.
-
-    Raises:
-      ValueError: where V does not divide the number of layers.
-
-    >>> params = to_virtual({"blocks": {"w": jnp.zeros((8, 3))}, "head": jnp.ones(3)}, 2)
-    >>> params["blocks"]["w"].shape, from_virtual(params)["blocks"]["w"].shape
-    ((2, 4, 3), (8, 3))
-    """
-    if virtual == 1:
-        return dict(params)
-
-    def cut(x: jax.Array) -> jax.Array:
-        if x.shape[0] % virtual:
-            raise ValueError(
-                f"{stacked!r} has {x.shape[0]} layers, not divisible by virtual={virtual}: use a "
-                f"divisor of {x.shape[0]}"
-            )
-        return x.reshape(virtual, x.shape[0] // virtual, *x.shape[1:])
-
-    return dict(params) | {stacked: jax.tree.map(cut, params[stacked])}
+    def __post_init__(self) -> None:
+        if isinstance(self.stacked, str):
+            object.__setattr__(self, "stacked", Stack(self.stacked))
 
 
-def from_virtual(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict:
-    """Joins what :func:`to_virtual` (with V above 1) has cut: [V, L / V, ...] to [L, ...]."""
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params[stacked])
-    return dict(params) | {stacked: joined}
-
-
-def virtual_rules(
-    rules: Rules | Sequence[Rule], virtual: int
-) -> Rules | OptionalRules | tuple[Rule, ...]:
-    """Fits sharding rules to the shapes of :func:`to_virtual`; :class:`Rules` stay such.
-
-    >>> virtual_rules([("^blocks/w$", ("layers", "embed")), ("^head$", ("embed",))], 2)
-    (('^blocks/w$', (None, 'layers', 'embed')), ('^head$', ('embed',)))
-    """
-    if isinstance(rules, Rules):
-        return dataclasses.replace(rules, params=virtual_rules(rules.params, virtual))
-    kind = OptionalRules if isinstance(rules, OptionalRules) else tuple
-    if virtual == 1:
-        return kind(rules)
-    return kind(
-        (pattern, (None, *axes) if axes and axes[0] == "layers" else tuple(axes))
-        for pattern, axes in rules
-    )
-
-
-def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int, virtual: int) -> int:
+def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int) -> int:
     """Returns C, having checked the stacked parameters' shapes.
 
     Raises:
       ValueError: where there are none, their leading axes differ, or S x V does not divide L.
     """
-    if not isinstance(params, Mapping) or stages.stacked not in params:
+    key, virtual, lead = stages.stacked.key, stages.stacked.virtual, stages.stacked.lead
+    if not isinstance(params, Mapping) or key not in params:
         has = sorted(params) if isinstance(params, Mapping) else type(params).__name__
         raise ValueError(
-            f"a pipeline needs the parameters of its layers under the key {stages.stacked!r} and "
+            f"a pipeline needs the parameters of its layers under the key {key!r} and "
             f"finds {has}: stack them there, or set Stages(stacked=...)"
         )
-    leaves = named_leaves(params[stages.stacked])
-    lead = 1 if virtual == 1 else 2
+    leaves = named_leaves(params[key])
     first = tuple(next(iter(leaves.values())).shape[:lead])
     for name, leaf in leaves.items():
         shape = tuple(leaf.shape)
         if len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual):
-            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (to_virtual)"
+            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (Stack.cut)"
             raise ValueError(
-                f"stacked parameter '{stages.stacked}/{name}' has shape {shape}: with "
+                f"stacked parameter '{key}/{name}' has shape {shape}: with "
                 f"virtual={virtual} a pipeline needs all of them as {form}, with one and the same L"
             )
     layers = first[0] if lead == 1 else virtual * first[1]
@@ -168,7 +117,7 @@ def enter_stages(
         stages,
         embed=lambda params, batch, rng: stages.embed(outer(params), batch, rng),
         block=lambda params, x, batch, rng: stages.block(
-            jax.tree.map(layer, params, specs[stages.stacked]), x, batch, rng
+            jax.tree.map(layer, params, specs[stages.stacked.key]), x, batch, rng
         ),
         head_loss=lambda params, x, batch: stages.head_loss(outer(params), x, batch),
     )
