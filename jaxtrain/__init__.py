@@ -17,7 +17,7 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models.adapters import from_linen, from_nnx
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
+from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import constrain, gather
 from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
 from jaxtrain.parallel.stack import Stack
@@ -67,6 +67,7 @@ __all__ = [
     "gather",
     "gradient_shardings",
     "init_state",
+    "loss_from_stages",
     "make_mesh",
     "make_optimizer",
     "optim",

@@ -25,6 +25,7 @@ from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
+from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
@@ -161,11 +162,12 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
-    stack, whole_loss = stack_of(config), gpt.loss_fn(model)
+    stages = gpt.stages(model, virtual=stack_of(config).virtual)
+    stack = stages.stacked
     return Experiment(
         name="gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
-        loss_fn=lambda params, batch, rng: whole_loss(stack.natural(params), batch, rng),
+        loss_fn=loss_from_stages(stages),
         optimizer=options.make_optimizer(
             config.optimizer,
             steps=config.steps,
@@ -178,7 +180,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         mesh=dataclasses.asdict(config.mesh),
         rules=Rules(gpt.RULES),
         gather="model",
-        stages=gpt.stages(model, virtual=stack.virtual),
+        stages=stages,
         pipeline=dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual},
         policy=policy,
         accumulate=config.accumulate,

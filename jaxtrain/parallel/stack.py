@@ -119,7 +119,7 @@ def lay_out(state: PyTree, like: PyTree) -> PyTree:
 
 
 def _reshaped(leaf: jax.Array, like: Any) -> jax.Array:
-    if leaf.shape == like.shape and leaf.sharding == like.sharding:
+    if leaf is like or leaf.shape == like.shape:
         return leaf
     return _reshape_to(like.shape, like.sharding)(leaf)
 

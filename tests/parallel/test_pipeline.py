@@ -410,12 +410,8 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
     def block(layer, x, batch, rng):
         return small.block(layer, x, batch, rng) + layer["number"] * batch["shift"]
 
-    def loss_fn(params, batch, rng):
-        x = small.embed(params, batch, rng)
-        x = run_layers(stages, params["blocks"], x, batch, rng)
-        return small.head_loss(params, x, batch)
-
     stages = dataclasses.replace(small.STAGES, block=block)
+    loss_fn = jt.loss_from_stages(stages)
     numbers = {"number": jnp.arange(small.LAYERS)}
     params = small_params() | {"blocks": small_params()["blocks"] | numbers}
     batch = small.make_batch(ROWS) | {"shift": np.float32(0.1)}
@@ -426,6 +422,83 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
         batch, stages=stages, params=params, remat=remat, virtual=virtual, schedule=schedule
     )
     assert_same_sums(found, expected)
+
+
+# ---- a residual stream of two parts, and parameters that all layers share
+
+
+def shared_stages():
+    """A gain that blocks and the head read, a penalty that is added up, and an offset by layer."""
+
+    def embed(params, batch, rng):
+        return {"x": small.embed(params, batch, rng), "penalty": 0.0}
+
+    def block(layer, shared, stream, batch, rng, index):
+        x = small.block(layer, stream["x"] * shared["gain"], batch, rng) + 0.1 * index
+        return {"x": x, "penalty": stream["penalty"] + jnp.square(x).mean()}
+
+    def head_loss(params, stream, batch):
+        loss = small.head_loss(params, stream["x"], batch)
+        return dataclasses.replace(loss, total=loss.total + stream["penalty"])
+
+    return Stages(embed, block, head_loss, shared=("gain", "unused"))
+
+
+def shared_loss(params, batch, rng):
+    """The same model, written out."""
+    x, penalty = small.embed(params, batch, rng), 0.0
+    for index in range(small.LAYERS):
+        layer = jax.tree.map(lambda p, i=index: p[i], params["blocks"])
+        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+        x = small.block(layer, x * params["gain"], batch, layer_rng) + 0.1 * index
+        penalty += jnp.square(x).mean()
+    loss = small.head_loss(params, x, batch)
+    return dataclasses.replace(loss, total=loss.total + penalty)
+
+
+@functools.cache
+def shared_sums():
+    engine = gradients.accumulated(normalize_loss(shared_loss, False), MICROBATCHES)
+    return run_engine(engine, small_params(), small.make_batch(ROWS))[0]
+
+
+SHARED = [
+    ({"pipe": 2, "data": 2}, "interleaved", 2, "none"),
+    ({"pipe": 4}, "1f1b", 1, "full"),
+    pytest.param({"pipe": 2, "fsdp": 2}, "1f1b", 1, "none", marks=pytest.mark.slow),
+    pytest.param({"pipe": 4, "tensor": 2}, "interleaved", 2, "full", marks=pytest.mark.slow),
+    pytest.param({"pipe": 8}, "gpipe", 1, "none", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "virtual", "remat"), SHARED)
+def test_a_stream_of_several_arrays_and_shared_parameters(axes, schedule, virtual, remat):
+    found, _ = small_pipeline(
+        small.make_batch(ROWS),
+        stages=shared_stages(),
+        axes=tuple(axes.items()),
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+    )
+    assert_same_sums(found, shared_sums())
+
+
+def test_the_loss_of_stages_is_the_model_written_out():
+    params, batch = small_params(), small.make_batch(ROWS)
+    stack = jt.Stack(virtual=2)
+    stages = dataclasses.replace(shared_stages(), stacked=stack, remat=jax.checkpoint)
+    loss_fn = jt.loss_from_stages(stages)
+
+    @jax.jit
+    def gradients_of(params, cut):
+        expected = jax.grad(lambda p: shared_loss(p, batch, jax.random.key(2)).total)(params)
+        found = jax.grad(lambda p: loss_fn(p, batch, jax.random.key(2)).total)(cut)
+        return stack.natural(found), expected, loss_fn(cut, batch, None)
+
+    found, expected, evaluated = gradients_of(params, stack.cut(params))
+    assert worst(found, expected)[0] < TOLERANCE
+    assert worst(evaluated, shared_loss(params, batch, None))[0] < TOLERANCE
 
 
 # ---- as part of a train step
@@ -527,9 +600,10 @@ def stored_layout(config):
     def function(chunk, x, context):
         return run_layers(stages, chunk, x, *context)
 
+    chunk = {"blocks": params["blocks"]}
     context = (batch, jax.random.key(1), jnp.int32(0))
-    layout = residuals.residual_layout(function, params["blocks"], x, context)
-    return layout, params["blocks"], x, context
+    layout = residuals.residual_layout(function, chunk, x, context)
+    return layout, chunk, x, context
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -623,7 +697,11 @@ def fewer_layers(count):
         ),
         (
             {"stages": dataclasses.replace(small.STAGES, embed=lambda p, b, r: (1, 2))},
-            "hands one array",
+            "hands floating-point arrays [B, ...] from stage to stage",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, shared=("gain", "bias"))},
+            "names 'bias' and the parameters that are not stacked are ['gain', 'table', 'unused']",
         ),
         (
             {"stages": dataclasses.replace(small.STAGES, head_loss=lambda p, x, b: x)},

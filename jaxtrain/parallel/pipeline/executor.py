@@ -104,13 +104,8 @@ def pipeline(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide, and a loss whose weight depends on the residual stream.
     """
-    mesh, stages = automatic(mesh), _with_virtual(stages, virtual)
-    table = make_table(
-        schedule,
-        stages=_pipe_size(mesh),
-        microbatches=microbatches,
-        virtual=stages.stacked.virtual,
-    )
+    mesh = automatic(mesh)
+    stages, table = _scheduled(stages, mesh, schedule, microbatches, virtual)
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
     policy = as_policy(policy)
@@ -155,14 +150,8 @@ def pipeline_eval_step(
       ValueError: for sizes or names that do not fit; when it is traced, for parameters or a batch
         that do not divide.
     """
-    mesh, stages = automatic(mesh), _with_virtual(stages, virtual)
-    table = make_table(
-        schedule,
-        stages=_pipe_size(mesh),
-        microbatches=microbatches,
-        virtual=stages.stacked.virtual,
-        backward=False,
-    )
+    mesh = automatic(mesh)
+    stages, table = _scheduled(stages, mesh, schedule, microbatches, virtual, backward=False)
     policy = as_policy(policy)
     plan = _Plan(stages, table, True, skip_bubbles, None)
 
@@ -191,14 +180,10 @@ class _Plan:
         """How the stacked parameters lie along ``pipe``."""
         return P(*[None] * (self.stages.stacked.lead - 1), "pipe")
 
-    def outer(self, params: PyTree) -> PyTree:
-        """All parameters but the stacked ones."""
-        return {name: value for name, value in params.items() if name != self.stages.stacked.key}
-
     def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
         """``do()`` where the (per-device) condition holds, else ``otherwise()``.
 
-        The first part of the result is an array [B, ...].
+        The first part of the result has leaves [B, ...].
         """
 
         # The partitioner wants the results of both branches to be laid out alike.
@@ -221,7 +206,7 @@ class _Device:
       outer: all other parameters.
       batch: leaves [B, M, ...].
       rng: the step's key; None in an evaluation.
-      x: shape and dtype of the residual stream.
+      x: shapes and dtypes of the residual stream.
       seeds_M: the cotangent of each microbatch's loss.
       factors_M: what its gradients are multiplied by to be those of the sum.
       embed_leaves, head_leaves: which leaves of ``outer`` the embedding and the head read.
@@ -233,7 +218,7 @@ class _Device:
     outer: PyTree
     batch: PyTree
     rng: jax.Array | None
-    x: jax.ShapeDtypeStruct
+    x: PyTree
     seeds_M: jax.Array | None = None
     factors_M: jax.Array | None = None
     embed_leaves: tuple[int, ...] = ()
@@ -248,14 +233,20 @@ class _Device:
         """Parameters [C, ...] of this device's chunk v."""
         return self.stacked if self.plan.table.virtual == 1 else read(self.stacked, v)
 
+    def weights(self, v: jax.Array) -> dict[str, PyTree]:
+        """What its layers read: chunk v, and the parameters that all of them share."""
+        stages = self.plan.stages
+        shared = {name: self.outer[name] for name in stages.shared or ()}
+        return {stages.stacked.key: self.chunk(v)} | shared
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
     """What goes from tick to tick: three buffers [slots, ...] and the sums."""
 
-    inputs: jax.Array
-    cotangents: jax.Array
+    inputs: PyTree
+    cotangents: PyTree
     residuals: tuple[jax.Array, ...]
     d_stacked: PyTree
     d_outer: PyTree
@@ -265,6 +256,7 @@ class _Carry:
 def _enter(plan: _Plan, params: PyTree, batch: PyTree, gather: Gather, shardings: PyTree | None):
     """Returns the plan, parameters and batch as :func:`_on_devices` takes them."""
     stages, table = plan.stages, plan.table
+    stages.outer(params)  # a check
     chunk = layers_per_chunk(stages, params, devices=table.stages)
     # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
     batch = split_microbatches(batch, table.microbatches, "microbatches")
@@ -286,12 +278,12 @@ def _on_devices(plan: _Plan, mesh: Mesh, program: Callable, params: PyTree, rest
         check_vma=False,
     )
     ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.chunk))
-    return program(ticks, params[plan.stages.stacked.key], plan.outer(params), *rest)
+    return program(ticks, params[plan.stages.stacked.key], plan.stages.outer(params), *rest)
 
 
 def _run(plan, mesh, params, batch, rng, loss_scale):
     """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
-    weights_M, dtype = _weights(plan, plan.outer(params), batch, rng)
+    weights_M, dtype = _weights(plan, plan.stages.outer(params), batch, rng)
     rest = (batch, rng, *seed_and_factor(weights_M, loss_scale, dtype))
     out = (P(), plan.layers, P())
     loss, d_stacked, d_outer = _on_devices(plan, mesh, _device_program, params, rest, out)
@@ -312,7 +304,7 @@ def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M)
     if not plan.recompute:
         context = (microbatch, rng, jnp.int32(0))
         layout = residuals.residual_layout(
-            functools.partial(_layers, plan.stages), device.chunk(0), device.x, context
+            functools.partial(_layers, plan.stages), device.weights(0), device.x, context
         )
         device = dataclasses.replace(device, layout=layout)
     tick = functools.partial(_tick, device)
@@ -365,7 +357,7 @@ def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        y = _layers(plan.stages, device.chunk(unit.chunk), x, (batch, rng, unit.layer))
+        y = _layers(plan.stages, device.weights(unit.chunk), x, (batch, rng, unit.layer))
 
         def head():
             loss = as_weighted(plan.stages.head_loss(device.outer, y, batch))
@@ -385,7 +377,7 @@ def _ring(device: _Device) -> list[tuple[int, int]]:
     return [(s, (s + 1) % S) for s in range(S if wraps else S - 1)]
 
 
-def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tuple]:
+def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[PyTree, tuple]:
     """Runs the forward unit; returns the stage's result and the buffers of residuals."""
     plan = device.plan
     slot = jnp.where(unit.present, unit.residual_slot, NONE)
@@ -396,15 +388,15 @@ def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[jax.Array, tup
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        weights, context = device.weights(unit.chunk), (batch, rng, unit.layer)
         if plan.recompute:
-            return _layers(plan.stages, chunk, x, context), ()
-        y, kept = residuals.forward(device.layout, chunk, x, context)
+            return _layers(plan.stages, weights, x, context), ()
+        y, kept = residuals.forward(device.layout, weights, x, context)
         return y, write(carry.residuals, slot, kept) if within else kept
 
     def rest():
         stored = device.layout.stored if device.layout else ()
-        return _zeros(device.x), carry.residuals if within else tuple(map(_zeros, stored))
+        return _zeros(device.x), carry.residuals if within else _zeros(stored)
 
     # Where the backward unit starts over, there is nothing that the last stage would run this for.
     wanted = unit.present & ~unit.last if plan.recompute else unit.present
@@ -423,24 +415,29 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
 
     def run():
         batch, rng = device.microbatch(unit.microbatch)
-        chunk, context = device.chunk(unit.chunk), (batch, rng, unit.layer)
+        weights, context = device.weights(unit.chunk), (batch, rng, unit.layer)
         if plan.recompute:
             x = _stage_input(device, carry, unit, batch, rng)
-            y, pull = jax.vjp(lambda chunk, x: _layers(stages, chunk, x, context), chunk, x)
+            y, pull = jax.vjp(lambda weights, x: _layers(stages, weights, x, context), weights, x)
         else:
             y = read(carry.inputs, unit.input_slot)
             kept = read(carry.residuals, unit.residual_slot)
-            pull = residuals.pullback(device.layout, chunk, context, kept)
+            pull = residuals.pullback(device.layout, weights, context, kept)
         d_y, d_outer, loss = plan.choose(
             unit.last,
             lambda: _head(device, carry, unit, y, batch),
             lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
         )
-        d_chunk, d_x = pull(d_y)
+        d_weights, d_x = pull(d_y)
         # Integers have no gradient, and no dtype for one that a branch could return.
-        d_chunk = jax.tree.map(
-            lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, d_chunk, chunk
+        d_weights = jax.tree.map(
+            lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g,
+            d_weights,
+            weights,
         )
+        d_chunk = d_weights.pop(stages.stacked.key)
+        d_shared = scaled(d_weights, device.factors_M[unit.microbatch])
+        d_outer |= {name: jax.tree.map(jnp.add, d_outer[name], d) for name, d in d_shared.items()}
         d_x, d_outer = plan.choose(
             unit.first,
             lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
@@ -460,12 +457,12 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
     )
 
 
-def _layers(stages: Stages, chunk: PyTree, x: jax.Array, context: tuple) -> jax.Array:
+def _layers(stages: Stages, weights: PyTree, x: PyTree, context: tuple) -> PyTree:
     batch, rng, first = context
-    return run_layers(stages, chunk, x, batch, rng, first)
+    return run_layers(stages, weights, x, batch, rng, first, looped=True)
 
 
-def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> jax.Array:
+def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> PyTree:
     return device.plan.choose(
         unit.first,
         lambda: (device.plan.stages.embed(device.outer, batch, rng),),
@@ -514,12 +511,11 @@ def _start(device: _Device) -> _Carry:
     table = device.plan.table
 
     def sums_like(tree):
-        return jax.tree.map(_zeros, jax.eval_shape(widen, tree))
+        return _zeros(jax.eval_shape(widen, tree))
 
-    def slots(count, shape):
-        return jnp.zeros((count, *shape.shape), shape.dtype)
+    def slots(count, shapes):
+        return jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
 
-    stored = device.layout.stored if device.layout else ()
     loss = jax.eval_shape(
         lambda: as_weighted(
             device.plan.stages.head_loss(device.outer, _zeros(device.x), rows(device.batch, 0))
@@ -537,7 +533,7 @@ def _start(device: _Device) -> _Carry:
         carry = dataclasses.replace(
             carry,
             cotangents=slots(table.cotangent_slots, device.x),
-            residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
+            residuals=slots(table.residual_slots, device.layout.stored if device.layout else ()),
             d_stacked=sums_like(device.stacked),
             d_outer=sums_like(device.outer),
         )
@@ -549,7 +545,7 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     carry = dataclasses.replace(
         carry,
         inputs=pin_rows(carry.inputs, axis=1),
-        cotangents=jax.tree.map(functools.partial(pin_rows, axis=1), carry.cotangents),
+        cotangents=pin_rows(carry.cotangents, axis=1),
     )
     if (specs := device.plan.gradient_specs) is None:
         return carry
@@ -575,7 +571,9 @@ def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> tuple
     try:
         # What depends on x is batched where x is.
         weight = jax.vmap(lambda x: head(x, 0).weight, out_axes=None)
-        jax.eval_shape(weight, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
+        jax.eval_shape(
+            weight, jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), x)
+        )
     except (NotImplementedError, ValueError) as error:
         if "out_axes" in str(error):  # else a kernel that cannot be batched: not looked into
             raise ValueError(
@@ -587,11 +585,13 @@ def _weights(plan: _Plan, outer: PyTree, batch: PyTree, rng: jax.Array) -> tuple
 
 
 def _residual_stream(plan: _Plan, outer: PyTree, microbatch: PyTree, rng: jax.Array):
-    """Shape and dtype of what travels from layer to layer."""
+    """Shapes and dtypes of what travels from layer to layer."""
     x = jax.eval_shape(plan.stages.embed, outer, microbatch, rng)
-    if not isinstance(x, jax.ShapeDtypeStruct) or x.ndim == 0:
+    leaves = jax.tree.leaves(x)
+    if not leaves or not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
         raise ValueError(
-            f"Stages.embed returns {x}: a pipeline hands one array [B, ...] from stage to stage"
+            f"Stages.embed returns {x}: a pipeline hands floating-point arrays [B, ...] from stage "
+            "to stage; let blocks read others from the batch"
         )
     return x
 
@@ -604,24 +604,37 @@ def _refuse_model_state(model_state: PyTree) -> None:
         )
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype)
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
-def _with_virtual(stages: Stages, virtual: int | None) -> Stages:
-    if virtual is None:
-        return stages
-    return dataclasses.replace(stages, stacked=dataclasses.replace(stages.stacked, virtual=virtual))
-
-
-def _pipe_size(mesh: Mesh) -> int:
+def _scheduled(
+    stages: Stages,
+    mesh: Mesh,
+    schedule: str,
+    microbatches: int,
+    virtual: int | None,
+    *,
+    backward: bool = True,
+) -> tuple[Stages, Table]:
+    """The stages with their layers cut as ``virtual`` says, and the table to run them by."""
     size = mesh.shape.get("pipe", 1)
     if size < 2:
         raise ValueError(
             f"a pipeline needs a mesh axis 'pipe' of size 2 or more and it has size {size}: use "
             "make_mesh(pipe=2, ...), or build_train_step(accumulate=...) for no pipeline"
         )
-    return size
+    stack = stages.stacked
+    if virtual is not None:
+        stack = dataclasses.replace(stack, virtual=virtual)
+    table = make_table(
+        schedule,
+        stages=size,
+        microbatches=microbatches,
+        virtual=stack.virtual,
+        backward=backward,
+    )
+    return dataclasses.replace(stages, stacked=stack), table
 
 
 def _without_pipe(shardings: PyTree | None) -> PyTree | None:
