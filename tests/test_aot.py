@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -242,6 +243,26 @@ def test_stages_exchange_twice_per_tick_and_reduce_in_the_end(target, schedule):
     rest = [c for c in crossing if c.kind != "collective-permute"]
     assert rest
     assert {(c.kind, c.executions) for c in rest} == {("all-reduce", 1)}, rest
+
+
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_an_evaluation_sends_activations_forward_and_sums_in_the_end(target):
+    mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
+    config = dataclasses.replace(LLAMA, layers=4)
+    state = jt.abstract_state(
+        lambda rng: gpt.init(config, rng), optax.sgd(1.0), mesh=mesh, rules=gpt.RULES
+    )
+    tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    step = jt.pipeline_eval_step(
+        gpt.stages(config), mesh=mesh, microbatches=8, policy="bf16", gather="model"
+    )
+    text = jt.compile_step(step, state, batch, mesh=mesh, donate=False).compiled.as_text()
+    assert " conditional(" in text
+    crossing = [c for c in read_program(text, mesh).collectives if {"pipe", "?"} & set(c.axes)]
+    found = {(c.kind, c.axes, c.executions) for c in crossing}
+    assert found == {("collective-permute", ("pipe",), 9), ("all-reduce", ("pipe",), 1)}
 
 
 @pytest.mark.parametrize("target", [tpu, gpu])
