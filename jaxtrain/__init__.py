@@ -15,9 +15,10 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.optim import make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline
+from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import constrain, gather
 from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy, float32_products
 from jaxtrain.state import (
     TrainState,
@@ -52,6 +53,7 @@ __all__ = [
     "CompiledStep",
     "Policy",
     "Rules",
+    "Stack",
     "Stages",
     "TrainState",
     "WeightedLoss",
@@ -67,10 +69,12 @@ __all__ = [
     "gather",
     "gradient_shardings",
     "init_state",
+    "loss_from_stages",
     "make_mesh",
     "make_optimizer",
     "optim",
     "pipeline",
+    "pipeline_eval_step",
     "scan_steps",
     "schedules",
     *_LAZY,

@@ -36,7 +36,7 @@ from jaxtrain.parallel.placement import Gather
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import named_leaves, owner_of
 
 PyTree = Any
 TOLERANCE = 1e-5
@@ -262,7 +262,7 @@ def run_one_device(experiment: Experiment, steps: int) -> list[Step]:
             before = place(state, state)
             state, metrics = train(state, batch)
             gradients, inner = state.opt_state
-            parts = collect(experiment.rules, state, metrics["loss"], gradients, inner)
+            parts = collect(experiment, state, metrics["loss"], gradients, inner)
             run.append(
                 Step(
                     before=dataclasses.replace(before, opt_state=before.opt_state[1]),
@@ -294,7 +294,7 @@ def run_layout(
         state = place(state, shapes)
         state, metrics = train(state, step.batch)
         gradients, _, inner = state.opt_state
-        found = collect(experiment.rules, state, metrics["loss"], gradients, inner)
+        found = collect(experiment, state, metrics["loss"], gradients, inner)
         for part, expected in step.parts.items():
             errors[part] = max(errors.get(part, (-1.0, "")), worst_by_group(found[part], expected))
     return errors
@@ -356,7 +356,7 @@ def worst_by_group(found: Mapping[str, PyTree], expected: Mapping[str, PyTree]):
 
 
 def collect(
-    rules: Rules, state: TrainState, loss: jax.Array, gradients: PyTree, opt_state: PyTree
+    experiment: Experiment, state: TrainState, loss: jax.Array, gradients: PyTree, opt_state: PyTree
 ) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     """What is compared, on the host: leaves by name, in groups, by part.
 
@@ -364,44 +364,49 @@ def collect(
     magnitude, so each is a group of its own.
     """
     params = named_leaves(state.params)
-    stacked = {name for name in params if is_stacked(name, rules)}
+    layers = {name: x.shape[: layer_axes(name, experiment)] for name, x in params.items()}
     parts = {
         "loss": {"": {"loss": np.asarray(jax.device_get(loss))}},
-        "gradients": groups(gradients, params, stacked),
-        "parameters": groups(state.params, params, stacked),
-        "optimizer state": groups(opt_state, params, stacked),
+        "gradients": groups(gradients, layers),
+        "parameters": groups(state.params, layers),
+        "optimizer state": groups(opt_state, layers),
     }
     if jax.tree.leaves(state.model_state):
-        parts["model state"] = groups(state.model_state, params, stacked)
+        parts["model state"] = groups(state.model_state, layers)
     return parts
 
 
-def groups(
-    tree: PyTree, params: Mapping[str, Any], stacked: set[str]
-) -> dict[str, dict[str, np.ndarray]]:
-    """The leaves of a tree by what their path has in front of a parameter's path."""
+def groups(tree: PyTree, layers: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, np.ndarray]]:
+    """The leaves of a tree by what their path has in front of a parameter's path.
+
+    Args:
+      tree: of arrays.
+      layers: for every parameter, the sizes of its leading axes that count layers.
+    """
     result: dict[str, dict[str, np.ndarray]] = {}
     for name, leaf in named_leaves(tree).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         value = np.asarray(jax.device_get(leaf))
-        words = name.split("/")
-        suffixes = ("/".join(words[start:]) for start in range(len(words)))
-        owner = next((suffix for suffix in suffixes if suffix in params), None)
+        owner = owner_of(name, layers)
         # What follows no parameter (a counter) is a group by itself.
         group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
-        layers = params[owner].shape[0] if owner in stacked else None
-        if layers is not None and value.shape[:1] == (layers,):
-            group |= {f"{name}, layer {i}": layer for i, layer in enumerate(value)}
+        stacked = layers.get(owner, ())
+        if stacked and value.shape[: len(stacked)] == stacked:
+            each = value.reshape(-1, *value.shape[len(stacked) :])
+            group |= {f"{name}, layer {i}": layer for i, layer in enumerate(each)}
         else:
             group[name] = value
     return result
 
 
-def is_stacked(name: str, rules: Rules) -> bool:
-    """Whether the leading axis of a parameter is the layer, by the rule that decides for it."""
-    matching = (axes for pattern, axes in as_rules(rules).params if re.search(pattern, name))
-    return tuple(next(matching, ()))[:1] == ("layers",)
+def layer_axes(name: str, experiment: Experiment) -> int:
+    """How many leading axes of a parameter count layers: as stages say, or the rule for it."""
+    if experiment.stages and experiment.stack.holds(name):
+        return experiment.stack.lead
+    rules = as_rules(experiment.rules).params
+    matching = (axes for pattern, axes in rules if re.search(pattern, name))
+    return int(tuple(next(matching, ()))[:1] == ("layers",))
 
 
 def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:

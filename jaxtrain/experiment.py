@@ -5,6 +5,7 @@ what was planned is what is trained.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,11 +16,11 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline
-from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
+from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
+from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
+from jaxtrain.parallel.stack import Stack, lay_out
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
@@ -51,7 +52,8 @@ class Experiment:
       steps: train steps in all.
       eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices;
         None for no evaluation.
-      eval_loss_fn: the loss of the evaluation, called with ``rng=None``; ``loss_fn`` by default.
+      eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
+        default ``loss_fn``, or ``stages`` where the train step is pipelined.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`.
@@ -118,6 +120,12 @@ class Experiment:
             raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
 
+    @property
+    def stack(self) -> Stack:
+        """How its parameters are stacked by layer."""
+        stack = self.stages.stacked if self.stages else as_rules(self.rules).stacked
+        return dataclasses.replace(stack, virtual=self.pipeline.get("virtual", stack.virtual))
+
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
     """Makes the experiment's mesh over ``devices`` (all by default)."""
@@ -143,8 +151,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
     """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
-    virtual = experiment.pipeline.get("virtual", 1)
-    return state if virtual == 1 else to_natural(state, virtual, stacked=_stacked(experiment))
+    return lay_out(state, experiment.stack.shapes(state))
 
 
 def restore_state(
@@ -157,11 +164,7 @@ def restore_state(
       abstract: from :func:`make_abstract_state`.
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
-    virtual = experiment.pipeline.get("virtual", 1)
-    if virtual == 1:
-        return restore(abstract)
-    shapes = natural_shapes(abstract, virtual, stacked=_stacked(experiment))
-    return from_natural(restore(shapes), abstract)
+    return lay_out(restore(experiment.stack.shapes(abstract)), abstract)
 
 
 def compile_train(
@@ -285,13 +288,24 @@ def compile_loop(
 def compile_eval(
     experiment: Experiment, state: TrainState, batch: PyTree, mesh: Mesh
 ) -> CompiledStep:
-    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``."""
-    step = build_eval_step(
-        experiment.eval_loss_fn or experiment.loss_fn,
-        policy=experiment.policy,
-        has_model_state=experiment.has_model_state,
-        gather=experiment.gather,
-    )
+    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
+
+    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
+    many microbatches as the batch's rows allow, up to the train step's.
+    """
+    given = {"policy": experiment.policy, "gather": experiment.gather}
+    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
+        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
+        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        options["microbatches"] = math.gcd(shared, options["microbatches"])
+        step = pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
+    else:
+        step = build_eval_step(
+            experiment.eval_loss_fn or experiment.loss_fn,
+            has_model_state=experiment.has_model_state,
+            **given,
+        )
     return compile_step(step, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
 
 
@@ -310,14 +324,10 @@ def evaluate(
     return jax.device_get(total).means()
 
 
-def _stacked(experiment: Experiment) -> str:
-    return experiment.stages.stacked if experiment.stages else "blocks"
-
-
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=_stacked(experiment)),
+        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=experiment.stack),
         "zero": experiment.zero,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,

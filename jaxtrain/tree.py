@@ -5,7 +5,7 @@ path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices o
 too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -51,6 +51,17 @@ def combine(first: Any, second: Any) -> Any:
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
     )
+
+
+def owner_of(name: str, params: Container[str]) -> str | None:
+    """Returns the parameter that a leaf of some state belongs to: whose path its name ends in.
+
+    >>> owner_of("opt_state/0/mu/blocks/w", {"w": 1, "blocks/w": 2})
+    'blocks/w'
+    """
+    words = name.split(SEPARATOR)
+    suffixes = (SEPARATOR.join(words[start:]) for start in range(len(words)))
+    return next((suffix for suffix in suffixes if suffix in params), None)
 
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -7,12 +7,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.ops.attention import attention
-from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.tables import make_table
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.planning.hlo import read_program
@@ -188,14 +188,14 @@ def working_bytes(target, schedule, microbatches, remat="full"):
     # Wide enough that what is compared is not what lies in the fast memory of a TPU.
     config = dataclasses.replace(LLAMA, layers=4, width=512, seq_len=512)
     virtual = 2 if schedule == "interleaved" else 1
-    stacked = dict.fromkeys(gpt.STACKED, virtual)
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stacked)
+    stack = jt.Stack(virtual=virtual)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
-        lambda rng: to_virtual(gpt.init(config, rng), virtual),
+        lambda rng: stack.cut(gpt.init(config, rng)),
         optimizer,
         mesh=mesh,
-        rules=virtual_rules(gpt.RULES, virtual),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
         policy=policy,
     )
     tokens = jax.ShapeDtypeStruct((16 * microbatches, config.seq_len), jnp.int32)
@@ -243,6 +243,26 @@ def test_stages_exchange_twice_per_tick_and_reduce_in_the_end(target, schedule):
     rest = [c for c in crossing if c.kind != "collective-permute"]
     assert rest
     assert {(c.kind, c.executions) for c in rest} == {("all-reduce", 1)}, rest
+
+
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_an_evaluation_sends_activations_forward_and_sums_in_the_end(target):
+    mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
+    config = dataclasses.replace(LLAMA, layers=4)
+    state = jt.abstract_state(
+        lambda rng: gpt.init(config, rng), optax.sgd(1.0), mesh=mesh, rules=gpt.RULES
+    )
+    tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    step = jt.pipeline_eval_step(
+        gpt.stages(config), mesh=mesh, microbatches=8, policy="bf16", gather="model"
+    )
+    text = jt.compile_step(step, state, batch, mesh=mesh, donate=False).compiled.as_text()
+    assert " conditional(" in text
+    crossing = [c for c in read_program(text, mesh).collectives if {"pipe", "?"} & set(c.axes)]
+    found = {(c.kind, c.axes, c.executions) for c in crossing}
+    assert found == {("collective-permute", ("pipe",), 9), ("all-reduce", ("pipe",), 1)}
 
 
 @pytest.mark.parametrize("target", [tpu, gpu])

@@ -305,11 +305,32 @@ def test_worst_is_relative_and_sees_what_is_not_a_number():
     assert agreement.worst(b | {"small": np.full(4, np.nan)}, b) == (math.inf, "small")
 
 
-def test_stacked_parameters_are_those_whose_rule_says_layers():
-    rules = Rules(gpt.RULES)
-    assert agreement.is_stacked("blocks/attn/q/kernel", rules)
-    assert not agreement.is_stacked("embed/tokens", rules)
-    assert not agreement.is_stacked("anything", Rules())
+def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
+    layers = np.arange(24.0).reshape(4, 2, 3)
+    params = {"blocks": {"w": layers}, "out": np.ones(2)}
+    for stack, sizes in ((jt.Stack(), (4,)), (jt.Stack(virtual=2), (2, 2))):
+        moments = {"mu": stack.cut(params), "count": np.zeros(4)}
+        found = agreement.groups(moments, {"blocks/w": sizes, "out": ()})
+        names = [f"mu/blocks/w, layer {i}" for i in range(4)]
+        assert list(found["mu/"]) == [*names, "mu/out"]
+        np.testing.assert_array_equal([found["mu/"][name] for name in names], layers)
+        assert list(found["count"]) == ["count"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rules": Rules(gpt.RULES)}, (1, 0)),
+        ({}, (0, 0)),
+        ({"stages": gpt.stages(gpt.tiny()), "rules": Rules(gpt.RULES)}, (1, 0)),
+        ({"stages": gpt.stages(gpt.tiny(), virtual=3), "rules": Rules(gpt.RULES)}, (2, 0)),
+        ({"stages": gpt.stages(gpt.tiny()), "pipeline": {"virtual": 2}}, (2, 0)),
+    ],
+)
+def test_stacked_parameters_are_those_of_stages_or_whose_rule_says_layers(changes, expected):
+    experiment = jt.Experiment("stacked", None, None, None, None, None, 1, **changes)
+    names = ("blocks/attn/q/kernel", "embed/tokens")
+    assert tuple(agreement.layer_axes(name, experiment) for name in names) == expected
 
 
 def test_layouts_read_back():

@@ -12,10 +12,11 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.tree import named_leaves
+from tests.test_parity import worst
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY = BLOCKS
+LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY, PIPELINE = BLOCKS
 F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
@@ -41,6 +42,21 @@ def with_model(*blocks: str, options: str = "") -> str:
 def test_the_library_example_learns(capsys):
     run(LIBRARY)
     assert float(re.search(r"loss ([\d.]+)", capsys.readouterr().out).group(1)) < 0.1
+
+
+def test_a_model_of_ones_own_is_pipelined_in_25_lines_and_trains_as_on_one_device():
+    assert len(PIPELINE.splitlines()) <= 25
+    names = run(PIPELINE, **run(LIBRARY.split("step =")[0]))
+    loss_fn, batch, state = jt.loss_from_stages(names["stages"]), names["batch"], names["state"]
+    before = jax.device_get(state)
+    evaluated = names["evaluate"](state, batch)
+    assert worst(evaluated, jax.jit(jt.build_eval_step(loss_fn))(before, batch))[0] < 1e-5
+    step = jax.jit(jt.build_train_step(loss_fn, names["optimizer"], accumulate=8))
+    expected, metrics = step(before, batch)
+    found, _ = names["train"](state, batch)
+    for part in ("params", "opt_state"):
+        assert worst(getattr(found, part), getattr(expected, part))[0] < 1e-5, part
+    assert metrics["loss"] < 0.05
 
 
 def test_the_model_of_the_example_is_checked_in_three_lines(capsys):

@@ -17,7 +17,6 @@ import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
 from experiments.options import simulate_devices
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
 from jaxtrain.step import build_update
 
 
@@ -87,14 +86,14 @@ def pipelined(
 ) -> Variant:
     """The step of a pipeline of four stages."""
     mesh = jt.make_mesh(pipe=4, data=2)
-    stacked = dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2)
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stacked)
+    stack = jt.Stack(virtual=virtual)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     state = jt.init_state(
-        lambda rng: to_virtual(gpt.init(model, rng), virtual),
+        lambda rng: stack.cut(gpt.init(model, rng)),
         optimizer,
         jax.random.key(0),
         mesh=mesh,
-        rules=virtual_rules(gpt.RULES, virtual),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
     )
     engine = jt.pipeline(
         gpt.stages(model),

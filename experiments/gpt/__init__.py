@@ -25,8 +25,9 @@ from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
-from jaxtrain.parallel.pipeline import from_virtual, to_virtual, virtual_rules
+from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.state import TrainState
 
@@ -161,30 +162,25 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     policy = Policy.named(config.precision)
-    virtual = virtual_stages(config)
-    whole_loss = gpt.loss_fn(model)
-
-    def loss_fn(params, batch, rng):
-        natural = params if virtual == 1 else from_virtual(params)
-        return whole_loss(natural, batch, rng)
-
+    stages = gpt.stages(model, virtual=stack_of(config).virtual)
+    stack = stages.stacked
     return Experiment(
         name="gpt",
-        init_fn=lambda rng: to_virtual(gpt.init(model, rng), virtual),
-        loss_fn=loss_fn,
+        init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
+        loss_fn=loss_from_stages(stages),
         optimizer=options.make_optimizer(
             config.optimizer,
             steps=config.steps,
-            stacked=dict.fromkeys(gpt.STACKED, 1 if virtual == 1 else 2),
+            stacked=stack.axes,
         ),
         batch=data.packed_shapes(config.global_batch, model.seq_len),
         train_batches=options.no_batches,
         steps=config.steps,
         mesh=dataclasses.asdict(config.mesh),
-        rules=Rules(virtual_rules(gpt.RULES, virtual)),
+        rules=Rules(gpt.RULES),
         gather="model",
-        stages=gpt.stages(model),
-        pipeline=dataclasses.asdict(config.pipeline) | {"virtual": virtual},
+        stages=stages,
+        pipeline=dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual},
         policy=policy,
         accumulate=config.accumulate,
         steps_per_call=config.steps_per_call,
@@ -203,9 +199,9 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
     )
 
 
-def virtual_stages(config: Config) -> int:
-    """Chunks of layers per device in which the parameters lie: 1 for the layers in their order."""
-    return config.pipeline.virtual if config.mesh.pipe != 1 else 1
+def stack_of(config: Config) -> Stack:
+    """How the parameters are stacked by layer: cut for an interleaved pipeline alone."""
+    return Stack(virtual=config.pipeline.virtual if config.mesh.pipe != 1 else 1)
 
 
 def open_text(config: Config) -> data.Split:
@@ -307,9 +303,7 @@ def sample(
     config: Config, model: gpt.GPTConfig, tokenizer: data.Tokenizer, state: TrainState
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
-    params = state.params
-    if virtual_stages(config) > 1:
-        params = jax.jit(from_virtual)(params)
+    params = jax.jit(stack_of(config).natural)(state.params)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
     written = continue_text(
         model,

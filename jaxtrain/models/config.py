@@ -32,7 +32,7 @@ class GPTConfig:
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
-        (:data:`jaxtrain.models.gpt.UNROLLED`) and nothing elsewhere.
+        (:data:`jaxtrain.parallel.pipeline.stages.UNROLLED`) and nothing elsewhere.
       attention: see :func:`jaxtrain.ops.attention.attention`.
       loss_chunk: positions of a row per tile of logits; None chooses.
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in

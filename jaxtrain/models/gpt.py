@@ -29,10 +29,10 @@ from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.losses import cross_entropy, matmul_float32
 from jaxtrain.ops.rotary import rotary_angles
-from jaxtrain.parallel.mesh import platform
-from jaxtrain.parallel.pipeline.stages import Stages
+from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import constrain
 from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
 __all__ = [
@@ -59,10 +59,6 @@ __all__ = [
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
 
-# A loop over layers copies what it keeps to and from stacked arrays. On one CPU device that is
-# slower than up to so many layers written out, and compiling these takes little longer.
-UNROLLED = 8
-
 # Parameter path to logical axes; the first match decides. Not every configuration has all of them.
 RULES = OptionalRules(
     (
@@ -84,7 +80,7 @@ RULES = OptionalRules(
 )
 
 # Parameters whose leading axis is the layer: optimizers that take norms must take them per layer.
-STACKED = (r"^blocks/",)
+STACKED = tuple(Stack().axes)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
@@ -127,25 +123,23 @@ def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], We
     >>> float(loss.weight), bool(abs(loss.means()["loss"] - jnp.log(5)) < 0.2)
     (8.0, True)
     """
-
-    def loss(params: Params, batch: Batch, rng: jax.Array | None) -> WeightedLoss:
-        x_BTD = embed(config, params, batch, rng)
-        x_BTD = blocks(config, params["blocks"], x_BTD, batch, rng)
-        return head_loss(config, params, x_BTD, batch)
-
-    return loss
+    return loss_from_stages(stages(config))
 
 
-def stages(config: GPTConfig) -> Stages:
+def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
     """Returns the model as a pipeline takes it: :func:`embed`, :func:`block`, :func:`head_loss`.
 
-    ``config.remat`` says what a block keeps where the pipeline itself keeps residuals.
+    Args:
+      config: the model.
+      virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
     """
     return Stages(
         embed=functools.partial(embed, config),
-        block=rematerialise(config.remat, functools.partial(block, config), prevent_cse=False),
+        block=functools.partial(block, config),
         head_loss=functools.partial(head_loss, config),
-        scan_unroll=config.scan_unroll or 1,
+        stacked=Stack(virtual=virtual),
+        scan_unroll=config.scan_unroll,
+        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
     )
 
 
@@ -250,27 +244,7 @@ def blocks(
       rng: the step's key; layer l gets ``fold_in(rng, l)``.
       first: the number of the first of these layers.
     """
-    count = jax.tree.leaves(stacked)[0].shape[0]
-
-    def layer(x_BTD, params_and_index):
-        layer_params, index = params_and_index
-        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
-        return block(config, layer_params, x_BTD, batch, layer_rng), None
-
-    # In a loop the forward and the backward pass are apart, and no common subexpression can undo
-    # the rematerialisation; a loop of one iteration is no loop.
-    unroll = _unroll(config, count)
-    layer = rematerialise(config.remat, layer, prevent_cse=count <= unroll)
-    return jax.lax.scan(layer, x_BTD, (stacked, first + jnp.arange(count)), unroll=unroll)[0]
-
-
-def _unroll(config: GPTConfig, count: int) -> int:
-    if config.scan_unroll is not None:
-        return config.scan_unroll
-    # Without an ambient mesh nothing says that there are more devices.
-    mesh = jax.sharding.get_abstract_mesh()
-    alone = platform() == "cpu" and (mesh.empty or mesh.size == 1)
-    return count if alone and config.remat == "none" and count <= UNROLLED else 1
+    return run_layers(stages(config), {"blocks": stacked}, x_BTD, batch, rng, first)
 
 
 def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, automatic
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.parallel.stack import Stack
+from jaxtrain.tree import map_named, named_leaves, owner_of
 
 PyTree = Any
 Rule = tuple[str, Sequence[str | None]]
@@ -55,8 +56,9 @@ class Rules:
         copies to every device. Each must match a parameter, unless they are :class:`OptionalRules`.
       axes: logical axis to mesh axis, mesh axes or None; entries here override
         :data:`LOGICAL_AXES`.
-      stacked: as in :class:`jaxtrain.Stages`: the leading axis of parameters under this key is the
-        layer, and takes the logical axis ``layers`` where no rule matches them.
+      stacked: which parameters are stacked by layer, as a :class:`jaxtrain.Stack` or its key. Their
+        layer axis takes the logical axis ``layers`` where no rule matches them. Rules are written
+        for natural order, ``("layers", ...)``, and fitted to one that is cut.
       state: like ``params``, for leaves of the state that are to lie otherwise than by following a
         parameter, by their path in it: ``("^opt_state/.*/factor/", ("layers", "embed", None))``.
       batch: like ``params``, for leaves of a batch of which more than the leading axis is split:
@@ -65,9 +67,13 @@ class Rules:
 
     params: Sequence[Rule] = ()
     axes: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
-    stacked: str = "blocks"
+    stacked: Stack | str = Stack()  # noqa: RUF009
     state: Sequence[Rule] = ()
     batch: Sequence[Rule] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stacked, str):
+            object.__setattr__(self, "stacked", Stack(self.stacked))
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.
@@ -149,11 +155,9 @@ def state_shardings(
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         spec = P()
-        words = name.split("/")
-        for start in range(len(words)):
-            if (owner := "/".join(words[start:])) in by_path:
-                spec = _inherit(words[:start], tuple(leaf.shape), *by_path[owner])
-                break
+        if (owner := owner_of(name, by_path)) is not None:
+            words = name.removesuffix(owner).split("/")
+            spec = _inherit(words, tuple(leaf.shape), *by_path[owner])
         if zero >= 1:
             spec = spread(spec, leaf.shape, mesh, ("data",))
         return NamedSharding(mesh, spec)
@@ -286,10 +290,15 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
 
 def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
     pattern, axes = _first_match(rules.params, name)
+    stacked = rules.stacked.holds(name)
+    chunks = (1,) * (rules.stacked.lead - 1) if stacked else ()  # which are not split
     if pattern is None:
-        layers = rules.mesh_axes("layers", mesh) if name.startswith(f"{rules.stacked}/") else ()
-        divides = shape[:1] and shape[0] % math.prod(mesh.shape[a] for a in layers) == 0
-        return spread(P(tidy(layers)) if layers and divides else P(), shape, mesh, ("fsdp",))
+        layers = rules.mesh_axes("layers", mesh) if stacked else ()
+        shape = (*chunks, *shape[len(chunks) :])
+        at = shape[len(chunks) :][:1]
+        divides = at and at[0] % math.prod(mesh.shape[a] for a in layers) == 0
+        spec = P(*[None] * len(chunks), tidy(layers)) if layers and divides else P()
+        return spread(spec, shape, mesh, ("fsdp",))
     return _named_spec(f"parameter {name!r}", shape, pattern, axes, mesh, rules)
 
 
@@ -307,6 +316,8 @@ def _named_spec(
 ) -> P:
     """The spec of the leaf ``what`` by the rule ``(pattern, axes)``."""
     axes = tuple(axes) or (None,) * len(shape)
+    if axes[:1] == ("layers",):
+        axes = (None,) * (rules.stacked.lead - 1) + axes
     if len(axes) != len(shape):
         raise ValueError(
             f"{what} has shape {shape} and sharding rule {pattern!r} names "

@@ -131,7 +131,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
         target=target,
         name=experiment.name,
         flops_formula=formula,
-        layers=experiment.stages.stacked if experiment.stages else None,
+        layers=experiment.stages.stacked.key if experiment.stages else None,
         steps_per_call=experiment.steps_per_call,
         rules=experiment.rules,
     )

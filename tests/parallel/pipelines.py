@@ -28,7 +28,7 @@ def embed(params, batch, rng):
 
 
 def block(layer, x, batch, rng):
-    noise = (1.0 + 0.1 * jax.random.normal(rng, x.shape)).astype(x.dtype)
+    noise = 1.0 if rng is None else (1.0 + 0.1 * jax.random.normal(rng, x.shape)).astype(x.dtype)
     hidden = jnp.tanh(x @ layer["up"]) * batch["gate"][:, None, None].astype(x.dtype)
     return x + hidden @ layer["down"] * noise
 
@@ -49,7 +49,7 @@ def loss_fn(params, batch, rng):
     x = embed(params, batch, rng)
     for index in range(LAYERS):
         layer = jax.tree.map(lambda p, i=index: p[i], params["blocks"])
-        x = block(layer, x, batch, jax.random.fold_in(rng, index))
+        x = block(layer, x, batch, None if rng is None else jax.random.fold_in(rng, index))
     return head_loss(params, x, batch)
 
 

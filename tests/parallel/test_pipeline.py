@@ -18,14 +18,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import (
-    Stages,
-    from_virtual,
-    pipeline,
-    residuals,
-    to_virtual,
-    virtual_rules,
-)
+from jaxtrain.parallel.pipeline import Stages, pipeline, residuals
 from jaxtrain.parallel.pipeline.buffers import leaves_read
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
@@ -111,7 +104,7 @@ def lamb(virtual=1):
         eps=1e-4,  # above rounding noise, which Adam would blow up
         # Softmax does not see a key bias: its gradient is noise, which the ratio would blow up.
         trust_mask=functools.partial(jt.tree.map_named, lambda name, x: "k/bias" not in name),
-        stacked={r"^blocks/": 1 if virtual == 1 else 2},
+        stacked=jt.Stack(virtual=virtual).axes,
     )
     return optax.chain(record_gradients(), chain)
 
@@ -173,13 +166,14 @@ def one_device(form):
 def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0):
     """Three steps on a mesh; returns the state that they start from and what comes of them."""
     mesh = make_mesh(LAYOUTS[layout])
-    params = to_virtual(gpt_params(form), virtual)
+    stack = jt.Stack(virtual=virtual)
+    params = stack.cut(gpt_params(form))
     state = jt.init_state(
         lambda rng: params,
         lamb(virtual),
         jax.random.key(1),
         mesh=mesh,
-        rules=virtual_rules(gpt.RULES, virtual),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
         zero=zero,
     )
     shardings = jt.gradient_shardings(state, zero=zero)
@@ -253,12 +247,10 @@ def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, 
     mesh = make_mesh(dict(axes))
     options = {"microbatches": MICROBATCHES, "stages": small.STAGES} | options
     engine = pipeline(options.pop("stages"), mesh=mesh, **options)
-    virtual = options.get("virtual", 1)
-    params = to_virtual(small_params() if params is None else params, virtual)
+    stack = jt.Stack(virtual=options.get("virtual", 1))
+    params = stack.cut(small_params() if params is None else params)
     sums, compiled = run_engine(engine, params, batch, mesh, loss_scale)
-    if virtual > 1:
-        sums = dataclasses.replace(sums, grads=from_virtual(sums.grads))
-    return sums, compiled
+    return dataclasses.replace(sums, grads=stack.natural(sums.grads)), compiled
 
 
 @functools.cache
@@ -418,12 +410,8 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
     def block(layer, x, batch, rng):
         return small.block(layer, x, batch, rng) + layer["number"] * batch["shift"]
 
-    def loss_fn(params, batch, rng):
-        x = small.embed(params, batch, rng)
-        x = run_layers(stages, params["blocks"], x, batch, rng)
-        return small.head_loss(params, x, batch)
-
     stages = dataclasses.replace(small.STAGES, block=block)
+    loss_fn = jt.loss_from_stages(stages)
     numbers = {"number": jnp.arange(small.LAYERS)}
     params = small_params() | {"blocks": small_params()["blocks"] | numbers}
     batch = small.make_batch(ROWS) | {"shift": np.float32(0.1)}
@@ -434,6 +422,83 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
         batch, stages=stages, params=params, remat=remat, virtual=virtual, schedule=schedule
     )
     assert_same_sums(found, expected)
+
+
+# ---- a residual stream of two parts, and parameters that all layers share
+
+
+def shared_stages():
+    """A gain that blocks and the head read, a penalty that is added up, and an offset by layer."""
+
+    def embed(params, batch, rng):
+        return {"x": small.embed(params, batch, rng), "penalty": 0.0}
+
+    def block(layer, shared, stream, batch, rng, index):
+        x = small.block(layer, stream["x"] * shared["gain"], batch, rng) + 0.1 * index
+        return {"x": x, "penalty": stream["penalty"] + jnp.square(x).mean()}
+
+    def head_loss(params, stream, batch):
+        loss = small.head_loss(params, stream["x"], batch)
+        return dataclasses.replace(loss, total=loss.total + stream["penalty"])
+
+    return Stages(embed, block, head_loss, shared=("gain", "unused"))
+
+
+def shared_loss(params, batch, rng):
+    """The same model, written out."""
+    x, penalty = small.embed(params, batch, rng), 0.0
+    for index in range(small.LAYERS):
+        layer = jax.tree.map(lambda p, i=index: p[i], params["blocks"])
+        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+        x = small.block(layer, x * params["gain"], batch, layer_rng) + 0.1 * index
+        penalty += jnp.square(x).mean()
+    loss = small.head_loss(params, x, batch)
+    return dataclasses.replace(loss, total=loss.total + penalty)
+
+
+@functools.cache
+def shared_sums():
+    engine = gradients.accumulated(normalize_loss(shared_loss, False), MICROBATCHES)
+    return run_engine(engine, small_params(), small.make_batch(ROWS))[0]
+
+
+SHARED = [
+    ({"pipe": 2, "data": 2}, "interleaved", 2, "none"),
+    ({"pipe": 4}, "1f1b", 1, "full"),
+    pytest.param({"pipe": 2, "fsdp": 2}, "1f1b", 1, "none", marks=pytest.mark.slow),
+    pytest.param({"pipe": 4, "tensor": 2}, "interleaved", 2, "full", marks=pytest.mark.slow),
+    pytest.param({"pipe": 8}, "gpipe", 1, "none", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "virtual", "remat"), SHARED)
+def test_a_stream_of_several_arrays_and_shared_parameters(axes, schedule, virtual, remat):
+    found, _ = small_pipeline(
+        small.make_batch(ROWS),
+        stages=shared_stages(),
+        axes=tuple(axes.items()),
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+    )
+    assert_same_sums(found, shared_sums())
+
+
+def test_the_loss_of_stages_is_the_model_written_out():
+    params, batch = small_params(), small.make_batch(ROWS)
+    stack = jt.Stack(virtual=2)
+    stages = dataclasses.replace(shared_stages(), stacked=stack, remat=jax.checkpoint)
+    loss_fn = jt.loss_from_stages(stages)
+
+    @jax.jit
+    def gradients_of(params, cut):
+        expected = jax.grad(lambda p: shared_loss(p, batch, jax.random.key(2)).total)(params)
+        found = jax.grad(lambda p: loss_fn(p, batch, jax.random.key(2)).total)(cut)
+        return stack.natural(found), expected, loss_fn(cut, batch, None)
+
+    found, expected, evaluated = gradients_of(params, stack.cut(params))
+    assert worst(found, expected)[0] < TOLERANCE
+    assert worst(evaluated, shared_loss(params, batch, None))[0] < TOLERANCE
 
 
 # ---- as part of a train step
@@ -492,7 +557,7 @@ def temp_bytes(schedule, virtual, remat, microbatches):
         remat=remat,
         microbatches=microbatches,
     )
-    params = to_virtual(small_params(), virtual)
+    params = jt.Stack(virtual=virtual).cut(small_params())
     # Microbatches of a fixed size, whose buffers outweigh the parameters and the table.
     batch = small.make_batch(64 * microbatches)
     key = jax.random.key(0)
@@ -535,9 +600,10 @@ def stored_layout(config):
     def function(chunk, x, context):
         return run_layers(stages, chunk, x, *context)
 
+    chunk = {"blocks": params["blocks"]}
     context = (batch, jax.random.key(1), jnp.int32(0))
-    layout = residuals.residual_layout(function, params["blocks"], x, context)
-    return layout, params["blocks"], x, context
+    layout = residuals.residual_layout(function, chunk, x, context)
+    return layout, chunk, x, context
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -567,14 +633,6 @@ def test_a_checkpointed_block_stores_its_input_alone():
 
 
 # ---- layout of parameters, and mistakes
-
-
-def test_virtual_layout_round_trip_keeps_natural_order():
-    params = small_params()
-    cut = to_virtual(params, 4)
-    assert cut["blocks"]["up"].shape[:2] == (4, 2)
-    assert worst(from_virtual(cut), params)[0] == 0.0
-    assert named_leaves(to_virtual(params, 1)) == named_leaves(params)
 
 
 @pytest.mark.parametrize(
@@ -617,7 +675,7 @@ def fewer_layers(count):
         ({"params": fewer_layers(7)}, "7 layers are not divisible by 2 stages = 2"),
         (
             {
-                "params": to_virtual(fewer_layers(6), 2),
+                "params": jt.Stack(virtual=2).cut(fewer_layers(6)),
                 "schedule": "interleaved",
                 "virtual": 2,
             },
@@ -639,7 +697,11 @@ def fewer_layers(count):
         ),
         (
             {"stages": dataclasses.replace(small.STAGES, embed=lambda p, b, r: (1, 2))},
-            "hands one array",
+            "hands floating-point arrays [B, ...] from stage to stage",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, shared=("gain", "bias"))},
+            "names 'bias' and the parameters that are not stacked are ['gain', 'table', 'unused']",
         ),
         (
             {"stages": dataclasses.replace(small.STAGES, head_loss=lambda p, x, b: x)},
@@ -654,11 +716,6 @@ def fewer_layers(count):
 def test_mistakes_found_when_traced(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         traced(small.make_batch(ROWS), **options)
-
-
-def test_virtual_must_divide_the_layers():
-    with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3"):
-        to_virtual(small_params(), 3)
 
 
 def test_a_jitted_embedding_reads_what_it_reads():

@@ -8,9 +8,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.pipeline import virtual_rules
 from jaxtrain.parallel.placement import tracing_on
-from jaxtrain.parallel.sharding import OptionalRules, param_shardings, state_shardings
+from jaxtrain.parallel.sharding import (
+    OptionalRules,
+    param_shardings,
+    ruled_shardings,
+    state_shardings,
+)
 from jaxtrain.tree import named_leaves
 from tests import problems
 
@@ -171,8 +175,12 @@ def test_state_that_follows_no_parameter_lies_by_rules_of_its_own():
         *map(jax.tree.leaves, (found.opt_state, train(None, None).opt_state)), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
-    cut = virtual_rules(jt.Rules(RULES, state=state), 2)
-    assert cut.state[0] == ("^opt_state/.*left", (None, "layers", "embed", "heads"))
+    # Cut for an interleaved pipeline, the layers are the second axis.
+    leaf = {"left": jax.ShapeDtypeStruct((2, 2, 8, 8), jnp.float32)}
+    mesh = jt.make_mesh(pipe=2, fsdp=2, tensor=2)
+    rules = jt.Rules(state=[("^left$", state[0][1])], stacked=jt.Stack(virtual=2))
+    lies = ruled_shardings(leaf, {"left": None}, mesh, rules)["left"]
+    assert lies.spec == P(None, "pipe", "fsdp", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -294,12 +302,19 @@ def test_a_table_for_several_models_may_hold_rules_for_others():
     tree = {"w": jax.ShapeDtypeStruct((16,), jnp.float32)}
     for rules in (OptionalRules(table), jt.Rules(OptionalRules(table))):
         assert specs(param_shardings(tree, mesh, rules)) == {"w": P("fsdp")}
-        two = {"w": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
-        layers = OptionalRules([("^w$", ("layers",)), ("^other$", ("embed",))])
-        cut = virtual_rules(jt.Rules(layers) if isinstance(rules, jt.Rules) else layers, 2)
-        assert type(cut) is type(rules)
-        piped = jt.make_mesh(pipe=8)
-        assert specs(param_shardings(two, piped, cut)) == {"w": P(None, "pipe")}
+
+
+def test_rules_in_natural_order_fit_layers_that_are_cut():
+    mesh = jt.make_mesh(pipe=4, fsdp=2)
+    tree = {"blocks": {"w": jnp.zeros((8, 6)), "other": jnp.zeros((8, 5))}, "out": jnp.zeros(4)}
+    cut = jt.Stack(virtual=2)
+    table = OptionalRules([("^blocks/w$", ("layers", "embed")), ("^nothing$", ("embed",))])
+    found = specs(param_shardings(cut.cut(tree), mesh, jt.Rules(table, stacked=cut)))
+    assert found == {
+        "blocks/other": P(None, "pipe"),  # which no rule matches
+        "blocks/w": P(None, "pipe", "fsdp"),
+        "out": P("fsdp"),
+    }
 
 
 def test_a_mesh_of_jax_with_one_axis_does_all_that_one_of_ours_does():

@@ -26,9 +26,11 @@ SMALL = [
 ]
 
 
-def table_of(case):
+def table_of(case, **options):
     schedule, stages, microbatches, virtual = case
-    return make_table(schedule, stages=stages, microbatches=microbatches, virtual=virtual)
+    return make_table(
+        schedule, stages=stages, microbatches=microbatches, virtual=virtual, **options
+    )
 
 
 small_tables = st.sampled_from(SMALL).map(table_of)
@@ -37,6 +39,7 @@ tables = st.one_of(
     st.tuples(st.just("interleaved"), st.integers(2, 8), st.integers(1, 40), st.integers(2, 5)).map(
         table_of
     ),
+    st.sampled_from(SMALL).map(lambda case: table_of(case, backward=False)),
 )
 
 
@@ -45,6 +48,7 @@ def test_every_small_table_is_sound(schedule):
     for case in SMALL:
         if case[0] == schedule:
             check_table(table_of(case))
+            check_table(table_of(case, backward=False))
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,6 +132,18 @@ def test_makespan_of_interleaved_divides_the_bubble_by_the_virtual_stages():
         holes = padded - microbatches
         assert found == pytest.approx(3 * (padded + (stages - 1 - holes) / virtual))
         assert found <= makespan(table_of(("1f1b", stages, microbatches, 1))) + 1e-9
+
+
+def test_an_evaluation_goes_through_the_stages_once_and_holds_one_input():
+    for case in SMALL:
+        _, stages, microbatches, virtual = case
+        table = table_of(case, backward=False)
+        # The whole pipeline fills and drains once; groups of S microbatches follow without a gap.
+        groups, rest = divmod(microbatches - 1, stages)
+        enters = groups * stages * virtual + rest
+        assert table.ticks == enters + stages * virtual, case
+        assert (table.input_slots, table.cotangent_slots, table.residual_slots) == (1, 1, 1)
+        assert (table.bwd_microbatch == -1).all()
 
 
 def test_interleaved_with_one_chunk_is_1f1b():

@@ -1,7 +1,7 @@
 """Pipeline parallelism in one SPMD program: tick tables and the executor that runs them."""
 
-from jaxtrain.parallel.pipeline.executor import pipeline
-from jaxtrain.parallel.pipeline.stages import Stages, from_virtual, to_virtual, virtual_rules
+from jaxtrain.parallel.pipeline.executor import pipeline, pipeline_eval_step
+from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, Table, check_table, make_table
 
 __all__ = [
@@ -9,9 +9,8 @@ __all__ = [
     "Stages",
     "Table",
     "check_table",
-    "from_virtual",
+    "loss_from_stages",
     "make_table",
     "pipeline",
-    "to_virtual",
-    "virtual_rules",
+    "pipeline_eval_step",
 ]

@@ -85,14 +85,21 @@ def rows(batch: PyTree, j: jax.Array | int) -> PyTree:
     return jax.tree.map(row, batch)
 
 
-def pin_rows(x: jax.Array, *, axis: int) -> jax.Array:
-    """Splits an axis as the rows of batches are; the others are the partitioner's."""
+def pin_rows(tree: PyTree, *, axis: int) -> PyTree:
+    """Splits an axis of each leaf as rows of batches are; the others are the partitioner's."""
     mesh = jax.sharding.get_abstract_mesh()
     free = free_axes(mesh)
     if not free:
-        return x
-    entries = [P.UNCONSTRAINED] * x.ndim
+        return tree
     carried = tuple(a for a in BATCH_AXES if a in free)
-    if carried and x.shape[axis] % math.prod(mesh.shape[a] for a in carried) == 0:
-        entries[axis] = carried
-    return jax.lax.with_sharding_constraint(x, P(*entries))
+    parts = math.prod(mesh.shape[a] for a in carried)
+
+    def pin(x: jax.Array) -> jax.Array:
+        if jnp.ndim(x) <= axis:
+            return x
+        entries = [P.UNCONSTRAINED] * x.ndim
+        if carried and x.shape[axis] % parts == 0:
+            entries[axis] = carried
+        return jax.lax.with_sharding_constraint(x, P(*entries))
+
+    return jax.tree.map(pin, tree)

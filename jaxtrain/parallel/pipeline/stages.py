@@ -1,7 +1,8 @@
-"""What a model gives to be pipelined, and how its layers are laid out over devices.
+"""What a model gives to be pipelined: its embedding, one layer, and its loss.
 
-S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each; global stage
-g = v S + s is chunk v of device s. The first stage also embeds, the last also has the loss.
+S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each
+(:mod:`jaxtrain.parallel.stack`); global stage g = v S + s is chunk v of device s. The first stage
+also embeds, the last also has the loss.
 
 Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
 """
@@ -14,121 +15,122 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import entered_specs
-from jaxtrain.parallel.sharding import OptionalRules, Rule, Rules
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
+
+# A loop over layers copies what it keeps to and from stacked arrays. On one CPU device that is
+# slower than up to so many layers written out, and compiling these takes little longer.
+UNROLLED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """A model as embedding, layers and loss.
 
-    Put together, in this order, the three are the loss function that the other gradient engines
-    take; they must name no mesh axis ``pipe``.
+    :func:`jaxtrain.loss_from_stages` makes the loss function of them that the other gradient
+    engines take. They must name no mesh axis ``pipe``.
 
     Args:
-      embed: ``(params, batch, rng) -> x``, one array [B, ...] whose shape and dtype every layer
-        keeps. ``rng`` is the microbatch's key.
+      embed: ``(params, batch, rng) -> x``, the residual stream: an array [B, ...], or a pytree of
+        floating-point arrays (hidden states, sums to be added to), whose shapes and dtypes every
+        layer keeps. ``rng`` is the microbatch's key; None means an evaluation.
       block: ``(layer_params, x, batch, rng) -> x``, one layer; for layer l its ``rng`` is
-        ``jax.random.fold_in(key, l)`` of the microbatch's key. What a block keeps for its backward
-        pass is its own affair: wrap it in ``jax.checkpoint`` to keep less.
+        ``jax.random.fold_in(key, l)`` of the microbatch's key. With ``shared``,
+        ``(layer_params, shared, x, batch, rng, index) -> x``.
       head_loss: ``(params, x, batch) -> WeightedLoss`` or scalar (weight 1). The weight is a
         function of ``batch`` alone.
-      stacked: the key of ``params`` under which every leaf has a leading layer axis, integers
-        (which do not train) too. ``embed`` and ``head_loss`` get all parameters but these.
-      scan_unroll: layers per iteration of the scan over a chunk's layers.
+      stacked: the parameters of the layers, as a :class:`jaxtrain.Stack` or its key: every leaf
+        there has a leading layer axis, integers (which do not train) too. ``embed`` and
+        ``head_loss`` get all parameters but these.
+      scan_unroll: layers per iteration of the scan over a chunk's layers; None for what suits the
+        machine.
+      shared: keys of other parameters that every block reads, perhaps none: their gradients are
+        summed over all layers. Given, blocks are also told the number l of their layer.
+      remat: ``(layer, *, prevent_cse) -> layer``, such as ``jax.checkpoint``: what a layer keeps
+        for its backward pass. None keeps everything (a block may be wrapped itself).
     """
 
-    embed: Callable[[PyTree, PyTree, jax.Array], jax.Array]
-    block: Callable[[PyTree, jax.Array, PyTree, jax.Array], jax.Array]
-    head_loss: Callable[[PyTree, jax.Array, PyTree], Any]
-    stacked: str = "blocks"
-    scan_unroll: int = 1
+    embed: Callable[[PyTree, PyTree, jax.Array | None], PyTree]
+    block: Callable[..., PyTree]
+    head_loss: Callable[[PyTree, PyTree, PyTree], Any]
+    stacked: Stack | str = Stack()  # noqa: RUF009
+    scan_unroll: int | None = 1
+    shared: Sequence[str] | None = None
+    remat: Callable[..., Callable] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stacked, str):
+            object.__setattr__(self, "stacked", Stack(self.stacked))
+
+    def outer(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """All parameters but the stacked ones.
+
+        Raises:
+          ValueError: where the stacked ones or those of ``shared`` are missing.
+        """
+        has = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        if self.stacked.key not in has:
+            raise ValueError(
+                f"stages need the parameters of their layers under the key {self.stacked.key!r} "
+                f"and find {has}: stack them there, or set Stages(stacked=...)"
+            )
+        outer = {name: value for name, value in params.items() if name != self.stacked.key}
+        if missing := [name for name in self.shared or () if name not in outer]:
+            raise ValueError(
+                f"Stages(shared=...) names {missing[0]!r} and the parameters that are not stacked "
+                f"are {sorted(outer)}: use some of these"
+            )
+        return outer
 
 
-def to_virtual(params: Mapping[str, Any], virtual: int, *, stacked: str = "blocks") -> dict:
-    """Cuts the layer axis of stacked parameters in ``virtual`` parts: [L, ...] to [V, L / V, ...].
-
-    Split over ``pipe`` along the second axis, these lie as an interleaved pipeline wants them:
-    layer v L / V + s C + l is layer l of chunk v on device s. With ``virtual`` 1 nothing changes.
+def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | None], Any]:
+    """Makes the loss function of a model given as stages, for everything that is no pipeline.
 
     Args:
-      params: parameters in natural order, such as a model's ``init`` returns.
-      virtual: V, chunks per device.
-      stacked: as in :class:`Stages`.
+      stages: the model.
 
-    Raises:
-      ValueError: where V does not divide the number of layers.
+    Returns:
+      ``(params, batch, rng) -> WeightedLoss``, as :func:`jaxtrain.build_train_step` and
+      :func:`jaxtrain.build_eval_step` take it. Parameters are laid out as ``stages.stacked`` says.
 
-    >>> params = to_virtual({"blocks": {"w": jnp.zeros((8, 3))}, "head": jnp.ones(3)}, 2)
-    >>> params["blocks"]["w"].shape, from_virtual(params)["blocks"]["w"].shape
-    ((2, 4, 3), (8, 3))
+    >>> stages = Stages(
+    ...     embed=lambda params, batch, rng: batch,
+    ...     block=lambda layer, x, batch, rng: x * layer["w"],
+    ...     head_loss=lambda params, x, batch: (x * params["out"]).sum(),
+    ... )
+    >>> params = {"blocks": {"w": jnp.array([2.0, 3.0])}, "out": jnp.ones(4)}
+    >>> float(loss_from_stages(stages)(params, jnp.ones(4), None))
+    24.0
     """
-    if virtual == 1:
-        return dict(params)
 
-    def cut(x: jax.Array) -> jax.Array:
-        if x.shape[0] % virtual:
-            raise ValueError(
-                f"{stacked!r} has {x.shape[0]} layers, not divisible by virtual={virtual}: use a "
-                f"divisor of {x.shape[0]}"
-            )
-        return x.reshape(virtual, x.shape[0] // virtual, *x.shape[1:])
+    def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array | None) -> Any:
+        outer = stages.outer(params)
+        x = stages.embed(outer, batch, rng)
+        x = run_layers(stages, stages.stacked.natural(params), x, batch, rng)
+        return stages.head_loss(outer, x, batch)
 
-    return dict(params) | {stacked: jax.tree.map(cut, params[stacked])}
+    return loss_fn
 
 
-def from_virtual(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict:
-    """Joins what :func:`to_virtual` (with V above 1) has cut: [V, L / V, ...] to [L, ...]."""
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params[stacked])
-    return dict(params) | {stacked: joined}
-
-
-def virtual_rules(
-    rules: Rules | Sequence[Rule], virtual: int
-) -> Rules | OptionalRules | tuple[Rule, ...]:
-    """Fits sharding rules to the shapes of :func:`to_virtual`; :class:`Rules` stay such.
-
-    >>> virtual_rules([("^blocks/w$", ("layers", "embed")), ("^head$", ("embed",))], 2)
-    (('^blocks/w$', (None, 'layers', 'embed')), ('^head$', ('embed',)))
-    """
-    if isinstance(rules, Rules):
-        tables = {
-            name: virtual_rules(getattr(rules, name), virtual) for name in ("params", "state")
-        }
-        return dataclasses.replace(rules, **tables)
-    kind = OptionalRules if isinstance(rules, OptionalRules) else tuple
-    if virtual == 1:
-        return kind(rules)
-    return kind(
-        (pattern, (None, *axes) if axes and axes[0] == "layers" else tuple(axes))
-        for pattern, axes in rules
-    )
-
-
-def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int, virtual: int) -> int:
+def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int) -> int:
     """Returns C, having checked the stacked parameters' shapes.
 
     Raises:
-      ValueError: where there are none, their leading axes differ, or S x V does not divide L.
+      ValueError: where their leading axes differ, or S x V does not divide L.
     """
-    if not isinstance(params, Mapping) or stages.stacked not in params:
-        has = sorted(params) if isinstance(params, Mapping) else type(params).__name__
-        raise ValueError(
-            f"a pipeline needs the parameters of its layers under the key {stages.stacked!r} and "
-            f"finds {has}: stack them there, or set Stages(stacked=...)"
-        )
-    leaves = named_leaves(params[stages.stacked])
-    lead = 1 if virtual == 1 else 2
+    key, virtual, lead = stages.stacked.key, stages.stacked.virtual, stages.stacked.lead
+    leaves = named_leaves(params[key])
     first = tuple(next(iter(leaves.values())).shape[:lead])
     for name, leaf in leaves.items():
         shape = tuple(leaf.shape)
         if len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual):
-            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (to_virtual)"
+            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (Stack.cut)"
             raise ValueError(
-                f"stacked parameter '{stages.stacked}/{name}' has shape {shape}: with "
+                f"stacked parameter '{key}/{name}' has shape {shape}: with "
                 f"virtual={virtual} a pipeline needs all of them as {form}, with one and the same L"
             )
     layers = first[0] if lead == 1 else virtual * first[1]
@@ -147,9 +149,9 @@ def enter_stages(
     """:func:`jaxtrain.parallel.placement.entered_specs` for stages: weights are gathered before the
     first tick, and stay so wherever a stage reads them and hands back their gradients.
 
-    Outer parameters are then whole on all axes: of a lookup in a table that is split by rows, XLA's
-    partitioner aborts within the map over ``pipe``, or exchanges rows within a branch that only one
-    stage takes, where all others wait for it.
+    Outer parameters, shared ones too, are then whole on all axes: of a lookup in a table that is
+    split by rows, XLA's partitioner aborts within the map over ``pipe``, or exchanges rows within a
+    branch that only one stage takes, where all others wait for it.
 
     Args:
       stages, params: the model.
@@ -167,47 +169,75 @@ def enter_stages(
         entries = getattr(spec, "spec", spec)
         return pin(x, P(*entries[len(entries) - x.ndim :]))
 
+    def block(params: PyTree, *rest: Any) -> PyTree:
+        if stages.shared is not None:
+            rest = (outer(rest[0]), *rest[1:])
+        return stages.block(jax.tree.map(layer, params, specs[stages.stacked.key]), *rest)
+
     return pin(params, specs), dataclasses.replace(
         stages,
         embed=lambda params, batch, rng: stages.embed(outer(params), batch, rng),
-        block=lambda params, x, batch, rng: stages.block(
-            jax.tree.map(layer, params, specs[stages.stacked]), x, batch, rng
-        ),
+        block=block,
         head_loss=lambda params, x, batch: stages.head_loss(outer(params), x, batch),
     )
 
 
 def run_layers(
     stages: Stages,
-    stacked: PyTree,
-    x: jax.Array,
+    params: Mapping[str, PyTree],
+    x: PyTree,
     batch: PyTree,
-    rng: jax.Array,
+    rng: jax.Array | None,
     first: int | jax.Array = 0,
-) -> jax.Array:
+    *,
+    looped: bool = False,
+) -> PyTree:
     """Scans consecutive layers.
 
     Args:
-      stacked: parameters with a leading axis C.
-      x: [B, ...].
-      batch, rng: the microbatch and its key.
+      params: stacked parameters with a leading axis C, under their key, and the shared ones.
+      x: the residual stream.
+      batch, rng: the microbatch and its key; None means an evaluation.
       first: the number, in the whole model, of the first of these layers.
+      looped: whether this is within a loop that keeps forward and backward pass apart.
 
     Raises:
       ValueError: where a layer changes the shape or dtype of ``x``.
     """
+    stacked = params[stages.stacked.key]
     count = jax.tree.leaves(stacked)[0].shape[0]
 
     def layer(x, params_and_index):
         layer_params, index = params_and_index
-        y = stages.block(layer_params, x, batch, jax.random.fold_in(rng, index))
-        if (y.shape, y.dtype) != (x.shape, x.dtype):
+        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+        if stages.shared is None:
+            y = stages.block(layer_params, x, batch, layer_rng)
+        else:
+            shared = {name: params[name] for name in stages.shared}
+            y = stages.block(layer_params, shared, x, batch, layer_rng, index)
+        if (kind := _kinds(y)) != _kinds(x):
             raise ValueError(
-                f"a block turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}: every "
-                "stage of a pipeline must keep the shape and dtype of the residual stream"
+                f"a block turns {_kinds(x)} into {kind}: every stage of a pipeline must keep the "
+                "shape and dtype of the residual stream"
             )
         return y, None
 
-    return jax.lax.scan(layer, x, (stacked, first + jnp.arange(count)), unroll=stages.scan_unroll)[
-        0
-    ]
+    unroll = _unroll(stages, count)
+    if stages.remat is not None:
+        # In a loop the forward and the backward pass are apart, and no common subexpression can
+        # undo the rematerialisation; a loop of one iteration is no loop.
+        layer = stages.remat(layer, prevent_cse=not looped and count <= unroll)
+    return jax.lax.scan(layer, x, (stacked, first + jnp.arange(count)), unroll=unroll)[0]
+
+
+def _unroll(stages: Stages, count: int) -> int:
+    if stages.scan_unroll is not None:
+        return stages.scan_unroll
+    # Without an ambient mesh nothing says that there are more devices.
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = platform() == "cpu" and (mesh.empty or mesh.size == 1)
+    return count if alone and stages.remat is None and count <= UNROLLED else 1
+
+
+def _kinds(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)

@@ -55,6 +55,7 @@ class Table:
       stages: devices along ``pipe``, S.
       microbatches: M.
       virtual: chunks per device, V.
+      backward: whether there are backward units; an evaluation has none.
       fwd_microbatch: microbatch of the forward unit.
       fwd_chunk: chunk (virtual stage of this device) of the forward unit.
       bwd_microbatch: microbatch of the backward unit, which runs after the tick's forward unit.
@@ -70,7 +71,7 @@ class Table:
       residual_slot_fwd: residual slot that the forward unit writes.
       residual_slot_bwd: residual slot that the backward unit reads.
       input_slots: slots of the input buffer, the most that any device needs and at least 1. A slot
-        is taken from the arrival to the end of the backward unit.
+        is taken from the arrival to the end of the backward unit (without any: the forward unit).
       cotangent_slots: the same for cotangents, taken from the arrival to the backward unit.
       residual_slots: the same for residuals, taken from the forward to the backward unit.
     """
@@ -79,6 +80,7 @@ class Table:
     stages: int
     microbatches: int
     virtual: int
+    backward: bool
     fwd_microbatch: np.ndarray
     fwd_chunk: np.ndarray
     bwd_microbatch: np.ndarray
@@ -108,7 +110,9 @@ ARRAYS = tuple(f.name for f in dataclasses.fields(Table) if f.type is np.ndarray
 
 
 @functools.cache
-def make_table(schedule: str, *, stages: int, microbatches: int, virtual: int = 1) -> Table:
+def make_table(
+    schedule: str, *, stages: int, microbatches: int, virtual: int = 1, backward: bool = True
+) -> Table:
     """Computes the tick table of a schedule. Tables are cached and their arrays read-only.
 
     Args:
@@ -117,6 +121,8 @@ def make_table(schedule: str, *, stages: int, microbatches: int, virtual: int = 
       stages: devices along ``pipe``.
       microbatches: microbatches per step.
       virtual: chunks per device; more than 1 only for ``"interleaved"``.
+      backward: False leaves the backward units out, for an evaluation: no residual is kept, and a
+        stage input is held until its forward unit alone.
 
     Raises:
       ValueError: for a schedule that there is not, or sizes that it cannot have.
@@ -129,18 +135,22 @@ def make_table(schedule: str, *, stages: int, microbatches: int, virtual: int = 
     """
     check_sizes(schedule, stages, microbatches, virtual)
     fwd_tick_MG, bwd_tick_MG = unit_ticks(schedule, stages, microbatches, virtual)
-    ticks = int(bwd_tick_MG.max()) + 1
-    arrays = {name: np.full((ticks, stages), NONE, np.int32) for name in ARRAYS}
-    for (m, g), forward in np.ndenumerate(fwd_tick_MG):
-        chunk, device = divmod(g, stages)
-        backward = bwd_tick_MG[m, g]
-        arrays["fwd_microbatch"][forward, device] = m
-        arrays["fwd_chunk"][forward, device] = chunk
-        arrays["bwd_microbatch"][backward, device] = m
-        arrays["bwd_chunk"][backward, device] = chunk
-    inputs = place_inputs(arrays, fwd_tick_MG, bwd_tick_MG)
-    cotangents = place_cotangents(arrays, bwd_tick_MG)
-    residuals = place_residuals(arrays, fwd_tick_MG, bwd_tick_MG)
+    last_tick_MG = bwd_tick_MG if backward else fwd_tick_MG
+    arrays = {
+        name: np.full((int(last_tick_MG.max()) + 1, stages), NONE, np.int32) for name in ARRAYS
+    }
+    for kind, tick_MG in (("fwd", fwd_tick_MG), ("bwd", bwd_tick_MG))[: 1 + backward]:
+        for (m, g), tick in np.ndenumerate(tick_MG):
+            chunk, device = divmod(g, stages)
+            arrays[f"{kind}_microbatch"][tick, device] = m
+            arrays[f"{kind}_chunk"][tick, device] = chunk
+    inputs = place_inputs(arrays, fwd_tick_MG, last_tick_MG)
+    cotangents = residuals = 1
+    if backward:
+        cotangents = place_cotangents(arrays, bwd_tick_MG)
+        residuals = place_residuals(arrays, fwd_tick_MG, bwd_tick_MG)
+    else:
+        arrays["bwd_slot"].fill(NONE)
     for array in arrays.values():
         array.setflags(write=False)
     return Table(
@@ -148,6 +158,7 @@ def make_table(schedule: str, *, stages: int, microbatches: int, virtual: int = 
         stages=stages,
         microbatches=microbatches,
         virtual=virtual,
+        backward=backward,
         input_slots=inputs,
         cotangent_slots=cotangents,
         residual_slots=residuals,
@@ -374,8 +385,11 @@ class Simulation:
                 self.receive_cotangent(
                     where, tick, device, sent_backward[(device + 1) % table.stages]
                 )
-        units = table.microbatches * (self.last + 1)
-        for kind, done in (("forward", self.forwarded), ("backward", self.backwarded)):
+        every = table.microbatches * (self.last + 1)
+        for kind, done, units in (
+            ("forward", self.forwarded, every),
+            ("backward", self.backwarded, every * table.backward),
+        ):
             if len(done) != units:
                 raise ValueError(f"{len(done)} of {units} {kind} units run: each must, once")
 
@@ -403,7 +417,11 @@ class Simulation:
         source = None if unit[1] == 0 else unit
         self.read(where, self.inputs, device, here["fwd_slot"], source, "fwd_slot")
         slot = here["residual_slot_fwd"]
-        self.store(where, self.residuals, device, slot, unit, "residual")
+        if self.table.backward:
+            self.store(where, self.residuals, device, slot, unit, "residual")
+        else:
+            self.read(where, self.residuals, device, slot, None, "residual_slot_fwd")
+            self.inputs.pop((device, here["fwd_slot"]), None)
         self.forwarded.add(unit)
         return unit
 

@@ -12,7 +12,6 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt, options
-from jaxtrain import optim
 from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
@@ -20,11 +19,7 @@ from jaxtrain.experiment import (
     restore_state,
     to_checkpoint,
 )
-from jaxtrain.models import gpt as gpt_model
-from jaxtrain.parallel.pipeline import portable, to_virtual
-from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
-from jaxtrain.tree import named_leaves
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
@@ -98,49 +93,6 @@ def test_every_layout_holds_the_same_bits_and_gives_them_on(texts, tmp_path, opt
             natural = to_checkpoint(experiment, state)
             assert digest(natural) == expected, name
             checkpoints.save(step, natural)
-
-
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_the_state_of_virtual_stages_is_the_natural_one_cut(name):
-    """For every optimizer: same paths, and shapes that differ by [V, L / V] for [L] alone."""
-    model = gpt_model.GPTConfig(vocab_size=257, seq_len=8, layers=4, width=256, heads=2)
-    mesh = jt.make_mesh(pipe=2, devices=jax.devices()[:2])
-
-    def shapes(virtual):
-        axes = 1 if virtual == 1 else 2
-        stacked = dict.fromkeys(gpt_model.STACKED, axes)
-        optimizer = jt.make_optimizer(name, 0.1, stacked=stacked, accumulate=2)
-        make = lambda: to_virtual(gpt_model.init(model, jax.random.key(0)), virtual)  # noqa: E731
-        state = jax.eval_shape(lambda: optimizer.init(make()))
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state)
-
-    def named(tree):
-        return {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree).items()}
-
-    natural = named(shapes(1))
-    assert named(natural_shapes(shapes(2), 2)) == natural
-    assert named(natural_shapes(shapes(4), 4)) == natural
-
-
-def test_natural_order_copies_stacked_leaves_alone_and_compiles_once():
-    mesh = jt.make_mesh(pipe=2, data=4)
-
-    def put(x, *spec):
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.device_put(x, sharding)
-
-    layers = np.arange(4 * 6.0).reshape(4, 6)
-    state = {"blocks": {"w": put(layers.reshape(2, 2, 6), None, "pipe")}, "out": put(np.ones(8))}
-    natural = to_natural(state, 2)
-    assert natural["out"] is state["out"]
-    np.testing.assert_array_equal(natural["blocks"]["w"], layers)
-    compiled = portable._reshape_to.cache_info().misses
-    back = from_natural(to_natural(state, 2), state)
-    np.testing.assert_array_equal(back["blocks"]["w"], state["blocks"]["w"])
-    assert back["blocks"]["w"].sharding == state["blocks"]["w"].sharding
-    to_natural(from_natural(natural, state), 2)
-    assert portable._reshape_to.cache_info().misses == compiled + 1
 
 
 def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) -> list[str]:
