@@ -17,7 +17,6 @@ import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.agreement import record_gradients, worst
 from jaxtrain.parallel.pipeline import pipeline
-from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.precision import equations
 from jaxtrain.step import build_update, normalize_loss, with_policy
@@ -72,9 +71,7 @@ def block(layer, x, batch, rng):
 STAGES = dataclasses.replace(small.STAGES, block=block)
 
 
-def loss_fn(params, batch, rng):
-    x = run_layers(STAGES, params["blocks"], small.embed(params, batch, rng), batch, rng)
-    return small.head_loss(params, x, batch)
+loss_fn = jt.loss_from_stages(STAGES)
 
 
 def engine_of(way, mesh, shardings):
