@@ -1,0 +1,35 @@
+"""What happens around the steps of a run: one module for each kind of hook.
+
+:class:`Hook` is what a hook may do. ``logging``, ``evaluation``, ``saving`` and ``stopping`` hold
+those that every run has; :func:`jaxtrain.fit` takes more of them.
+"""
+
+from collections.abc import Mapping
+
+from jaxtrain.state import TrainState
+
+
+class Hook:
+    """What may happen around a step. A subclass overrides what it needs.
+
+    Where a call of the train step runs several steps, there is a state after the last of them only.
+    """
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        """Called when the call that ends with step number ``step`` is dispatched; reading ``state``
+        waits for it."""
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called with the metrics of ``step``, of every step in order, when the call after its own
+        has been dispatched."""
+
+    def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
+        """Called with the held-out means of ``step``, before the ``on_step`` of that step."""
+
+    def stops(self, step: int) -> bool:
+        """Whether the loop ends with ``step``; asked after every hook's ``on_step``.
+
+        All processes of a run must answer alike.
+        """
+        del step
+        return False
