@@ -25,7 +25,8 @@ class RunOptions:
         command for a run that is started again and again.
       overwrite: Delete the run in run_dir first; files that no run writes stay.
       accept_changes: Resume although these flags, or what else is named, are not as they were: the
-        steps to come are then those of another run. "all" accepts everything.
+        steps to come are then those of another run. "stopped" goes on with a run that a hook has
+        stopped on purpose; "all" accepts everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       save_every: Steps between checkpoints; 0 for none but the one at the end.

@@ -25,9 +25,11 @@ from jaxtrain.host.paths import as_path, check_writable
 
 RUNS = "runs"
 OWNER = "owner.json"
+# After which step, and why, the run was stopped on purpose.
+STOPPED = "stopped.json"
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"(owner|config)\.json(\.partial)?|changes\.jsonl|log\.jsonl(\.partial)?|hang-process-\d+\.txt"
+    r"(owner|config|stopped)\.json(\.partial)?|changes\.jsonl|log\.jsonl(\.partial)?|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
     r"|tensorboard/events\.out\.tfevents\..*"
 )

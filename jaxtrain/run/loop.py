@@ -32,16 +32,22 @@ from jaxtrain.planning.comparison import compare_with_run
 from jaxtrain.run import provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run, RunOptions
-from jaxtrain.run.folder import claim_run_dir, find_run_dir, has_checkpoint, write_text
+from jaxtrain.run.folder import (
+    STOPPED,
+    claim_run_dir,
+    find_run_dir,
+    has_checkpoint,
+    write_text,
+)
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
-from jaxtrain.run.hooks.stopping import Alive, Preempting, Skips
+from jaxtrain.run.hooks.stopping import Agreeing, Alive, Preempting, Skips, stopped_before
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
-from jaxtrain.run.observe.writers import make_writers
+from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.survive.accidents import diagnose
 from jaxtrain.run.survive.lifeline import open_lifeline
 from jaxtrain.run.survive.pace import Pace
@@ -132,19 +138,38 @@ def _number(name: str, value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """What a run leaves: the last state, its evaluation, and the folder with everything else."""
+    """What a run leaves: the last state, its evaluation, and the folder with everything else.
+
+    ``stopped`` is the reason where a hook has stopped it before its last step.
+    """
 
     state: TrainState
     evaluation: dict[str, float]
     run_dir: str
+    stopped: str | None = None
 
 
-def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
+def fit(
+    experiment: Experiment,
+    options: RunOptions | None = None,
+    *,
+    hooks: Sequence[Hook] = (),
+    writers: Sequence[Writer] = (),
+) -> FitResult:
     """Trains an experiment, with a header, a progress line, logs, checkpoints and evaluation.
+
+    Where a hook's ``stops`` says so, the run ends on purpose: it is evaluated, saved and concluded
+    as a complete one is. Resuming it trains no further, unless ``options.accept_changes`` has
+    ``"stopped"``.
 
     Args:
       experiment: what to train.
       options: where, and how often to report.
+      hooks: of your own (:class:`jaxtrain.Hook`); each is called in every process, after the
+        built-in ones. What a hook raises ends the run, in all processes.
+      writers: of your own, with ``write(step, values)`` and ``close()``
+        (:class:`jaxtrain.run.observe.writers.Writer`). The first process alone writes; all close
+        theirs, however the run ends.
 
     Raises:
       ValueError: for a mesh, batch or checkpoint that does not fit, and a run to resume that had
@@ -160,10 +185,13 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
     :mod:`jaxtrain.host.exit_codes`.
     """
     options = options or RunOptions()
+    _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
     # A process that stopped without the others would leave them waiting.
     handle_signals = options.handle_signals and (options.watch_peers or jax.process_count() == 1)
     with contextlib.ExitStack() as stack:
+        for writer in writers:
+            stack.callback(writer.close)
         # Before anything that takes long, as what comes before the loop does for a large model.
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
@@ -197,6 +225,10 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         else:
             state = make_state(experiment, mesh)
         start = int(state.step)
+        go_on = bool({"stopped", "all"} & set(options.accept_changes))
+        stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
+        if stopped is not None:
+            experiment = dataclasses.replace(experiment, steps=start)
         train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
         # Only now: whatever has been refused so far has left an older run alone.
         owner = owner or claim()
@@ -215,7 +247,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
 
         folder_logs = make_writers(run_dir, resume_step=start if resume else None)
-        log = stack.enter_context(contextlib.closing(OwnLog(folder_logs, owner, peers)))
+        own_log = stack.enter_context(contextlib.closing(OwnLog(folder_logs, owner, peers)))
+        log = Fanout([own_log, *(writers if jax.process_index() == 0 else ())])
         run = Run(
             experiment=experiment,
             options=options,
@@ -235,7 +268,8 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
         preemption = stack.enter_context(Preempting(peers, handle_signals=handle_signals))
         pace = Pace(peers)
         saving = Saving(run, checkpoints)
-        evaluation = Evaluation(run, [saving])
+        own_hooks = [Agreeing(hook, peers) for hook in hooks]
+        evaluation = Evaluation(run, [saving, *own_hooks])
         if start < experiment.steps:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             state = train_loop(
@@ -244,35 +278,56 @@ def fit(experiment: Experiment, options: RunOptions | None = None) -> FitResult:
                 pace.timed(batches),
                 steps=experiment.steps,
                 steps_per_call=experiment.steps_per_call,
-                hooks=(Alive(watchdog), Logging(run, pace), evaluation, saving, skips, preemption),
+                hooks=[
+                    *(Alive(watchdog), Logging(run, pace), evaluation, saving),
+                    *(*own_hooks, skips, preemption),
+                ],
             )
-        last = int(state.step)
-        stopped = last < experiment.steps or skips.too_many_at is not None
-        means: dict[str, float] = {}
-        if not stopped:
-            try:
-                means = evaluation.at(last, state, after=last)
-            except Interrupted:
-                stopped = True
-        peers.reached(last + 1)  # and will ask no more
-        saving.finish(last, state, seconds=STOPPED_SAVE_SECONDS if stopped else LAST_SAVE_SECONDS)
-        if stopped:
-            if skips.too_many_at is not None:
-                raise diagnose(
-                    experiment,
-                    mesh,
-                    state,
-                    step=skips.too_many_at,
-                    skips=options.max_consecutive_skips,
-                    run_dir=str(run_dir),
-                )
-            end = Preempted(last, str(run_dir))
-            run.progress.note(str(end))
-            raise end
+        means, reason = _finish(run, state, evaluation, saving, skips)
     if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(lines)
     print_conclusion(experiment, state, means, str(run_dir))
-    return FitResult(state, means, str(run_dir))
+    return FitResult(state, means, str(run_dir), reason or stopped)
+
+
+def _finish(
+    run: Run, state: TrainState, evaluation: Evaluation, saving: Saving, skips: Skips
+) -> tuple[dict[str, float], str | None]:
+    """Evaluates and saves the last state; returns its means, and why a hook has ended the run.
+
+    Raises:
+      Preempted, Diverged: the run was interrupted.
+    """
+    experiment, run_dir, last = run.experiment, run.owner.path, int(state.step)
+    diverged, early = skips.too_many_at is not None, last < experiment.steps
+    reason = run.peers.reason if early and not diverged else None
+    if reason is not None:
+        run.owner.check()
+        write_text(run_dir / STOPPED, json.dumps({"step": last, "reason": reason}) + "\n")
+        run.progress.note(f"stopped on purpose after step {last} of {experiment.steps}: {reason}")
+    interrupted = diverged or (early and reason is None)
+    means: dict[str, float] = {}
+    if not interrupted:
+        try:
+            means = evaluation.at(last, state, after=last)
+        except Interrupted:
+            interrupted = True
+    run.peers.reached(last + 1)  # and will ask no more
+    saving.finish(last, state, seconds=STOPPED_SAVE_SECONDS if interrupted else LAST_SAVE_SECONDS)
+    if diverged:
+        raise diagnose(
+            experiment,
+            run.mesh,
+            state,
+            step=skips.too_many_at,
+            skips=run.options.max_consecutive_skips,
+            run_dir=str(run_dir),
+        )
+    if interrupted:
+        end = Preempted(last, str(run_dir))
+        run.progress.note(str(end))
+        raise end
+    return means, reason
 
 
 def _open_checkpoints(
@@ -309,6 +364,19 @@ def _changes(
         title = f"changed since {run_dir} was started last:"
         terminal.print_lines(provenance.table(changes, title=title))
     return changes
+
+
+def _check_plugs(hooks: Sequence[Hook], writers: Sequence[Writer]) -> None:
+    for i, hook in enumerate(hooks):
+        if not isinstance(hook, Hook):
+            raise ValueError(
+                f"hooks[{i}] is {hook!r}: give an instance of a subclass of jaxtrain.Hook"
+            )
+    for i, writer in enumerate(writers):
+        if not isinstance(writer, Writer):
+            raise ValueError(
+                f"writers[{i}] is {writer!r}: give an object with write(step, values) and close()"
+            )
 
 
 def _check_calls(steps_per_call: int, options: RunOptions) -> None:

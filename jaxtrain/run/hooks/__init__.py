@@ -2,6 +2,12 @@
 
 :class:`Hook` is what a hook may do. ``logging``, ``evaluation``, ``saving`` and ``stopping`` hold
 those that every run has; :func:`jaxtrain.fit` takes more of them.
+
+>>> class Budget(Hook):
+...     def stops(self, step):
+...         return "the budget is spent" if step >= 100 else False
+>>> Budget().stops(7), Budget().stops(100)
+(False, 'the budget is spent')
 """
 
 from collections.abc import Mapping
@@ -24,12 +30,16 @@ class Hook:
         has been dispatched."""
 
     def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
-        """Called with the held-out means of ``step``, before the ``on_step`` of that step."""
+        """Called by :func:`jaxtrain.fit` with the held-out means of ``step``, before the
+        ``on_step`` of that step."""
 
-    def stops(self, step: int) -> bool:
-        """Whether the loop ends with ``step``; asked after every hook's ``on_step``.
+    def stops(self, step: int) -> bool | str:
+        """Returns whether the loop ends with ``step``, or why it does; asked after every hook's
+        ``on_step``.
 
-        All processes of a run must answer alike.
+        :func:`jaxtrain.fit` takes the answer for an end on purpose. Where one of several processes
+        gives it, all agree on a step to end with; without ``RunOptions.watch_peers``, and in
+        :func:`jaxtrain.train_loop`, they must answer alike.
         """
         del step
         return False

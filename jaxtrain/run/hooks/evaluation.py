@@ -74,9 +74,7 @@ class Evaluation(Hook):
         for number, batch in enumerate(itertools.chain(batches, [None])):
             self.run.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
             # Batches count as parts of a step, so that this is between two steps for the others.
-            position = after + (number + 1) / (number + 2)
-            agreed = self.run.peers.stop_step(position)
-            if agreed is not None and position >= agreed:
+            if self.run.peers.interrupts(after + (number + 1) / (number + 2)):
                 self.run.progress.note(
                     f"the evaluation after step {step} is left out: asked to stop"
                 )
