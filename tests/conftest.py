@@ -1,9 +1,14 @@
 """Eight simulated CPU devices for every test; set before JAX starts its backend."""
 
 import atexit
+import gc
 import os
 import shutil
+import signal
 import tempfile
+import zlib
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Without these the TPU compiler (extra `aot`) looks for a TPU to talk to, and is loud about it.
@@ -22,3 +27,28 @@ jax.config.update("jax_enable_compilation_cache", False)
 # Programs that the tests start share what they compile, and leave the user's own cache alone.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# A shell ignores SIGINT in what it starts in the background, and so would all that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", help="Run part I of N, of about equal size, from 0.")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--part") is None:
+        return
+    part, parts = map(int, config.getoption("--part").split("/"))
+    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Compiled programs of one module are of no use to the next one."""
+    yield
+    jax.clear_caches()
+    gc.collect()

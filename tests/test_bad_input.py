@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
 SMALL += ["--global-batch", "8", "--held-out-bytes", "2000", "--sample-tokens", "0"]
 fuzz = settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -106,14 +106,14 @@ FLAGS = st.one_of(
 )
 
 
-@settings(fuzz, max_examples=30)
+@settings(fuzz, max_examples=12)
 @given(st.lists(FLAGS, min_size=1, max_size=3))
 def test_flags(dry, texts, flags):
     train_with(texts, flags)
 
 
 @pytest.mark.slow
-@settings(fuzz, max_examples=400)
+@settings(fuzz, max_examples=150)
 @given(st.lists(FLAGS, min_size=1, max_size=4))
 def test_flags_at_length(dry, texts, flags):
     train_with(texts, flags)
@@ -169,7 +169,7 @@ HOSTILE_LINES += [b'{"text": "' + b"x" * 3_000_000 + b'"}', b"\0" * 100, b"1e999
 SUFFIXES = [".txt", ".jsonl", ".parquet", ".JSONL", ".py", ".bin", ""]
 
 
-@settings(fuzz, max_examples=40)
+@settings(fuzz, max_examples=20)
 @given(
     st.lists(
         st.tuples(
@@ -197,7 +197,7 @@ def parquet(path: pathlib.Path, **columns) -> bytes:
     return path.read_bytes()
 
 
-@settings(fuzz, max_examples=30)
+@settings(fuzz, max_examples=12)
 @given(st.floats(0, 1), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=3))
 def test_parquet_cut_short_and_changed(dry, tmp_path_factory, part, changes):
     folder = tmp_path_factory.mktemp("parquet")
@@ -253,7 +253,7 @@ def with_value(tree, path, value):
     return tree
 
 
-@settings(fuzz, max_examples=80)
+@settings(fuzz, max_examples=40)
 @given(st.data())
 def test_tokenizer_files(dry, texts, data):
     pytest.importorskip("tokenizers")
@@ -283,7 +283,7 @@ def generate_from(run: pathlib.Path, *flags: str) -> str | None:
     return outcome(generate.main, ["--run", str(run), "--tokens", "1", *flags])
 
 
-@settings(fuzz, max_examples=60)
+@settings(fuzz, max_examples=30)
 @given(st.data())
 def test_configs_of_checkpoints(run, tmp_path_factory, data):
     """What ``generate`` reads: the model's sizes and the tokenizer, whatever stands there."""
@@ -301,7 +301,7 @@ def test_configs_of_checkpoints(run, tmp_path_factory, data):
     generate_from(copy, "--temperature", "0")
 
 
-@settings(fuzz, max_examples=60)
+@settings(fuzz, max_examples=30)
 @given(st.data())
 def test_manifests_of_checkpoints(run, tmp_path_factory, data):
     """Sealed anew after each change, so that the seal does not catch it."""

@@ -54,6 +54,7 @@ def rates_of(rate):
     }
 
 
+@pytest.mark.slow
 def test_the_row_measures_in_processes_and_prints_the_best_batch(capsys, monkeypatch):
     monkeypatch.setattr(throughput, "why_not_torch", lambda *_: "not here")
     monkeypatch.delenv("XLA_FLAGS", raising=False)

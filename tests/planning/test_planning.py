@@ -331,6 +331,7 @@ def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypa
     assert json.dumps(plan.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_call_of_many_steps_is_planned_as_it_runs():
     target = targets.parse_target("cpu:8")
     one, many = (
@@ -372,6 +373,7 @@ def test_after_a_run(monkeypatch):
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
 
 
+@pytest.mark.slow
 def test_the_command_searches(capsys):
     target = ("plan", "experiments.gpt", "--target", "h100:1x4", "--search")
     flags = "--layers 2 --width 64 --heads 4 --seq-len 32 --optimizer.name adamw --precision bf16"

@@ -140,6 +140,7 @@ def test_a_replay_makes_the_calls_of_the_run(tmp_path):
     assert "microbatch 1" in replay(tmp_path, 7, module="tests.workers.poisoned").first_not_finite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
