@@ -14,7 +14,7 @@ from jaxtrain import cli
 from jaxtrain.run import launch
 from jaxtrain.run.launch import LaunchOptions, process_settings, run_launch
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # Says who it is, and does what its arguments tell it: INDEX STATUS SECONDS ...
 WHO = (
     "import os; print('I am', *(os.environ['JAXTRAIN_' + n] for n in ('PROCESS_ID', 'PROCESSES')))"

@@ -571,7 +571,7 @@ def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path):
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_PROCESSES, str(process), str(port), str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[3])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -23,7 +23,7 @@ from jaxtrain.run.checkpoints.checkpointer import (
 )
 from jaxtrain.run.checkpoints.manifest import checksums
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def make_state(seed: int) -> dict:

@@ -26,7 +26,7 @@ from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.tree import named_leaves
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
 SMALL += ["--global-batch", "16", "--held-out-bytes", "2000", "--sample-tokens", "0"]
 SMALL += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "1", "--log-every", "1"]

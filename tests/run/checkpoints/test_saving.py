@@ -17,7 +17,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError, diges
 from jaxtrain.run.hooks.saving import Saving
 from tests.run.test_loop import make_experiment
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 class Stub:

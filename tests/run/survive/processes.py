@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 WORKER = str(ROOT / "tests" / "workers" / "train_worker.py")
 # Longer than anything takes on a machine that does other things besides.
 PATIENCE = 240.0
