@@ -37,6 +37,15 @@ class BatchStream(Protocol):
         ...
 
 
+def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
+    """The batches of an experiment that was built without its data.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError("this experiment was built without its data: build(config) has it")
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything that a training run is made of.

@@ -15,9 +15,9 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
-from experiments.options import simulate_devices
 from jaxtrain.models import gpt
 from jaxtrain.parallel.pipeline import to_virtual, virtual_rules
+from jaxtrain.run.main import simulate_devices
 from jaxtrain.step import build_update
 
 

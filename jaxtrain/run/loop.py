@@ -31,7 +31,7 @@ from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.comparison import compare_with_run
 from jaxtrain.run import provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
-from jaxtrain.run.context import Run, RunOptions
+from jaxtrain.run.context import Run
 from jaxtrain.run.folder import (
     STOPPED,
     claim_run_dir,
@@ -48,6 +48,7 @@ from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
+from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.accidents import diagnose
 from jaxtrain.run.survive.lifeline import open_lifeline
 from jaxtrain.run.survive.pace import Pace

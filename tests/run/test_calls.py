@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtrain as jt
-from experiments import gpt, options
+from experiments import gpt
 from jaxtrain.experiment import call_end, call_lengths
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import parse
 from jaxtrain.run.replay import replay
 from jaxtrain.run.survive.preemption import Preempted
 from tests.run.survive.test_preemption import signalled
@@ -159,7 +160,7 @@ def test_calls_compose_with_meshes_pipelines_and_accumulation(tmp_path, flags):
 
     def train(k):
         given = [*flags.split(), "--steps-per-call", str(k), "--run-dir", str(tmp_path / str(k))]
-        config = options.parse(gpt.Config, given)
+        config = parse(gpt.Config, given)
         return jt.fit(gpt.build(config), config.run).state
 
     single, many = train(1), train(3)

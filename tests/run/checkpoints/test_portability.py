@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import gpt, options
+from experiments import gpt
 from jaxtrain import optim
 from jaxtrain.experiment import (
     make_abstract_state,
@@ -24,6 +24,7 @@ from jaxtrain.models import gpt as gpt_model
 from jaxtrain.parallel.pipeline import portable, to_virtual
 from jaxtrain.parallel.pipeline.portable import from_natural, natural_shapes, to_natural
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import parse
 from jaxtrain.tree import named_leaves
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -63,7 +64,7 @@ def size_of(flags: str) -> int:
 
 
 def experiment_of(texts, flags: str, *more: str):
-    config = options.parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
+    config = parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
     return gpt.build(config)
 
 
