@@ -124,7 +124,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if self.steps_per_call < 1:
-            raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
+            raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
 
 

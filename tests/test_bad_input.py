@@ -149,6 +149,7 @@ def train_with(texts, flags):
         ("--layers", "99999999999999999999", "layers=99999999999999999999"),
         ("--run-dir", "http://x/y", "no storage"),
         ("--run-dir", "/dev/null/run", "Not a directory"),
+        ("--resume", "--overwrite", "--resume continues a run and --overwrite deletes it"),
         ("--save-every", "-1", "save_every is -1"),
         ("--log-every", "0", "log_every is 0"),
         ("--save-minutes", "nan", "save_minutes is nan"),

@@ -385,6 +385,6 @@ def _check_calls(steps_per_call: int, options: RunOptions) -> None:
         every = getattr(options, name)
         if every % steps_per_call:
             raise ValueError(
-                f"--{name.replace('_', '-')} is {every} and --steps-per-call {steps_per_call}: a "
-                f"state is there between calls only, so give a multiple of {steps_per_call}"
+                f"{name} is {every} and steps_per_call {steps_per_call}: a state is there between "
+                f"calls only, so give a multiple of {steps_per_call}"
             )

@@ -36,7 +36,7 @@ from jaxtrain.run.options import (
     make_optimizer,
 )
 from jaxtrain.run.provenance import OF_START, SAME, from_plain, known_fields, read_record
-from jaxtrain.run.refusal import refusing
+from jaxtrain.run.refusal import refusing, with_flags
 from jaxtrain.run.survive.accidents import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
 
@@ -149,7 +149,7 @@ def main(
     Ends the process with the codes of :mod:`jaxtrain.host.exit_codes`: what cannot be is one
     sentence and ``REFUSED``.
     """
-    with refusing(), contextlib.ExitStack() as stack:
+    with refusing(config_type), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
@@ -163,7 +163,7 @@ def main(
         try:
             fit(experiment, config.run, hooks=hooks, writers=writers)
         except Diverged as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None
 
 

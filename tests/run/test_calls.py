@@ -95,16 +95,16 @@ def test_evaluations_and_checkpoints_fall_between_calls(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "flag"), [({"eval_every": 6}, "--eval-every"), ({"save_every": 10}, "--save-every")]
+    ("change", "name"), [({"eval_every": 6}, "eval_every"), ({"save_every": 10}, "save_every")]
 )
-def test_an_interval_that_ends_inside_a_call_is_refused(tmp_path, change, flag):
+def test_an_interval_that_ends_inside_a_call_is_refused(tmp_path, change, name):
     given = jt.RunOptions(run_dir=str(tmp_path / "run"), **change)
     (every,) = change.values()
-    wanted = f"{flag} is {every} and --steps-per-call 4: .* give a multiple of 4"
+    wanted = f"{name} is {every} and steps_per_call 4: .* give a multiple of 4"
     with pytest.raises(ValueError, match=wanted):
         jt.fit(make_experiment(steps_per_call=4), given)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="--steps-per-call is 0: give at least 1"):
+    with pytest.raises(ValueError, match="steps_per_call is 0: give at least 1"):
         make_experiment(steps_per_call=0)
 
 

@@ -49,7 +49,7 @@ def test_every_kind_of_change_has_its_meaning(now, name, meaning):
     (change,) = compare(record(), now, MAY_CHANGE)
     assert (change.name, change.meaning) == (name, meaning)
     if meaning is None:
-        with pytest.raises(ValueError, match=rf"the run in r had {name} .*--accept-changes {name}"):
+        with pytest.raises(ValueError, match=rf"the run in r had {name} .*accept_changes {name}"):
             check([change], (), run_dir="r")
     for accepted in ([f"--{name}"], [name.replace("-", "_")], ["all"]):
         check([change], accepted, run_dir="r")

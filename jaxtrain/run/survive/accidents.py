@@ -49,7 +49,7 @@ class ConsecutiveSkips:
 
     def __init__(self, limit: int):
         if limit < 0:
-            raise ValueError(f"--max-consecutive-skips is {limit}: give 0 (no limit) or more")
+            raise ValueError(f"max_consecutive_skips is {limit}: give 0 (no limit) or more")
         self._limit = limit
         self.count = 0
         self.too_many_at: int | None = None
@@ -191,7 +191,7 @@ def diagnose(
     cause = examine(experiment, mesh, before, batch).first_not_finite()
     cause = cause or (
         "all gradients of the last one are finite: the loss or gradient norm stood too far outside "
-        "what came before (--optimizer.skip-spikes)"
+        "what came before (skip_spikes)"
     )
     module = experiment.config.get("module", "MODULE")
     return Diverged(

@@ -345,7 +345,7 @@ def _connect() -> Lifeline:
         raise OSError(
             failure
             or f"process {missing} could not connect to process 0 to keep watch over each other: "
-            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
         )
     return Lifeline(process, processes, peers, hosts)
 
@@ -403,7 +403,7 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
         failure = (
             f"process {', '.join(map(str, missing))} did not connect to process 0 on "
             f"{' or '.join(call['addresses'])}, port {call['port']}, within {JOIN_SECONDS:.0f} s: "
-            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
         )
     return peers, hosts, failure
 
@@ -471,7 +471,7 @@ def _call(
     failure = (
         f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
         f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "
-        "--no-watch-peers"
+        "`watch_peers=False`"
     )
     return {}, {}, failure
 

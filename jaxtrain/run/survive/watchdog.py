@@ -38,7 +38,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         if not seconds >= 0:
-            raise ValueError(f"--hang-minutes is {seconds / 60:g}: give 0 (never) or more")
+            raise ValueError(f"hang_minutes is {seconds / 60:g}: give 0 (never) or more")
         self._limit, self._process = seconds, process
         self.run_dir: epath.PathLike | None = None
         self._exit, self._clock = exit, clock

@@ -46,7 +46,7 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
     for step in range(100):
         never.on_metrics(step, bad)
     assert never.too_many_at is None
-    with pytest.raises(ValueError, match="--max-consecutive-skips is -1"):
+    with pytest.raises(ValueError, match="max_consecutive_skips is -1"):
         ConsecutiveSkips(-1)
 
 

@@ -258,7 +258,7 @@ def test_a_folder_that_a_host_does_not_share_is_said_before_the_training(tmp_pat
         assert [p.code() for p in processes] != [0, 0]
         for process in processes:
             assert "process 1 does not see what process 0 writes in " in process.errors
-            assert "give a --run-dir that all hosts share" in process.errors
+            assert "give a run_dir that all hosts share" in process.errors
         assert last_step(tmp_path / "shared" / "run") == 0
     finally:
         for process in processes:
