@@ -43,16 +43,16 @@ from jaxtrain.run.hooks import Hook
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
-from jaxtrain.run.hooks.stopping import Agreeing, Alive, Preempting, Skips, stopped_before
+from jaxtrain.run.hooks.stopping import Agreeing, stopped_before
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
-from jaxtrain.run.survive.accidents import diagnose
+from jaxtrain.run.survive.accidents import ConsecutiveSkips, diagnose
 from jaxtrain.run.survive.lifeline import open_lifeline
 from jaxtrain.run.survive.pace import Pace
-from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm
+from jaxtrain.run.survive.preemption import Preempted, Preemption, ending_at_sigterm
 from jaxtrain.run.survive.watchdog import Watchdog
 from jaxtrain.state import TrainState
 
@@ -200,7 +200,7 @@ def fit(
         abstract = make_abstract_state(experiment, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = dataclasses.replace(experiment, config=record)
-        skips = Skips(options.max_consecutive_skips)
+        skips = ConsecutiveSkips(options.max_consecutive_skips)
         watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
         run_dir, resume = find_run_dir(
             experiment.name,
@@ -266,7 +266,7 @@ def fit(
         watchdog.run_dir = run_dir
         stack.enter_context(watchdog)
         stack.enter_context(storage.restartable())
-        preemption = stack.enter_context(Preempting(peers, handle_signals=handle_signals))
+        preemption = stack.enter_context(Preemption(peers, handle_signals=handle_signals))
         pace = Pace(peers)
         saving = Saving(run, checkpoints)
         own_hooks = [Agreeing(hook, peers) for hook in hooks]
@@ -280,7 +280,7 @@ def fit(
                 steps=experiment.steps,
                 steps_per_call=experiment.steps_per_call,
                 hooks=[
-                    *(Alive(watchdog), Logging(run, pace), evaluation, saving),
+                    *(watchdog, Logging(run, pace), evaluation, saving),
                     *(*own_hooks, skips, preemption),
                 ],
             )
@@ -292,7 +292,7 @@ def fit(
 
 
 def _finish(
-    run: Run, state: TrainState, evaluation: Evaluation, saving: Saving, skips: Skips
+    run: Run, state: TrainState, evaluation: Evaluation, saving: Saving, skips: ConsecutiveSkips
 ) -> tuple[dict[str, float], str | None]:
     """Evaluates and saves the last state; returns its means, and why a hook has ended the run.
 
@@ -368,16 +368,13 @@ def _changes(
 
 
 def _check_plugs(hooks: Sequence[Hook], writers: Sequence[Writer]) -> None:
-    for i, hook in enumerate(hooks):
-        if not isinstance(hook, Hook):
-            raise ValueError(
-                f"hooks[{i}] is {hook!r}: give an instance of a subclass of jaxtrain.Hook"
-            )
-    for i, writer in enumerate(writers):
-        if not isinstance(writer, Writer):
-            raise ValueError(
-                f"writers[{i}] is {writer!r}: give an object with write(step, values) and close()"
-            )
+    for name, plugs, kind, wanted in (
+        ("hooks", hooks, Hook, "an instance of a subclass of jaxtrain.Hook"),
+        ("writers", writers, Writer, "an object with write(step, values) and close()"),
+    ):
+        for i, plug in enumerate(plugs):
+            if not isinstance(plug, kind):
+                raise ValueError(f"{name}[{i}] is {plug!r}: give {wanted}")
 
 
 def _check_calls(steps_per_call: int, options: RunOptions) -> None:

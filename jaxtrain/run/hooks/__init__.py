@@ -1,6 +1,6 @@
 """What happens around the steps of a run: one module for each kind of hook.
 
-:class:`Hook` is what a hook may do. ``logging``, ``evaluation``, ``saving`` and ``stopping`` hold
+:class:`Hook` is what a hook may do. The modules here and in :mod:`jaxtrain.run.survive` hold
 those that every run has; :func:`jaxtrain.fit` takes more of them.
 
 >>> class Budget(Hook):

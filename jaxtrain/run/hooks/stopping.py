@@ -1,4 +1,4 @@
-"""What ends the loop before its last step, and the sign of life that the watchdog waits for."""
+"""A run that a hook has ended on purpose: agreed on by all processes, and known when resumed."""
 
 import json
 
@@ -8,34 +8,7 @@ from jaxtrain.host import distributed
 from jaxtrain.run.folder import STOPPED
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.survive.accidents import ConsecutiveSkips
 from jaxtrain.run.survive.lifeline import Lifeline
-from jaxtrain.run.survive.preemption import Preemption
-from jaxtrain.run.survive.watchdog import Watchdog
-from jaxtrain.state import TrainState
-
-
-class Alive(Hook):
-    """Tells the watchdog of every call that is dispatched: that waits for the one before it."""
-
-    def __init__(self, watchdog: Watchdog):
-        self.watchdog = watchdog
-
-    def on_step(self, step: int, state: TrainState) -> None:
-        del state
-        self.watchdog.beat(f"after the dispatch of step {step}")
-
-
-class Skips(ConsecutiveSkips, Hook):
-    """Ends the loop where too many steps in a row were skipped."""
-
-    def stops(self, step: int) -> bool:
-        del step
-        return self.too_many_at is not None
-
-
-class Preempting(Preemption, Hook):
-    """Ends the loop where all processes have agreed to."""
 
 
 class Agreeing(Hook):
@@ -50,7 +23,7 @@ class Agreeing(Hook):
         if answer := self.hook.stops(step):
             named = f"{type(self.hook).__name__} asked for it"
             self.peers.want_stop(answer if isinstance(answer, str) else named)
-        return False  # Preempting hears of it, in all processes.
+        return False  # Preemption hears of it, in all processes.
 
 
 def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None:
