@@ -8,15 +8,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 import numpy as np
 
-from experiments import options
+import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.experiment import Experiment
 from jaxtrain.models import convnet
-from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.run import options
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
@@ -26,11 +24,9 @@ LEARNING_RATES = {"lars": 30.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(jt.Config):
     """Trains a ConvNet on handwritten digits."""
 
-    run: options.Run = dataclasses.field(default_factory=options.RunOptions)
-    mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
     optimizer: options.OptimizerOptions = dataclasses.field(
         default_factory=lambda: options.OptimizerOptions(name="momentum", weight_decay=1e-4)
     )
@@ -45,63 +41,30 @@ class Config:
     """Rate before the output."""
     accumulate: int = 1
     """Microbatches per step, in one scan; BatchNorm sees one at a time."""
-    steps_per_call: options.StepsPerCall = 1
-    precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
-    """Dtypes; bf16 keeps float32 parameters, statistics and optimizer state."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
-    seed: int = 0
-    """Of parameters, dropout and the order of the images."""
-    simulate_devices: options.SimulateDevices = 0
-    distributed: options.Processes = dataclasses.field(default_factory=options.ProcessOptions)
 
 
-def build(config: Config) -> Experiment:
+def build(config: Config) -> jt.Experiment:
     """Builds the experiment.
 
     Raises:
       ValueError: for options that do not fit each other.
     """
-    options.check_seed(config.seed)
     train, held_out = load_digits()
     model = convnet.ConvNetConfig(channels=config.channels, dropout=config.dropout)
-    batches = data.Batches(train, global_batch=config.global_batch, seed=config.seed)
-    return Experiment(
-        name="vision",
+    return config.experiment(
+        "vision",
+        **config.batches_of(train, held_out),
         init_fn=functools.partial(convnet.init, model),
         loss_fn=convnet.loss_fn(model),
         has_model_state=True,
         optimizer=options.make_optimizer(
             config.optimizer, steps=config.steps, default_rates=LEARNING_RATES
         ),
-        batch=batches.shapes,
-        train_batches=lambda start, sharding: batches.stream(
-            start,
-            sharding=sharding,
-            prefetch=max(2, min(config.steps_per_call, config.steps)),
-        ),
-        eval_batches=lambda sharding: data.eval_batches(
-            held_out, config.global_batch, sharding=sharding
-        ),
-        steps=config.steps,
-        mesh=dataclasses.asdict(config.mesh),
-        policy=Policy.named(config.precision),
-        accumulate=config.accumulate,
-        steps_per_call=config.steps_per_call,
-        zero=config.zero,
-        seed=config.seed,
         fingerprints={
             "images": hashlib.sha256(train.images_NHWC.tobytes()).hexdigest(),
             "order_of_rows": str(data.ORDER_VERSION),
         },
-        may_change=options.may_change(config),
-        items_per_step=config.global_batch,
         item="images",
-        config={
-            "experiment": "vision",
-            "module": "experiments.vision",
-            "flags": dataclasses.asdict(config),
-        },
         facts={
             "model": f"ConvNet, channels {', '.join(map(str, config.channels))}, BatchNorm, "
             f"dropout {config.dropout}",
@@ -161,4 +124,4 @@ def conclude(state: TrainState, means: Mapping[str, float]) -> list[str]:
 
 
 if __name__ == "__main__":
-    options.main(Config, build)
+    jt.main(Config, build)

@@ -23,6 +23,7 @@ from jaxtrain.planning import search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
+from jaxtrain.run.main import Config
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.refusal import refusing
 
@@ -273,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     options, rest = parse(arguments)
     (command,) = (c for c in COMMANDS.values() if isinstance(options, c.options))
-    with refusing():
+    shared = [Config] if hasattr(options, "experiment") else []  # of the experiment's flags
+    with refusing(*shared, type(options)):
         return command.run(options, rest)
 
 

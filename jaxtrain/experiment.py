@@ -38,6 +38,15 @@ class BatchStream(Protocol):
         ...
 
 
+def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
+    """The batches of an experiment that was built without its data.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError("this experiment was built without its data: build(config) has it")
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything that a training run is made of.
@@ -117,7 +126,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if self.steps_per_call < 1:
-            raise ValueError(f"--steps-per-call is {self.steps_per_call}: give at least 1")
+            raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
 
     @property

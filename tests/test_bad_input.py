@@ -17,12 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import gpt, options
+from experiments import gpt
 from experiments.gpt import generate
 from jaxtrain import experiment as experiments
 from jaxtrain.run.checkpoints import manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import find_run_dir
+from jaxtrain.run.main import main, parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
@@ -39,7 +40,7 @@ class Accepted(Exception):
     """The input is good: a run would begin."""
 
 
-def stop_before_compiling(experiment, run):
+def stop_before_compiling(experiment, run, **plugs):
     """All that ``fit`` does until it compiles."""
     mesh = experiments.make_experiment_mesh(experiment)
     state = experiments.make_abstract_state(experiment, mesh)
@@ -51,7 +52,7 @@ def stop_before_compiling(experiment, run):
 
 @pytest.fixture
 def dry(monkeypatch, tmp_path):
-    monkeypatch.setattr(options, "fit", stop_before_compiling)
+    monkeypatch.setattr("jaxtrain.run.main.fit", stop_before_compiling)
     monkeypatch.chdir(tmp_path)
 
 
@@ -82,7 +83,7 @@ def outcome(main, *arguments) -> str | None:
 
 
 def train(*flags: str) -> str | None:
-    return outcome(options.main, gpt.Config, gpt.build, list(flags))
+    return outcome(main, gpt.Config, gpt.build, list(flags))
 
 
 NUMBERS = ["-1", "0", "1", "2", "3", "7", "8", "64", "1000", "nan", "inf", "-inf", "1e-3", "-0.5"]
@@ -148,6 +149,7 @@ def train_with(texts, flags):
         ("--layers", "99999999999999999999", "layers=99999999999999999999"),
         ("--run-dir", "http://x/y", "no storage"),
         ("--run-dir", "/dev/null/run", "Not a directory"),
+        ("--resume", "--overwrite", "--resume continues a run and --overwrite deletes it"),
         ("--save-every", "-1", "save_every is -1"),
         ("--log-every", "0", "log_every is 0"),
         ("--save-minutes", "nan", "save_minutes is nan"),
@@ -269,7 +271,7 @@ def test_tokenizer_files(dry, texts, data):
 def run(texts, tmp_path_factory):
     """A run of two checkpoints, made without training."""
     run = tmp_path_factory.mktemp("runs") / "gpt"
-    config = options.parse(gpt.Config, [*SMALL, "--data", texts, "--run-dir", str(run)])
+    config = parse(gpt.Config, [*SMALL, "--data", texts, "--run-dir", str(run)])
     experiment = gpt.build(config)
     state = experiments.make_state(experiment, experiments.make_experiment_mesh(experiment))
     with Checkpointer(run / "checkpoints") as checkpoints:
@@ -357,4 +359,4 @@ def test_a_bug_keeps_its_traceback():
         return {}["a bug"]
 
     with pytest.raises(KeyError, match="a bug"):
-        options.main(gpt.Config, buggy, [])
+        main(gpt.Config, buggy, [])

@@ -88,6 +88,12 @@ def test_what_cannot_be_is_one_sentence_and_status_2(capsys, flags, sentence):
     assert err.count("\n") == 1
 
 
+def test_arguments_that_the_library_speaks_of_are_flags_here(capsys):
+    flags = ["--target", "cpu:8", "--steps-per-call", "0", "--tokenizer", "257"]
+    status, _, err = run(capsys, "plan", "experiments.gpt", *flags)
+    assert (status, err) == (2, "error: --steps-per-call is 0: give at least 1\n")
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schedule", "--stages", "2", "--mic"]])
 def test_what_cannot_be_read_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit:

@@ -1,8 +1,11 @@
 """The README's examples run as they stand, and its Flax models in float32 and in bf16."""
 
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +15,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.tree import named_leaves
+from tests.commands import run as command
 from tests.test_parity import worst
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY, PIPELINE = BLOCKS
+LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY, PIPELINE, MODULE = BLOCKS
 F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
@@ -133,3 +137,38 @@ def test_the_loop_of_your_own_learns_and_goes_on_where_it_was_interrupted(
     again = run(LOOP, **names)
     for one, other in ((again["ema"], whole["ema"]), (again["state"], whole["state"])):
         assert digest(one) == digest(other)
+
+
+def test_a_module_of_ones_own_is_trained_resumed_planned_checked_and_replayed(
+    tmp_path, monkeypatch, capsys
+):
+    assert len(MODULE.splitlines()) <= 30
+    (tmp_path / "sine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    begin = [sys.executable, "-m", "sine", "--steps", "40", "--width", "16", "--global-batch", "64"]
+    begin += ["--simulate-devices", "2", "--optimizer.schedule", "constant"]
+    begin += ["--optimizer.warmup-steps", "1"]
+    done = subprocess.run(begin, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/sine-1/config.json").read_text())["module"] == "sine"
+    monkeypatch.syspath_prepend(tmp_path)
+    import sine
+
+    # Flags that are left out are the run's own, but for the devices, which are here already.
+    more = ["--resume", "--steps", "60", "--mesh.data", "8", "--simulate-devices", "0"]
+    jt.main(sine.Config, sine.build, more)
+    assert "20 (1,280 rows), resumed at step 40" in capsys.readouterr().out
+    lines = map(json.loads, (tmp_path / "runs/sine-1/log.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+    assert losses[60] < losses[40] < 0.3
+    fast = ("--width", "32", "--optimizer.name", "sgd")
+    status, out, _ = command(capsys, "plan", "sine", "--target", "cpu:2", *fast)
+    assert (status, out.splitlines()[0]) == (0, "sine on cpu:2")
+    status, out, _ = command(capsys, "parity", "sine", "--layout", "data=2,fsdp=2", *fast)
+    assert status == 0
+    assert "1 of 1 meshes agree" in out
+    step = ("--module", "sine", "--step", "41")
+    assert (
+        "gradients: 2 of 2 leaves are finite" in command(capsys, "replay", "runs/sine-1", *step)[1]
+    )

@@ -15,8 +15,7 @@ import jaxtrain as jt
 from experiments import vision
 from experiments.bench import Variant, Work, gpt_work, interleave, print_row, step_facts
 from experiments.bench import step as ours
-from experiments.options import no_batches
-from jaxtrain.experiment import compile_loop, make_experiment_mesh, make_state
+from jaxtrain.experiment import compile_loop, make_experiment_mesh, make_state, no_batches
 from jaxtrain.models import gpt
 
 # Layers, width, heads, tokens per row and rows of a step that is hardly more than its dispatch; the

@@ -15,8 +15,8 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
-from experiments.options import simulate_devices
 from jaxtrain.models import gpt
+from jaxtrain.run.main import simulate_devices
 from jaxtrain.step import build_update
 
 

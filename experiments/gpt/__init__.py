@@ -13,14 +13,17 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
 
-from experiments import options
+import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import no_batches
+from jaxtrain.host.paths import as_path
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
 from jaxtrain.models.remat import REMAT
@@ -28,24 +31,35 @@ from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.precision import Policy
+from jaxtrain.run.options import PipelineOptions, make_optimizer
+from jaxtrain.run.provenance import ROUNDED, SAME
 from jaxtrain.state import TrainState
 
 TOKENIZER_FILE = "tokenizer.json"
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
 BASELINE_BYTES = 40_000_000
 
+# What a resumed run may have otherwise besides what all may, and what that means for its steps.
+MAY_CHANGE = {
+    "remat": ROUNDED,
+    "scan_unroll": ROUNDED,
+    "attention": ROUNDED,
+    # Where they lie; what they hold has a fingerprint.
+    "data": SAME,
+    "field": SAME,
+    "tokenizer": SAME,
+    "sample_tokens": SAME,
+    "held_out_bytes": "same bits, evaluated on other text",
+    "held_out_text": "same bits, evaluated on other text",
+}
+
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(jt.Config):
     """Trains a GPT on text."""
 
-    run: options.Run = dataclasses.field(default_factory=options.RunOptions)
-    mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
-    pipeline: options.PipelineOptions = dataclasses.field(default_factory=options.PipelineOptions)
-    optimizer: options.OptimizerOptions = dataclasses.field(
-        default_factory=options.OptimizerOptions
-    )
+    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
 
     model: Literal[tuple(gpt.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
@@ -86,28 +100,16 @@ class Config:
     """Rows per step, over all devices."""
     seq_len: int | None = None
     """Tokens per row; left out, the preset's."""
-    accumulate: int = 1
-    """Microbatches per step, in one scan; their gradients are summed weighted by tokens."""
-    steps_per_call: options.StepsPerCall = 1
-    precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
-    """Dtypes; bf16 keeps float32 parameters and optimizer state."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
-    seed: int = 0
-    """Of parameters, dropout and the order of the text."""
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
-    simulate_devices: options.SimulateDevices = 0
-    distributed: options.Processes = dataclasses.field(default_factory=options.ProcessOptions)
 
 
-def build(config: Config) -> Experiment:
+def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it.
 
     Raises:
       ValueError: for options that do not fit each other.
     """
-    options.check_seed(config.seed)
     for name in ("held_out_bytes", "sample_tokens"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it is a size")
@@ -116,22 +118,13 @@ def build(config: Config) -> Experiment:
     step = outline(config, vocab_size=tokenizer.vocab_size)
     model = model_config(config, tokenizer.vocab_size)
     held_out = take_bytes(split.held_out, config.held_out_bytes)
-    train_rows = data.PackedTokens(options.tokenize(split.train, tokenizer), model.seq_len)
-    eval_corpus = options.tokenize(held_out, tokenizer)
+    train_rows = data.PackedTokens(tokenize(split.train, tokenizer), model.seq_len)
+    eval_corpus = tokenize(held_out, tokenizer)
     eval_rows = data.PackedTokens(eval_corpus, model.seq_len)
-    batches = data.Batches(train_rows, global_batch=config.global_batch, seed=config.seed)
     bpe = isinstance(tokenizer, data.BPETokenizer)
     return dataclasses.replace(
         step,
-        batch=batches.shapes,
-        train_batches=lambda start, sharding: batches.stream(
-            start,
-            sharding=sharding,
-            prefetch=max(2, min(config.steps_per_call, config.steps)),
-        ),
-        eval_batches=lambda sharding: data.eval_batches(
-            eval_rows, config.global_batch, sharding=sharding
-        ),
+        **config.batches_of(train_rows, eval_rows),
         config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
         files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
         fingerprints={
@@ -145,7 +138,7 @@ def build(config: Config) -> Experiment:
     )
 
 
-def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
+def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text: enough to compile its step, for `jaxtrain plan`.
 
     Args:
@@ -161,41 +154,25 @@ def outline(config: Config, *, vocab_size: int | None = None) -> Experiment:
         vocab_size = int(config.tokenizer) if digits else open_tokenizer(config, None).vocab_size
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
-    policy = Policy.named(config.precision)
     stages = gpt.stages(model, virtual=stack_of(config).virtual)
     stack = stages.stacked
-    return Experiment(
-        name="gpt",
+    return config.experiment(
+        "gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
         loss_fn=loss_from_stages(stages),
-        optimizer=options.make_optimizer(
-            config.optimizer,
-            steps=config.steps,
-            stacked=stack.axes,
-        ),
+        optimizer=make_optimizer(config.optimizer, steps=config.steps, stacked=stack.axes),
         batch=data.packed_shapes(config.global_batch, model.seq_len),
-        train_batches=options.no_batches,
-        steps=config.steps,
-        mesh=dataclasses.asdict(config.mesh),
+        train_batches=no_batches,
         rules=Rules(gpt.RULES),
         gather="model",
         stages=stages,
         pipeline=dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual},
-        policy=policy,
-        accumulate=config.accumulate,
-        steps_per_call=config.steps_per_call,
-        zero=config.zero,
-        seed=config.seed,
-        may_change=options.may_change(config),
+        may_change=MAY_CHANGE,
         items_per_step=tokens,
+        item="tokens",
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
         flops_formula=gpt.FLOPS_FORMULA,
-        config={
-            "experiment": "gpt",
-            "module": "experiments.gpt",
-            "flags": dataclasses.asdict(config),
-            "model": dataclasses.asdict(model),
-        },
+        config={"model": dataclasses.asdict(model)},
     )
 
 
@@ -217,11 +194,30 @@ def open_tokenizer(config: Config, split: data.Split | None) -> data.Tokenizer:
         return data.ByteTokenizer()
     if config.tokenizer.isdigit():
         # One that was trained is kept: checkpoints need that very one.
-        if (kept := options.kept_file(config.run, TOKENIZER_FILE)) is not None:
+        if (kept := kept_file(config.run, TOKENIZER_FILE)) is not None:
             return data.BPETokenizer.load(kept)
         texts = (document.text for document in split.train)
         return data.BPETokenizer.train(texts, int(config.tokenizer))
     return data.BPETokenizer.load(config.tokenizer)
+
+
+def kept_file(run: jt.RunOptions, name: str) -> os.PathLike | None:
+    """The file that a run to resume has kept in its folder; None where there is none."""
+    if not (run.resume or run.auto_resume) or run.run_dir is None:
+        return None
+    path = as_path(run.run_dir) / name
+    return path if path.exists() else None
+
+
+def tokenize(documents: Iterable[data.Document], tokenizer: data.Tokenizer) -> data.Corpus:
+    """Encodes documents once and for all starts: tokens are kept in ``~/.cache/jaxtrain/tokens``
+    (``$XDG_CACHE_HOME`` is heeded), or in memory where that folder cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        folder = pathlib.Path(home) / "jaxtrain" / "tokens"
+        return data.tokenize(documents, tokenizer, cache_dir=folder)
+    except OSError:
+        return data.tokenize(documents, tokenizer)
 
 
 def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
@@ -282,7 +278,7 @@ def conclude(
     means: Mapping[str, float],
 ) -> list[str]:
     """Says what the loss is in bits per byte, next to a byte model's, and shows a sample."""
-    tokens = options.tokenize(held_out, tokenizer)
+    tokens = tokenize(held_out, tokenizer)
     counted = len(tokens.tokens) - len(tokens.starts)
     bits = (means["loss"] - means.get("z_loss", 0.0)) * counted / math.log(2) / tokens.num_bytes
     lines = []

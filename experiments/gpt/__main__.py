@@ -1,7 +1,7 @@
 """``python -m experiments.gpt``."""
 
 from experiments.gpt import Config, build
-from experiments.options import main
+from jaxtrain.run.main import main
 
 if __name__ == "__main__":
     main(Config, build)

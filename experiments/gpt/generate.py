@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import tyro
 
-from experiments import options
 from experiments.gpt import TOKENIZER_FILE
 from jaxtrain import data
 from jaxtrain.host import quiet
@@ -15,6 +14,7 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.main import program_name
 from jaxtrain.run.refusal import refusing
 
 
@@ -85,7 +85,7 @@ def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
-    config = tyro.cli(Config, args=arguments, prog=options.program_name())
+    config = tyro.cli(Config, args=arguments, prog=program_name())
     with refusing():
         quiet.start()
         model, params, tokenizer = load(config.run, config.step)

@@ -296,6 +296,8 @@ def _json_field(line: str, where: str, field: str) -> bytes:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read as JSON") from None
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields at all"
         raise ValueError(f"{where} has no field '{field}'; it has {has}: pass field=...")

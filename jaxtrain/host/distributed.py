@@ -362,7 +362,7 @@ def _checked(cluster: Cluster | None, environ: Mapping[str, str]) -> Cluster | N
     if cluster.method == "mpi4py" and importlib.util.find_spec("mpi4py") is None and not named:
         raise ValueError(
             "this Open MPI does not say where process 0 runs: pip install mpi4py, or give "
-            f"--coordinator HOST:PORT (or {COORDINATOR}, passed on by mpirun -x)"
+            f"`coordinator` HOST:PORT (or {COORDINATOR}, passed on by mpirun -x)"
         )
     return cluster
 
@@ -371,7 +371,7 @@ def _check_complete(settings: Mapping[str, str | int | None]) -> None:
     names = {"coordinator": COORDINATOR, "processes": PROCESSES, "process_id": PROCESS_ID}
     missing = [name for name, value in settings.items() if value is None]
     if missing:
-        flags = " and ".join(f"--{name.replace('_', '-')} ({names[name]})" for name in missing)
+        flags = " and ".join(f"`{name}` ({names[name]})" for name in missing)
         raise ValueError(f"several processes are asked for, and {flags} missing: give all three")
     processes, process_id = settings["processes"], settings["process_id"]
     if processes < 1 or not 0 <= process_id < processes:

@@ -6,7 +6,7 @@ The scripts of tpu_setup ask this file too, where JAX need not be installed (``p
 ====  ============  ===============================================================  ========
 code  name          what has happened                                                restart?
 ====  ============  ===============================================================  ========
-0     DONE          the run is complete                                              no
+0     DONE          the run is complete, or was stopped on purpose                   no
 1                   an error that nobody foresaw; Python's traceback tells           no
 2     REFUSED       flags, data or a checkpoint that cannot be; one sentence tells   no
 75    PREEMPTED     SIGTERM or SIGINT; the state is saved                            yes

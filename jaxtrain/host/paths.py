@@ -84,6 +84,6 @@ def check_shared(path: epath.Path) -> None:
     if blind.size:
         raise ValueError(
             f"process {', '.join(map(str, blind))} does not see what process 0 writes in "
-            f"{path.parent}: give a --run-dir that all hosts share, such as one over the network "
+            f"{path.parent}: give a run_dir that all hosts share, such as one over the network "
             "or gs://..."
         )

@@ -25,9 +25,11 @@ from jaxtrain.host.paths import as_path, check_writable
 
 RUNS = "runs"
 OWNER = "owner.json"
+# After which step, and why, the run was stopped on purpose.
+STOPPED = "stopped.json"
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"(owner|config)\.json(\.partial)?|changes\.jsonl|log\.jsonl(\.partial)?|hang-process-\d+\.txt"
+    r"(owner|config|stopped)\.json(\.partial)?|changes\.jsonl|log\.jsonl(\.partial)?|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
     r"|tensorboard/events\.out\.tfevents\..*"
 )
@@ -106,14 +108,14 @@ def find_run_dir(
       ValueError: where they contradict each other.
     """
     if resume and overwrite:
-        raise ValueError("--resume continues a run and --overwrite deletes it: give one of them")
+        raise ValueError("`resume` continues a run and `overwrite` deletes it: give one of them")
     if resume and auto_resume:
         raise ValueError(
-            "--resume needs a run to continue and --auto-resume begins one where there is none: "
+            "`resume` needs a run to continue and auto_resume begins one where there is none: "
             "give one of them"
         )
     if auto_resume and (run_dir is None or overwrite):
-        raise ValueError("--auto-resume needs --run-dir, and does not go with --overwrite")
+        raise ValueError("auto_resume needs a run_dir, and does not go with `overwrite`")
 
     def find() -> str:
         if run_dir is not None:
@@ -127,17 +129,17 @@ def find_run_dir(
             raise FileNotFoundError(f"there is no run to resume in {found}")
         if taken and not resumable:
             raise FileExistsError(
-                f"{found} holds files and no run: choose another --run-dir, or empty it yourself"
+                f"{found} holds files and no run: choose another run_dir, or empty it yourself"
             )
         if overwrite and taken and not is_run:
             raise FileExistsError(
-                f"{found} holds checkpoints and no more of a run: --overwrite leaves it alone, so "
-                "choose another --run-dir, or empty it yourself"
+                f"{found} holds checkpoints and no more of a run: `overwrite` leaves it alone, so "
+                "choose another run_dir, or empty it yourself"
             )
         if taken and not (resume or overwrite or auto_resume):
             raise FileExistsError(
-                f"{found} holds a run already: continue it with --resume, delete it with "
-                "--overwrite, or choose another --run-dir"
+                f"{found} holds a run already: continue it with `resume`, delete it with "
+                "`overwrite`, or choose another run_dir"
             )
         check_writable(found)
         return json.dumps([str(found), resumable and not overwrite])
@@ -192,7 +194,7 @@ def claim_run_dir(
                     file.write(json.dumps(owner) + "\n")
             except FileExistsError:
                 raise FileExistsError(
-                    f"another run has just begun in {path}: choose another --run-dir"
+                    f"another run has just begun in {path}: choose another run_dir"
                 ) from None
         if overwrite:
             _delete_written(path, files)
@@ -245,7 +247,7 @@ def newest_run(name: str) -> epath.Path:
         if path.name.rpartition("-")[0] == name:
             return path
     raise FileNotFoundError(
-        f"there is no run to resume under {RUNS}/: name its folder with --run-dir"
+        f"there is no run to resume under {RUNS}/: name its folder with run_dir"
     )
 
 

@@ -150,7 +150,7 @@ def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -
         told = " and ".join(f"{c.name} {_shown(c.then)} (now {_shown(c.now)})" for c in broken)
         raise ValueError(
             f"the run in {run_dir} had {told}: leave it as it was, or accept a run that goes on as "
-            f"another with --accept-changes {' '.join(c.name for c in broken)}"
+            f"another with accept_changes {' '.join(c.name for c in broken)}"
         )
 
 

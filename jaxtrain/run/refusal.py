@@ -2,19 +2,31 @@
 
 What is refused is what the user can mend: a value, a file, a folder, a package that is missing.
 Storage that fails for a while is a sentence too, with a status that launchers restart on. Anything
-else is a bug and keeps its traceback.
+else is a bug and keeps its traceback. The library speaks of arguments; here they become flags.
 """
 
 import contextlib
+import dataclasses
+import re
 import sys
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 
 from jaxtrain.host import exit_codes, storage
 
+# An argument in a sentence: in backticks, or a name with an underscore that is no part of a path, a
+# quotation or an expression.
+_ARGUMENT = re.compile(
+    r"""`(?P<marked>\w+?)(?P<off>=False)?`|(?<![\w./'"`-])(?P<name>\w+_\w+)(?![\w/'"`(=]|\.\w)"""
+)
+
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def refusing(*config_types: type) -> Iterator[None]:
     """Ends the program with a sentence where its body raises an error of the user's making.
+
+    Args:
+      *config_types: dataclasses whose fields are the program's flags; sentences name those.
 
     Those are ``ValueError`` (and its kinds: what is no JSON, no UTF-8, another model's or a damaged
     checkpoint), ``OSError`` (files, folders, disks), and ``ImportError`` for an optional package.
@@ -22,19 +34,19 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise refuse(error) from None
+        raise refuse(error, *config_types) from None
     except ImportError as error:
         if error.name is not None:  # a failed import statement: a bug, or a broken installation
             raise
-        raise refuse(error) from None
+        raise refuse(error, *config_types) from None
 
 
-def refuse(error: Exception) -> SystemExit:
+def refuse(error: Exception, *config_types: type) -> SystemExit:
     """Prints an error as one sentence and returns the exit to raise.
 
     Its status is ``REFUSED``, or ``STORAGE`` where the error may be gone at the next start.
     """
-    print(f"error: {sentence(error)}", file=sys.stderr)
+    print(f"error: {with_flags(sentence(error), *config_types)}", file=sys.stderr)
     passes = isinstance(error, OSError) and storage.passes(error)
     return SystemExit(exit_codes.STORAGE if passes else exit_codes.REFUSED)
 
@@ -51,3 +63,48 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and text.startswith("[Errno "):
         text = text.partition("] ")[2]
     return " ".join(text.split()) or type(error).__name__
+
+
+def with_flags(text: str, *config_types: type) -> str:
+    """Names the arguments that a text speaks of as the flags of a program.
+
+    Args:
+      text: in which an argument has an underscore in its name, or stands in backticks.
+      *config_types: dataclasses whose fields are the flags; an annotated group of them is flat.
+
+    >>> @dataclasses.dataclass
+    ... class Optimizer:
+    ...     clip_norm: float = 1.0
+    >>> @dataclasses.dataclass
+    ... class Config:
+    ...     optimizer: Optimizer
+    ...     run_dir: str = "x"
+    ...     resume: bool = True
+    >>> with_flags("`resume` needs run_dir, not 'run_dir' or /my/run_dir", Config)
+    "--resume needs --run-dir, not 'run_dir' or /my/run_dir"
+    >>> with_flags("clip_norm is 0; `resume=False`", Config)
+    '--optimizer.clip-norm is 0; --no-resume'
+    """
+    flags = {name: flag for kind in config_types for name, flag in _flags(kind).items()}
+
+    def flag(found: re.Match[str]) -> str:
+        name = flags.get(found["marked"] or found["name"])
+        if name is None:
+            return found[0]
+        return f"--{'no-' if found['off'] else ''}{name}"
+
+    return _ARGUMENT.sub(flag, text)
+
+
+def _flags(config_type: type, prefix: str = "") -> Mapping[str, str]:
+    """Flags by the names of fields; where two have one name, it is the outer one's."""
+    flags = {}
+    hints = typing.get_type_hints(config_type, include_extras=True)
+    for field in dataclasses.fields(config_type):
+        kind, flat = hints[field.name], typing.get_origin(hints[field.name]) is typing.Annotated
+        kind = typing.get_args(kind)[0] if flat else kind
+        if dataclasses.is_dataclass(kind):
+            flags = _flags(kind, prefix if flat else f"{prefix}{field.name}.") | flags
+        else:
+            flags[field.name] = f"{prefix}{field.name}".replace("_", "-")
+    return flags

@@ -54,7 +54,7 @@ def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = 
     if module is None:
         raise ValueError(
             f"no code is run because a file names it: {run_dir} says it is of module "
-            f"{stored.get('module')!r}; name the one you trust with --module"
+            f"{stored.get('module')!r}; name the one you trust with `module`"
         )
     try:
         experiment = importlib.import_module(module)
@@ -90,7 +90,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examina
     """
     experiment = load_run(run_dir, module, step=step)
     if not 1 <= step <= experiment.steps:
-        raise ValueError(f"--step is {step}: the run has steps 1 to {experiment.steps}")
+        raise ValueError(f"`step` is {step}: the run has steps 1 to {experiment.steps}")
     mesh = make_experiment_mesh(experiment)
     checkpoints = Checkpointer(epath.Path(run_dir) / "checkpoints")
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)

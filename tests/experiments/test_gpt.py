@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import options
 from experiments.gpt import (
     Config,
     build,
@@ -21,10 +20,10 @@ from experiments.gpt import (
     model_config,
     take_bytes,
 )
-from experiments.options import main
 from jaxtrain import data
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.loop import fit
+from jaxtrain.run.main import main, parse, run_to_resume
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "--steps", "4"]
 SMALL += ["--global-batch", "8", "--held-out-bytes", "2000", "--sample-tokens", "8"]
@@ -82,7 +81,7 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     flags += " --precision bf16 --zero 1 --dropout 0.1 --optimizer.schedule linear"
     flags += " --optimizer.moment-dtype bfloat16 --remat save_attention --attention-dropout 0.1"
     flags += " --z-loss 1e-4"
-    config = options.parse(Config, [*SMALL, "--data", texts, *flags.split()])
+    config = parse(Config, [*SMALL, "--data", texts, *flags.split()])
     experiment = build(config)
     assert experiment.accumulate == 2
     assert experiment.zero == 1
@@ -106,7 +105,7 @@ def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):
     def run(steps, folder, *more):
         flags = [*SMALL, "--data", texts, "--steps", str(steps), "--sample-tokens", "0", *more]
         flags += ["--optimizer.warmup-steps", "1", "--optimizer.schedule", "constant"]
-        config = options.parse(Config, [*flags, "--dropout", "0.1", "--run-dir", str(folder)])
+        config = parse(Config, [*flags, "--dropout", "0.1", "--run-dir", str(folder)])
         return fit(build(config), config.run).state
 
     whole = run(6, tmp_path / "whole")
@@ -153,7 +152,7 @@ def test_resuming_takes_the_runs_own_flags_and_tokenizer_and_refuses_others(tmp_
         assert (run / name).read_bytes() == before[run / name]
     (change,) = (run / "changes.jsonl").read_text().splitlines()
     assert json.loads(change)["changes"]["steps"] == [4, 6]
-    assert options.run_to_resume(Config, short).steps == 6
+    assert run_to_resume(Config, short).steps == 6
 
 
 def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
@@ -165,7 +164,7 @@ def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
         lambda self, texts: encoded.append(len(texts)) or encode(self, texts),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = options.parse(Config, [*SMALL, "--data", texts])
+    config = parse(Config, [*SMALL, "--data", texts])
     assert isinstance(build(config).batch, dict)
     assert encoded
     del encoded[:]
@@ -259,9 +258,7 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
             "1",
         ]
         flags += ["--run-dir", str(tmp_path / "run"), *more]
-        config = options.parse(
-            Config, flags if steps > 2 else [f for f in flags if f != "--resume"]
-        )
+        config = parse(Config, flags if steps > 2 else [f for f in flags if f != "--resume"])
         return fit(build(config), config.run).state
 
     pipe = ["--mesh.pipe", "2", "--pipeline.microbatches", "2", "--mesh.data", "4"]
@@ -277,7 +274,7 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
     alone = [*SMALL, "--layers", "4", "--data", texts, "--steps", "6", "--sample-tokens", "0"]
     alone += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "1"]
     alone += ["--run-dir", str(tmp_path / "alone")]
-    config = options.parse(Config, alone)
+    config = parse(Config, alone)
     expected = fit(build(config), config.run).state
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.options import main, parse
 from experiments.vision import Config, build
 from jaxtrain.run.loop import RunOptions, fit
+from jaxtrain.run.main import main, parse
 
 pytest.importorskip("sklearn")
 

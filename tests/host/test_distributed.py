@@ -135,7 +135,7 @@ def test_a_pod_that_cannot_know_its_job_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"JAXTRAIN_PROCESSES": "2"}, r"--coordinator \(JAXTRAIN_COORDINATOR\) and --process-id"),
+        ({"JAXTRAIN_PROCESSES": "2"}, r"`coordinator` \(JAXTRAIN_COORDINATOR\) and `process_id`"),
         (OURS | {"JAXTRAIN_PROCESS_ID": "4"}, "process 4 of 4 cannot be"),
         (OURS | {"JAXTRAIN_PROCESSES": "two"}, "JAXTRAIN_PROCESSES is 'two': it must be a number"),
         (OURS | {"JAXTRAIN_COORDINATOR": "host0"}, "'host0' is not of the form HOST:PORT"),

@@ -15,12 +15,12 @@ import pytest
 from jax.interpreters import mlir
 
 from experiments import gpt as experiment_gpt
-from experiments import options
 from jaxtrain.experiment import build_step, make_abstract_state
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.placement import constrain
+from jaxtrain.run import options
 
 
 @pytest.fixture

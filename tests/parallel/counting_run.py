@@ -11,8 +11,8 @@ import sys
 import jax
 
 from experiments.gpt import Config, build
-from experiments.options import main
 from jaxtrain import data
+from jaxtrain.run.main import main
 
 reads = collections.defaultdict(list)
 original = data.PackedTokens.__getitem__

@@ -14,10 +14,10 @@ import pytest
 
 import jaxtrain as jt
 from experiments.gpt import Config, build
-from experiments.options import main, parse
 from jaxtrain import data
 from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.main import main, parse
 from tests import problems
 
 ROOT = pathlib.Path(__file__).parents[2]

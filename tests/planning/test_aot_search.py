@@ -8,13 +8,13 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
-from experiments import options
 from jaxtrain.data import packed_shapes
 from jaxtrain.experiment import (
     Experiment,
     compile_train,
     make_abstract_state,
     make_experiment_mesh,
+    no_batches,
 )
 from jaxtrain.models import gpt
 from jaxtrain.ops.attention import AheadOfTimeWarning
@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import Rules
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.run import options
 
 # What the search promises.
 TOLERANCE = 0.15
@@ -89,7 +90,7 @@ def make(model, remat, mesh, rows, more):
         loss_fn=gpt.loss_fn(config),
         optimizer=optimizer,
         batch=packed_shapes(rows, config.seq_len),
-        train_batches=options.no_batches,
+        train_batches=no_batches,
         steps=1,
         mesh=mesh,
         rules=Rules(gpt.RULES),

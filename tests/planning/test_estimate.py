@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
-from experiments import options
 from jaxtrain.experiment import (
     Experiment,
     build_step,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    no_batches,
 )
 from jaxtrain.parallel.pipeline.tables import bubble, make_table
 from jaxtrain.planning.estimate import (
@@ -34,6 +34,7 @@ from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.roofline import wire_seconds
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.walk import CompilerQuirks, walk_step
+from jaxtrain.run import options
 
 TINY = experiment_gpt.Config(
     mesh=options.MeshOptions(data=1),
@@ -480,7 +481,7 @@ def test_any_experiment_is_estimated():
         loss_fn=loss,
         optimizer=optax.sgd(0.1),
         batch={"x": jax.ShapeDtypeStruct((64, 1024), jnp.float32)},
-        train_batches=options.no_batches,
+        train_batches=no_batches,
         steps=1,
         mesh={"fsdp": 8},
         has_model_state=True,

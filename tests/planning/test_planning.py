@@ -16,11 +16,11 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
-from experiments.options import MeshOptions, OptimizerOptions
 from jaxtrain.experiment import Experiment
 from jaxtrain.planning import ahead_of_time, chips, comparison, nearest_fit, targets
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.run.options import MeshOptions, OptimizerOptions
 from jaxtrain.state import local_bytes
 from tests.commands import run
 from tests.planning import steps

@@ -12,7 +12,7 @@ import pytest
 import tyro
 from rich.console import Console
 
-from experiments import gpt, options
+from experiments import gpt
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import (
     Candidate,
@@ -28,6 +28,7 @@ from jaxtrain.planning.search import (
     with_candidate,
 )
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.run import options
 
 CONFIG = gpt.Config(
     optimizer=options.OptimizerOptions(name="adamw"),

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtrain as jt
-from experiments import gpt, options
+from experiments import gpt
 from jaxtrain.experiment import call_end, call_lengths
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import parse
 from jaxtrain.run.replay import replay
 from jaxtrain.run.survive.preemption import Preempted
 from tests.run.survive.test_preemption import signalled
@@ -94,16 +95,16 @@ def test_evaluations_and_checkpoints_fall_between_calls(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "flag"), [({"eval_every": 6}, "--eval-every"), ({"save_every": 10}, "--save-every")]
+    ("change", "name"), [({"eval_every": 6}, "eval_every"), ({"save_every": 10}, "save_every")]
 )
-def test_an_interval_that_ends_inside_a_call_is_refused(tmp_path, change, flag):
+def test_an_interval_that_ends_inside_a_call_is_refused(tmp_path, change, name):
     given = jt.RunOptions(run_dir=str(tmp_path / "run"), **change)
     (every,) = change.values()
-    wanted = f"{flag} is {every} and --steps-per-call 4: .* give a multiple of 4"
+    wanted = f"{name} is {every} and steps_per_call 4: .* give a multiple of 4"
     with pytest.raises(ValueError, match=wanted):
         jt.fit(make_experiment(steps_per_call=4), given)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="--steps-per-call is 0: give at least 1"):
+    with pytest.raises(ValueError, match="steps_per_call is 0: give at least 1"):
         make_experiment(steps_per_call=0)
 
 
@@ -159,7 +160,7 @@ def test_calls_compose_with_meshes_pipelines_and_accumulation(tmp_path, flags):
 
     def train(k):
         given = [*flags.split(), "--steps-per-call", str(k), "--run-dir", str(tmp_path / str(k))]
-        config = options.parse(gpt.Config, given)
+        config = parse(gpt.Config, given)
         return jt.fit(gpt.build(config), config.run).state
 
     single, many = train(1), train(3)

@@ -32,7 +32,7 @@ def test_overwrite_refuses_a_folder_that_is_no_run(tmp_path, names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("years of work")
     before = tree(tmp_path)
-    with pytest.raises(FileExistsError, match=r"holds .*: .*choose another --run-dir"):
+    with pytest.raises(FileExistsError, match=r"holds .*: .*choose another run_dir"):
         find_run_dir("gpt", str(tmp_path), overwrite=True)
     assert tree(tmp_path) == before
 

@@ -258,7 +258,7 @@ def test_a_run_dir_in_use_is_refused_and_overwritten_without_what_is_not_the_run
     for name in ours:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=r"holds a run already: continue it with --resume"):
+    with pytest.raises(FileExistsError, match=r"holds a run already: continue it with `resume`"):
         jt.fit(make_experiment(), options)
     assert Checkpointer(tmp_path / "checkpoints").latest_step() == 3
     jt.fit(make_experiment(steps=1), dataclasses.replace(options, overwrite=True))
@@ -274,9 +274,9 @@ def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
         jt.fit(make_experiment(), jt.RunOptions(resume=True))
     with pytest.raises(FileNotFoundError, match="no run to resume in"):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, run_dir="empty"))
-    with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it"):
+    with pytest.raises(ValueError, match="`resume` continues a run and `overwrite` deletes it"):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, overwrite=True))
-    with pytest.raises(ValueError, match="--resume needs a run to continue and --auto-resume"):
+    with pytest.raises(ValueError, match="`resume` needs a run to continue and auto_resume"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir="a", resume=True, auto_resume=True))
 
 
@@ -317,5 +317,5 @@ def test_auto_resume_takes_no_folder_that_is_no_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds files and no run"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path), auto_resume=True))
-    with pytest.raises(ValueError, match="--auto-resume needs --run-dir"):
+    with pytest.raises(ValueError, match="auto_resume needs a run_dir"):
         jt.fit(make_experiment(), jt.RunOptions(auto_resume=True))

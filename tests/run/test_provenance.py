@@ -5,9 +5,13 @@ import json
 
 import pytest
 
-from experiments import gpt, options, vision
+from experiments import gpt, vision
+from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
+from jaxtrain.run.main import parse, run_to_resume
 from jaxtrain.run.provenance import ROUNDED, SAME, check, compare, from_plain, read_record, table
+
+MAY_CHANGE = gpt.outline(gpt.Config()).may_change
 
 
 def record(config=None, **provenance):
@@ -42,10 +46,10 @@ def changed(**flags):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_kind_of_change_has_its_meaning(now, name, meaning):
-    (change,) = compare(record(), now, options.MAY_CHANGE)
+    (change,) = compare(record(), now, MAY_CHANGE)
     assert (change.name, change.meaning) == (name, meaning)
     if meaning is None:
-        with pytest.raises(ValueError, match=rf"the run in r had {name} .*--accept-changes {name}"):
+        with pytest.raises(ValueError, match=rf"the run in r had {name} .*accept_changes {name}"):
             check([change], (), run_dir="r")
     for accepted in ([f"--{name}"], [name.replace("-", "_")], ["all"]):
         check([change], accepted, run_dir="r")
@@ -54,12 +58,12 @@ def test_every_kind_of_change_has_its_meaning(now, name, meaning):
 def test_what_is_of_a_start_is_no_change_and_more_steps_are_none_at_a_constant_rate():
     start = RunOptions(run_dir="x", resume=True, accept_changes=("seed",))
     process = options.ProcessOptions(process_id=1, coordinator="a:1", processes=2)
-    assert (
-        compare(record(), record(changed(run=start, distributed=process)), options.MAY_CHANGE) == []
-    )
+    assert compare(record(), record(changed(run=start, distributed=process)), MAY_CHANGE) == []
     constant = options.OptimizerOptions(schedule="constant", warmup_steps=1)
     now = changed(optimizer=constant, steps=700)
-    (change,) = compare(record(changed(optimizer=constant)), record(now), options.may_change(now))
+    (change,) = compare(
+        record(changed(optimizer=constant)), record(now), gpt.outline(now).may_change
+    )
     assert (change.name, change.meaning) == ("steps", SAME)
 
 
@@ -74,13 +78,13 @@ def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out
     old["flags"]["gone"] = 3
     del old["flags"]["z_loss"]
     del old["provenance"]["text"]
-    found = {c.name: (c.then, c.now) for c in compare(old, record(), options.MAY_CHANGE)}
+    found = {c.name: (c.then, c.now) for c in compare(old, record(), MAY_CHANGE)}
     assert found == {"gone": (3, "(none)"), "z-loss": ("(none)", None)}
     assert compare({}, record(), {}) == []
 
 
 def test_the_table_is_four_columns():
-    changes = compare(record(), record(changed(seed=1, accumulate=2)), options.MAY_CHANGE)
+    changes = compare(record(), record(changed(seed=1, accumulate=2)), MAY_CHANGE)
     assert table(changes, title="changed:") == [
         "changed:",
         "              then  now  the steps to come",
@@ -108,8 +112,8 @@ def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monk
     write_run(tmp_path / "runs" / "vision-9", vision.Config(), module="experiments.vision")
     write_run(tmp_path / "runs" / "gpt-10" / "inner", gpt.Config())  # no run itself
     for typed in (["--resume"], ["--auto-resume", "--run-dir", "runs/gpt-2"]):
-        default = options.run_to_resume(gpt.Config, typed)
-        config = options.parse(gpt.Config, [*typed, "--layers", "4"], default=default)
+        default = run_to_resume(gpt.Config, typed)
+        config = parse(gpt.Config, [*typed, "--layers", "4"], default=default)
         assert config == dataclasses.replace(
             begun,
             layers=4,
@@ -124,11 +128,11 @@ def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monk
     # What it went on with last counts.
     later = {"from_step": 5, "changes": {}, "record": content | record(changed(seed=8))}
     (tmp_path / "runs" / "gpt-2" / "changes.jsonl").write_text(json.dumps(later) + "\n")
-    assert options.run_to_resume(gpt.Config, ["--resume"]).seed == 8
+    assert run_to_resume(gpt.Config, ["--resume"]).seed == 8
     assert read_record("runs/gpt-2", before_step=5)["flags"]["seed"] == 7
     assert read_record("runs/gpt-2", before_step=6)["flags"]["seed"] == 8
-    assert options.run_to_resume(gpt.Config, []) is None
-    assert options.run_to_resume(gpt.Config, ["--auto-resume", "--run-dir", "new"]) is None
+    assert run_to_resume(gpt.Config, []) is None
+    assert run_to_resume(gpt.Config, ["--auto-resume", "--run-dir", "new"]) is None
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from experiments.gpt import Config
-from experiments.options import parse
 from jaxtrain import cli
 from jaxtrain.host import exit_codes
 from jaxtrain.run.launch import LaunchOptions
+from jaxtrain.run.main import parse
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tpu_setup"

@@ -20,7 +20,7 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", processes, process)
 
-    from experiments import gpt, options
+    from experiments import gpt
     from jaxtrain.experiment import (
         make_abstract_state,
         make_experiment_mesh,
@@ -30,8 +30,9 @@ def main() -> None:
     from jaxtrain.host.paths import as_path
     from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
     from jaxtrain.run.loop import fit
+    from jaxtrain.run.main import parse
 
-    config = options.parse(gpt.Config, sys.argv[6:])
+    config = parse(gpt.Config, sys.argv[6:])
     experiment = dataclasses.replace(gpt.build(config), conclude=None)
     if steps:
         fit(dataclasses.replace(experiment, steps=steps), config.run)

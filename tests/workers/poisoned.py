@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
-from experiments import options
 from jaxtrain import data
-from jaxtrain.experiment import Experiment
 from tests import problems
 
 
@@ -22,11 +20,9 @@ def noisy_loss(params, batch, rng):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(jt.Config):
     """Trains on rows of which some are poisoned."""
 
-    run: options.Run = dataclasses.field(default_factory=options.RunOptions)
-    mesh: options.MeshOptions = dataclasses.field(default_factory=options.MeshOptions)
     steps: int = 20
     """Train steps."""
     poison: tuple[int, ...] = ()
@@ -35,11 +31,9 @@ class Config:
     """Steps with NaN in every other target: in one of two microbatches."""
     accumulate: int = 2
     """Microbatches per step."""
-    steps_per_call: options.StepsPerCall = 1
-    simulate_devices: options.SimulateDevices = 0
 
 
-def build(config: Config) -> Experiment:
+def build(config: Config) -> jt.Experiment:
     """Builds it."""
 
     def make(step, sharding):
@@ -51,8 +45,8 @@ def build(config: Config) -> Experiment:
             batch["y"][rows] = np.nan
         return batch
 
-    return Experiment(
-        name="poisoned",
+    return config.experiment(
+        "poisoned",
         init_fn=problems.init,
         loss_fn=noisy_loss,
         optimizer=jt.make_optimizer("adamw", 1e-2),
@@ -60,15 +54,5 @@ def build(config: Config) -> Experiment:
         train_batches=lambda start, sharding: data.BatchStream(
             lambda step: make(step, sharding), start
         ),
-        steps=config.steps,
-        mesh=dataclasses.asdict(config.mesh),
-        accumulate=config.accumulate,
-        steps_per_call=config.steps_per_call,
         items_per_step=problems.ROWS,
-        item="rows",
-        config={
-            "experiment": "poisoned",
-            "module": "tests.workers.poisoned",
-            "flags": dataclasses.asdict(config),
-        },
     )

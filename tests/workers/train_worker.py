@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--slow-process", type=int, help="waits ten times as long for its data")
     parser.add_argument("--hang-at", type=int, help="the batch that never comes")
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
+    parser.add_argument("--end-at", type=int, help="the last process's hook ends the run here")
+    parser.add_argument("--raise-at", type=int, help="the last process's hook fails here")
     parser.add_argument("--hang-seconds", type=float, default=0.0)
     parser.add_argument("--chdir", default=".")
     parser.add_argument("--eval-every", type=int, default=0)
@@ -86,6 +88,13 @@ def main() -> None:
             print("evaluating", number, flush=True)
             yield make(number, sharding)
 
+    class LastProcess(jt.Hook):
+        def stops(self, step):
+            last = args.process == args.processes - 1
+            if last and step == args.raise_at:
+                raise KeyError("a hole in the hook")
+            return "it is late" if last and step == args.end_at else False
+
     experiment = jt.Experiment(
         name="worker",
         init_fn=init,
@@ -110,7 +119,7 @@ def main() -> None:
         eval_every=args.eval_every,
         hang_minutes=args.hang_seconds / 60,
     )
-    result = jt.fit(experiment, options)
+    result = jt.fit(experiment, options, hooks=[LastProcess()])
     print("digest", digest(result.state), flush=True)
 
 

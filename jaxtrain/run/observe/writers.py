@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import jax
 from etils import epath
@@ -26,11 +26,17 @@ UPLOAD_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
 
 
+@runtime_checkable
 class Writer(Protocol):
-    """Takes the values of a step."""
+    """Takes the values of a step: the logs of a run, and what ``jaxtrain.fit(writers=)`` adds."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes named numbers under a step."""
+        """Writes named numbers under a step.
+
+        Args:
+          step: from 1; it may come several times, with other names each time.
+          values: by name, such as ``train/loss``, ``eval/loss`` and ``time/step_seconds``.
+        """
         ...
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.run.hooks import Hook
 from jaxtrain.state import TrainState
 from jaxtrain.step import normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
@@ -40,8 +41,8 @@ class Diverged(RuntimeError):
         self.step = step
 
 
-class ConsecutiveSkips:
-    """Counts skipped steps in a row, from the metrics of a train step.
+class ConsecutiveSkips(Hook):
+    """Counts skipped steps in a row, and ends the loop where they are too many.
 
     Args:
       limit: how many are too many; 0 for no limit.
@@ -49,7 +50,7 @@ class ConsecutiveSkips:
 
     def __init__(self, limit: int):
         if limit < 0:
-            raise ValueError(f"--max-consecutive-skips is {limit}: give 0 (no limit) or more")
+            raise ValueError(f"max_consecutive_skips is {limit}: give 0 (no limit) or more")
         self._limit = limit
         self.count = 0
         self.too_many_at: int | None = None
@@ -60,6 +61,11 @@ class ConsecutiveSkips:
         self.count = self.count + 1 if nothing else 0
         if self._limit and self.count >= self._limit and self.too_many_at is None:
             self.too_many_at = step
+
+    def stops(self, step: int) -> bool:
+        """Whether there have been too many."""
+        del step
+        return self.too_many_at is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +196,7 @@ def diagnose(
     cause = examine(experiment, mesh, before, batch).first_not_finite()
     cause = cause or (
         "all gradients of the last one are finite: the loss or gradient norm stood too far outside "
-        "what came before (--optimizer.skip-spikes)"
+        "what came before (skip_spikes)"
     )
     module = experiment.config.get("module", "MODULE")
     return Diverged(

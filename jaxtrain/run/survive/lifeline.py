@@ -6,7 +6,8 @@ whoever killed it, and costs nothing between steps. Over it the processes
 
 * learn that one is gone, and which: each then says so and exits with ``PEER_LOST``, or, where an
   error has ended it that would come again, with status 1;
-* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stop_step`);
+* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stop_step`):
+  by a signal, which interrupts the run, or for a reason, which ends it on purpose;
 * tell the first how fast they are (:meth:`Lifeline.share`).
 
 Messages are lines of JSON. The first process listens on a port that the system chooses; whoever
@@ -78,8 +79,10 @@ class Lifeline:
         self._peers, self._hosts, self._exit, self._clock = peers, hosts, exit, clock
         self._changed = threading.Condition(threading.RLock())
         self._stop_wanted = False
-        self._at: dict[int, int] = {}
-        self._stop_at: int | None = None
+        self._reason: str | None = None
+        self._at: dict[int, float] = {}
+        self._stop_at: float | None = None
+        self._ended: tuple[float, str] | None = None
         self._leave_at: tuple[float, str, int] | None = None
         self._closing = self._left = False
         self._heard = dict.fromkeys(peers, clock())
@@ -98,12 +101,21 @@ class Lifeline:
         """Whether some process has been asked to stop."""
         return self._stop_wanted
 
-    def want_stop(self) -> None:
-        """Asks all processes to stop, at a step that they will agree on; from any thread."""
-        self._handle(self.process, {"stop": True})
+    @property
+    def reason(self) -> str | None:
+        """Why all processes have agreed to end the run on purpose; None where they have not."""
+        return None if self._ended is None else self._ended[1]
 
-    def stop_step(self, step: int) -> int | None:
-        """The step after which all processes stop; None where none was asked to.
+    def want_stop(self, reason: str | None = None) -> None:
+        """Asks all processes to stop, at a step that they will agree on; from any thread.
+
+        Args:
+          reason: why the run shall end on purpose; None interrupts it, which comes before that.
+        """
+        self._handle(self.process, {"stop": reason})
+
+    def stop_step(self, step: float) -> float | None:
+        """Returns the step after which all processes stop; None where none was asked to.
 
         Called by each after every step that it has dispatched. Once a stop is wanted, each says
         here how far it is and waits for the others to say so; the farthest is where all stop.
@@ -111,14 +123,25 @@ class Lifeline:
         Args:
           step: the number of the step that was just dispatched.
         """
-        if not self._stop_wanted:
-            return None
-        self.reached(step)
-        with self._changed:
-            self._changed.wait_for(lambda: self._stop_at is not None)
-            return self._stop_at
+        self._agree(step)
+        agreed = [self._stop_at, self._ended and self._ended[0]]
+        return min((at for at in agreed if at is not None), default=None)
 
-    def reached(self, step: int) -> None:
+    def interrupts(self, step: float) -> bool:
+        """Whether what would follow ``step`` is to be left out: where an interruption was agreed
+        on, but not for an end on purpose, which the last evaluation belongs to."""
+        self._agree(step)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def _agree(self, step: float) -> None:
+        with self._changed:
+            if not self._stop_wanted:
+                return
+            ended = self._ended
+            self.reached(step)
+            self._changed.wait_for(lambda: self._stop_at is not None or self._ended is not ended)
+
+    def reached(self, step: float) -> None:
         """Says how far this process is; at the end of the loop, where it will ask no more."""
         self._handle(self.process, {"at": step})
 
@@ -153,16 +176,15 @@ class Lifeline:
     def _handle(self, sender: int, message: dict[str, Any]) -> None:
         with self._changed:
             first = self.process == 0
-            if "stop" in message and not self._stop_wanted:
-                self._stop_wanted = True
-                self._send_all(message)
+            if "stop" in message:
+                self._want(message["stop"])
             elif "at" in message:
                 if first:
                     self._at[sender] = message["at"]
                 elif sender == self.process:
                     self._send_all(message)
             elif "stop_at" in message:
-                self._stop_at = message["stop_at"]
+                self._decide(message["stop_at"], message["reason"])
             elif "share" in message:
                 if first:
                     self.shared[sender] = message["share"]
@@ -174,9 +196,27 @@ class Lifeline:
                 self._bye(sender, message["bye"], message["code"])
             all_there = len(self._at) == self.processes
             if first and self._stop_wanted and self._stop_at is None and all_there:
-                self._stop_at = max(self._at.values())
-                self._send_all({"stop_at": self._stop_at})
+                decided = {"stop_at": max(self._at.values()), "reason": self._reason}
+                self._send_all(decided)
+                self._decide(**decided)
             self._changed.notify_all()
+
+    def _want(self, reason: str | None) -> None:
+        """Begins an agreement; an interruption takes precedence over an end on purpose."""
+        again = self._stop_wanted and (self._reason is None or reason is not None)
+        if again or (reason is not None and self._ended is not None):
+            return
+        self._stop_wanted, self._reason = True, reason
+        self._send_all({"stop": reason})
+
+    def _decide(self, stop_at: float, reason: str | None) -> None:
+        if reason is None:
+            self._stop_at = stop_at
+            return
+        # The run goes on to its last evaluation, which may be interrupted: that is agreed on anew.
+        self._ended = (stop_at, reason)
+        self._stop_wanted = False
+        self._at.clear()
 
     def _bye(self, sender: int, reason: str | None, code: int) -> None:
         self._peers.pop(sender).close()
@@ -305,7 +345,7 @@ def _connect() -> Lifeline:
         raise OSError(
             failure
             or f"process {missing} could not connect to process 0 to keep watch over each other: "
-            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
         )
     return Lifeline(process, processes, peers, hosts)
 
@@ -363,7 +403,7 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
         failure = (
             f"process {', '.join(map(str, missing))} did not connect to process 0 on "
             f"{' or '.join(call['addresses'])}, port {call['port']}, within {JOIN_SECONDS:.0f} s: "
-            "let the hosts reach each other by TCP, or turn this off with --no-watch-peers"
+            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
         )
     return peers, hosts, failure
 
@@ -431,7 +471,7 @@ def _call(
     failure = (
         f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
         f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "
-        "--no-watch-peers"
+        "`watch_peers=False`"
     )
     return {}, {}, failure
 

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from jaxtrain.host.exit_codes import PREEMPTED
 from jaxtrain.host.signals import SignalWatch, say
+from jaxtrain.run.hooks import Hook
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
@@ -52,7 +53,7 @@ def ending_at_sigterm(
     return SignalWatch(leave, signals=(signal.SIGTERM,))
 
 
-class Preemption:
+class Preemption(Hook):
     """Listens for SIGTERM and SIGINT while it is open, and tells the loop where to stop.
 
     Args:

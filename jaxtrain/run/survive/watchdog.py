@@ -12,10 +12,12 @@ from etils import epath
 
 from jaxtrain.host.exit_codes import HUNG
 from jaxtrain.host.signals import say
+from jaxtrain.run.hooks import Hook
+from jaxtrain.state import TrainState
 
 
-class Watchdog:
-    """Watches, while it is open, that :meth:`beat` is called often enough.
+class Watchdog(Hook):
+    """Watches, while it is open, that :meth:`beat` is called often enough, as after every step.
 
     It is a Python thread: code that never lets go of the interpreter's lock stops it too.
 
@@ -38,7 +40,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         if not seconds >= 0:
-            raise ValueError(f"--hang-minutes is {seconds / 60:g}: give 0 (never) or more")
+            raise ValueError(f"hang_minutes is {seconds / 60:g}: give 0 (never) or more")
         self._limit, self._process = seconds, process
         self.run_dir: epath.PathLike | None = None
         self._exit, self._clock = exit, clock
@@ -59,6 +61,11 @@ class Watchdog:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        """A call that is dispatched has waited for the one before it."""
+        del state
+        self.beat(f"after the dispatch of step {step}")
 
     def beat(self, doing: str) -> None:
         """Notes that something has ended, and where we are (``"after the dispatch of step 7"``)."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import gpt, options
+from experiments import gpt
 from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
@@ -20,6 +20,7 @@ from jaxtrain.experiment import (
     to_checkpoint,
 )
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import parse
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
@@ -58,7 +59,7 @@ def size_of(flags: str) -> int:
 
 
 def experiment_of(texts, flags: str, *more: str):
-    config = options.parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
+    config = parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
     return gpt.build(config)
 
 

@@ -14,25 +14,31 @@ import jaxtrain as jt
 from jaxtrain.host import exit_codes, storage
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError, digest
-from jaxtrain.run.loop import _Saving
+from jaxtrain.run.hooks.saving import Saving
 from tests.run.test_loop import make_experiment
 
 ROOT = pathlib.Path(__file__).parents[3]
 
 
 class Stub:
-    """A checkpointer, an evaluation and a progress line that only remember."""
+    """A checkpointer, and a run with its progress line, that only remember."""
 
-    def __init__(self, losses=()):
+    def __init__(self, losses=(), **run):
         self.losses, self.saved, self.notes = dict(losses), [], []
-        self.latest, self.progress, self.fail = (-1, {}), self, set()
-        self.watchdog, self.fail_later = self, set()
+        self.fail, self.fail_later = set(), set()
+        self.progress = self.watchdog = self.owner = self
+        self.experiment, self.options = make_experiment(), jt.RunOptions()
+        vars(self).update(run)
 
     def before_save(self):
         """Replaced by a test."""
 
-    def at(self, step):
-        self.latest = (step, {"loss": self.losses[step]}) if step in self.losses else self.latest
+    def check(self):
+        """Nobody else has the folder."""
+
+    def evaluate(self, saving, step):
+        if step in self.losses:
+            saving.on_evaluation(step, {"loss": self.losses[step]})
 
     def save(self, step, state, *, metrics, config):
         self.before_save()
@@ -63,11 +69,11 @@ class Stub:
 def drive(stub, options, *, steps=12, seconds=10.0, each=1, **changes):
     """Steps, or calls of ``each`` of them, of ten seconds."""
     now = [0.0]
-    experiment = make_experiment(steps=steps, **changes)
-    saving = _Saving(experiment, stub, stub, options, clock=lambda: now[0])
+    stub.experiment, stub.options = make_experiment(steps=steps, **changes), options
+    saving = Saving(stub, stub, clock=lambda: now[0])
     for step in range(each, steps + 1, each):
         now[0] += seconds
-        stub.at(step)
+        stub.evaluate(saving, step)
         saving.on_step(step, None)
     return saving
 
@@ -182,10 +188,13 @@ def test_the_last_save_is_tried_again_and_must_succeed_in_the_end(pauses):
 def test_a_resumed_run_knows_the_best_so_far(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, {"w": jnp.ones(1)}, metrics={"eval/loss": 2.0})
-        stub = Stub({4: 2.5, 6: 1.5})
-        experiment = make_experiment()
-        saving = _Saving(experiment, checkpoints, stub, jt.RunOptions(save_best=True))
-        assert [step for step in range(12) if stub.at(step) or saving._is_best(step)] == [6]
+        stub = Stub({4: 2.5, 6: 1.5}, options=jt.RunOptions(save_best=True))
+        saving = Saving(stub, checkpoints)
+        saving.checkpoints = stub
+        for step in range(12):
+            stub.evaluate(saving, step)
+            saving.on_step(step, None)
+        assert [step for step, _ in stub.saved] == [6]
 
 
 def test_a_run_trains_through_failing_saves_and_ends_as_without_them(
@@ -262,10 +271,10 @@ with refusing():
 def test_a_save_that_goes_on_writing_is_no_hang(monkeypatch):
     """Files that grow feed the watchdog; files that stand still do not."""
     stub, sizes, beats = Stub(), [0], []
-    monkeypatch.setattr(sys.modules["jaxtrain.run.loop"], "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(sys.modules["jaxtrain.run.hooks.saving"], "LOOK_SECONDS", 0.005)
     stub.written = lambda: (1, sizes[0])
     stub.beat = lambda doing: beats.append(doing)
-    saving = _Saving(make_experiment(), stub, stub, jt.RunOptions())
+    saving = Saving(stub, stub)
 
     def upload():
         for size in range(1, 4):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import gpt, options, vision
+from experiments import gpt, vision
 from jaxtrain import cli
 from jaxtrain.host import exit_codes
-from jaxtrain.run import replay
+from jaxtrain.run import options, replay
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import main, run_to_resume
 from jaxtrain.run.survive.accidents import ConsecutiveSkips, Diverged, Examination, examine
 from tests import problems
 from tests.run.survive.processes import logged
@@ -45,7 +46,7 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
     for step in range(100):
         never.on_metrics(step, bad)
     assert never.too_many_at is None
-    with pytest.raises(ValueError, match="--max-consecutive-skips is -1"):
+    with pytest.raises(ValueError, match="max_consecutive_skips is -1"):
         ConsecutiveSkips(-1)
 
 
@@ -63,7 +64,7 @@ def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_
     flags = ["--steps", "20", "--poison", *map(str, range(7, 20)), "--run-dir", str(folder)]
     flags += ["--save-every", "6", "--max-consecutive-skips", "3"]
     with pytest.raises(SystemExit) as stop:
-        options.main(poisoned.Config, poisoned.build, flags)
+        main(poisoned.Config, poisoned.build, flags)
     assert stop.value.code == exit_codes.DIVERGED
     assert isinstance(stop.value.__context__, Diverged)
     assert stop.value.__context__.step == 9
@@ -165,7 +166,7 @@ def test_no_module_is_imported_because_a_runs_folder_names_it(tmp_path, capsys, 
     assert "says it is of module 'evil'; name the one you trust with --module" in (
         capsys.readouterr().err
     )
-    assert options.run_to_resume(poisoned.Config, ["--resume", "--run-dir", "."]).steps == 20
+    assert run_to_resume(poisoned.Config, ["--resume", "--run-dir", "."]).steps == 20
     assert "evil" not in sys.modules
 
 

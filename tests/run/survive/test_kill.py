@@ -7,10 +7,10 @@ import signal
 import numpy as np
 import pytest
 
-from experiments import options
 from experiments.gpt import Config, build
 from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.main import parse
 from tests.run.survive.processes import Process, last_step, logged
 
 # Everything that a step carries over: dropout (random keys), a loss scale that changes, gradients
@@ -59,7 +59,7 @@ def kill_before_a_step(process, run, rng, reached):
 def final_digest(texts, run, steps):
     """The digest of the last checkpoint, read here, on a mesh of 8 devices."""
     flags = [*FLAGS.split(), "--data", str(texts), "--steps", str(steps)]
-    experiment = build(options.parse(Config, flags))
+    experiment = build(parse(Config, flags))
     checkpoints = Checkpointer(run / "checkpoints")
     assert checkpoints.latest_step() == steps
     state = checkpoints.restore(make_abstract_state(experiment, make_experiment_mesh(experiment)))

@@ -80,6 +80,31 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
         assert digest.startswith("digest ")
 
 
+def test_a_hook_of_one_process_ends_all_at_one_step_and_no_restart_trains_on(tmp_path):
+    run = tmp_path / "run"
+    arguments = (*MANY, "--eval-batches", "2", "--auto-resume")
+    for ending in (("--end-at", "3"), ()):
+        with workers(tmp_path, *arguments, *ending, count=2, devices=1) as processes:
+            assert [p.code() for p in processes] == [0, 0], processes[0].errors
+            stopped = int(re.search(r"on purpose after step (\d+)", processes[0].output).group(1))
+            assert stopped >= 3
+            assert "it is late" in processes[0].output
+            digests = {p.output.splitlines()[-1] for p in processes}
+        assert Checkpointer(run / "checkpoints").latest_step() == stopped == last_step(run)
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+def test_a_hook_that_raises_in_one_process_ends_the_others_with_its_words(tmp_path):
+    arguments = ("--steps", "100", "--raise-at", "6")
+    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+        codes = [p.code(timeout=60) for p in processes]
+        assert codes[0] == 1
+        assert codes[1] in (1, -signal.SIGABRT)  # as below
+        assert "process 1 of 2 (host " in processes[0].errors
+        assert "has ended with KeyError: 'a hole in the hook'" in processes[0].errors
+
+
 def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):
     arguments = (*MANY, "--start-seconds", "2")
     with workers(tmp_path, *arguments, count=2, devices=1) as processes:
@@ -233,7 +258,7 @@ def test_a_folder_that_a_host_does_not_share_is_said_before_the_training(tmp_pat
         assert [p.code() for p in processes] != [0, 0]
         for process in processes:
             assert "process 1 does not see what process 0 writes in " in process.errors
-            assert "give a --run-dir that all hosts share" in process.errors
+            assert "give a run_dir that all hosts share" in process.errors
         assert last_step(tmp_path / "shared" / "run") == 0
     finally:
         for process in processes:

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
-from experiments import gpt, options, vision
+from experiments import gpt, vision
 from jaxtrain import optim
 from jaxtrain.optim.options import keywords
+from jaxtrain.run import options
+from jaxtrain.run.main import parse
 
 
 def test_every_option_of_every_rule_is_a_flag_but_masks():
@@ -25,7 +27,7 @@ def test_every_option_of_every_rule_is_a_flag_but_masks():
     ],
 )
 def test_flags_reach_the_rule(flags, message):
-    config = options.parse(gpt.Config, ["--optimizer.name", *flags.split()])
+    config = parse(gpt.Config, ["--optimizer.name", *flags.split()])
     with pytest.raises(ValueError, match=re.escape(message)):
         options.make_optimizer(config.optimizer, steps=4)
 

@@ -1,0 +1,40 @@
+"""What the parts of a run share while it lasts."""
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe.terminal import Progress
+from jaxtrain.run.observe.throughput import Throughput
+from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.options import RunOptions
+from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the built-in hooks of one run share.
+
+    Args:
+      experiment, options: what is trained, and how it is reported.
+      mesh: where.
+      owner: the claim to the run's folder, ``owner.path``.
+      peers: joins the processes.
+      watchdog: is told of everything that has ended.
+      log: takes values of steps.
+      progress: the line of progress, and notes above it.
+      rate: times the steps.
+    """
+
+    experiment: Experiment
+    options: RunOptions
+    mesh: Mesh
+    owner: Ownership
+    peers: Lifeline
+    watchdog: Watchdog
+    log: Writer
+    progress: Progress
+    rate: Throughput

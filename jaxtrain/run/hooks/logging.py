@@ -1,0 +1,51 @@
+"""Metrics of steps to the logs and the line of progress."""
+
+from collections.abc import Mapping
+
+from jaxtrain.experiment import call_end
+from jaxtrain.host import memory
+from jaxtrain.run.context import Run
+from jaxtrain.run.hooks import Hook
+from jaxtrain.run.observe import throughput
+from jaxtrain.run.survive.pace import Pace
+
+
+class Logging(Hook):
+    """Writes metrics to the logs every so many steps, and shows each step's loss."""
+
+    def __init__(self, run: Run, pace: Pace):
+        self.run, self.pace = run, pace
+        self.timed_to = 0
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        experiment, rate = self.run.experiment, self.run.rate
+        if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
+            self.timed_to = call_end(step - 1, experiment.steps, experiment.steps_per_call)
+            rate.step(self.timed_to - step + 1)
+        self.run.progress.update(step, metrics["loss"], rate.items_per_second)
+        quiet = not metrics["skipped"] and not metrics.get("spike", 0)
+        if step % self.run.options.log_every and step != experiment.steps and quiet:
+            return
+        values = {f"train/{name}": value for name, value in metrics.items()}
+        seconds = rate.seconds_per_step
+        if seconds is not None:
+            values["time/step_seconds"] = seconds
+            values[f"time/{experiment.item}_per_second"] = rate.items_per_second
+            values |= self.pace.report(seconds)
+            utilisation = self._mfu(seconds)
+            if utilisation is not None:
+                values["time/mfu"] = utilisation
+        for name, value in memory.device_memory().items():
+            values[f"memory/{name}"] = value
+        self.run.log.write(step, values)
+
+    def _mfu(self, seconds: float) -> float | None:
+        experiment = self.run.experiment
+        if experiment.flops_per_step is None:
+            return None
+        return throughput.mfu(
+            experiment.flops_per_step,
+            seconds,
+            self.run.mesh.devices.flat,
+            dtype=experiment.policy.compute_dtype,
+        )

@@ -1,0 +1,179 @@
+"""When a run saves, and what a save that fails does to it."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain.experiment import to_checkpoint
+from jaxtrain.host import storage
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
+from jaxtrain.run.context import Run
+from jaxtrain.run.hooks import Hook
+from jaxtrain.state import TrainState
+
+# With several processes, steps at least between two looks at the clock, for the first one tells the
+# others.
+CLOCK_EVERY = 10
+# After so long a save that failed is made again, and one that has begun is asked how it ended.
+SETTLE_SECONDS = 60.0
+# How long the last save is tried: where the run is complete, and where the host may be taken away
+# half a minute after it said so.
+LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS = 300.0, 20.0
+# Between two looks at how much of a save has been written.
+LOOK_SECONDS = 5.0
+
+
+class Saving(Hook):
+    """Saves by steps, by minutes and on the best evaluation, with the means of the step.
+
+    A checkpoint that cannot be written is said, once for a time of failures, and made again a
+    minute later.
+    """
+
+    def __init__(
+        self, run: Run, checkpoints: Checkpointer, clock: Callable[[], float] = time.monotonic
+    ):
+        self.run, self.checkpoints, self.clock = run, checkpoints, clock
+        self.evaluated: tuple[int, Mapping[str, float]] = (-1, {})
+        self.saved_at = clock()
+        self.writing: tuple[int, float] | None = None
+        self.looks_at = 0
+        self.begun = self.failing = False
+        self.best, self.best_at = math.nan, -1
+        if run.options.save_best and (step := checkpoints.best_step()) is not None:
+            self.best = checkpoints.metrics(step)[f"eval/{run.experiment.best_metric}"]
+
+    def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
+        self.evaluated = (step, means)
+        value = means.get(self.run.experiment.best_metric, math.nan)
+        sign = 1 if self.run.experiment.best_mode == "min" else -1
+        # Written so that the first one is better than none, which is NaN.
+        if math.isfinite(value) and not sign * value >= sign * self.best:
+            self.best, self.best_at = value, step
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        self._tell()
+        every = self.run.options.save_every
+        by_step = bool(every) and step % every == 0
+        by_best = self.run.options.save_best and self.best_at == step
+        by_time = self._is_time(step)  # asked at every step: it may speak to other processes
+        if step != self.run.experiment.steps and (by_step or by_best or by_time):
+            self.save(step, state)
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Starts writing ``state``; returns when its buffers have been copied."""
+        # What the save before could not do is known now, and no reason to leave out this one.
+        settled = self._settle()
+        self.saved_at = self.clock()
+        self.begun = self._succeeds(lambda: self._start(step, state))
+        if settled and self.begun and self.failing:
+            self.failing = False
+            self.run.progress.note(f"step {step}: checkpoints are written again")
+
+    def finish(self, step: int, state: TrainState, *, seconds: float) -> None:
+        """Writes the last state and waits for it, trying again for some seconds.
+
+        Raises:
+          StorageError: it could not be written.
+        """
+        self._settle()
+
+        def save() -> None:
+            self._start(step, state)  # does nothing where that has been done well
+            self.checkpoints.wait()
+
+        with self._making_progress():
+            storage.retrying(
+                save,
+                "the last checkpoint",
+                passing=lambda error: isinstance(error, SaveError),
+                seconds=seconds,
+            )
+        self._tell()
+
+    def _settle(self) -> bool:
+        """Waits for the save that has begun; whether it, if any, succeeded."""
+        self.begun = False
+        with self._making_progress():
+            return self._succeeds(self.checkpoints.wait)
+
+    def _succeeds(self, attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except SaveError as error:
+            if not self.failing:
+                self.run.progress.note(
+                    f"warning: {error}; the run goes on without it, and tries again every minute"
+                )
+            self.failing = True
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _making_progress(self) -> Iterator[None]:
+        """Tells the watchdog that the process is alive as long as a save goes on writing."""
+        ended = threading.Event()
+
+        def look() -> None:
+            seen = None
+            while not ended.wait(LOOK_SECONDS):
+                if (written := self.checkpoints.written()) != seen:
+                    self.run.watchdog.beat("while a checkpoint is being written")
+                seen = written
+
+        threading.Thread(target=look, name="jaxtrain-save-progress", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _tell(self) -> None:
+        """Says that a checkpoint is there, once; one that failed is told by the next save."""
+        if self.writing is None:
+            return
+        step, since = self.writing
+        saved = self.checkpoints.is_saved(step)
+        if saved:
+            seconds = self.clock() - since
+            self.run.progress.note(f"checkpoint {step} saved within {seconds:.1f} s")
+        if saved is not None:
+            self.writing = None
+
+    def _start(self, step: int, state: TrainState) -> None:
+        self.run.owner.check()
+        evaluated, means = self.evaluated
+        metrics = {f"eval/{name}": value for name, value in means.items()}
+        since = self.clock()
+        started = self.checkpoints.save(
+            step,
+            to_checkpoint(self.run.experiment, state),
+            metrics=metrics if evaluated == step else None,
+            config=self.run.experiment.config,
+        )
+        if started:
+            self.writing = (step, since)
+
+    def _is_time(self, step: int) -> bool:
+        """Whether the clock asks for a save; now and then sees how the one before has ended."""
+        minutes = self.run.options.save_minutes
+        if not (minutes or self.begun or self.failing):
+            return False
+        seconds = self.clock() - self.saved_at
+        late = seconds >= SETTLE_SECONDS
+        due = bool(minutes) and seconds >= 60 * minutes
+        ended = self.begun and late and not self.checkpoints.is_saving()
+        if jax.process_count() > 1:
+            if step < self.looks_at:
+                return False
+            self.looks_at = step + CLOCK_EVERY
+            flags = multihost_utils.broadcast_one_to_all(np.array([due, late, ended]))
+            due, late, ended = (bool(flag) for flag in flags)
+        if ended:
+            self._settle()
+        return due or (late and self.failing)

@@ -1,0 +1,239 @@
+"""The flags of an experiment, and the main that turns them into a run.
+
+An experiment is a module with a frozen dataclass ``Config``, a kind of :class:`Config`, and
+``build(config) -> Experiment``; its last lines are ``if __name__ == "__main__": jt.main(Config,
+build)``.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import tyro
+
+from jaxtrain import data
+from jaxtrain.compile import use_compilation_cache
+from jaxtrain.experiment import Experiment
+from jaxtrain.host import distributed, exit_codes, quiet
+from jaxtrain.host.memory import keep_freed_memory
+from jaxtrain.host.paths import as_path
+from jaxtrain.precision import POLICIES
+from jaxtrain.run.folder import runs
+from jaxtrain.run.hooks import Hook
+from jaxtrain.run.loop import fit
+from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.options import (
+    MAY_CHANGE,
+    MeshOptions,
+    OptimizerOptions,
+    ProcessOptions,
+    RunOptions,
+    make_optimizer,
+)
+from jaxtrain.run.provenance import OF_START, SAME, from_plain, known_fields, read_record
+from jaxtrain.run.refusal import refusing, with_flags
+from jaxtrain.run.survive.accidents import Diverged
+from jaxtrain.run.survive.preemption import ending_at_sigterm
+
+# Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
+Flat = tyro.conf.OmitArgPrefixes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The flags that every experiment has; a subclass adds those of its model and its data."""
+
+    run: Flat[RunOptions] = dataclasses.field(default_factory=RunOptions)
+    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+
+    steps: int = 1000
+    """Train steps."""
+    global_batch: int = 32
+    """Rows per step, over all devices."""
+    accumulate: int = 1
+    """Microbatches per step, in one scan; their gradients are summed by weight."""
+    steps_per_call: int = 1
+    """Train steps in one compiled call, for steps that take hardly longer than their dispatch;
+    evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
+    precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
+    """Dtypes; bf16 keeps float32 parameters and optimizer state."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
+    seed: int = 0
+    """Of parameters, dropout and the order of the data."""
+    simulate_devices: int = 0
+    """Run on this many simulated CPU devices; 0 on the real ones."""
+    distributed: Flat[ProcessOptions] = dataclasses.field(default_factory=ProcessOptions)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
+            raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
+
+    def experiment(self, name: str, **given: Any) -> Experiment:
+        """Makes an experiment of what these flags say, and of what is given.
+
+        Args:
+          name: names the run's folder.
+          **given: the other arguments of :class:`jaxtrain.Experiment`. ``config`` and
+            ``may_change`` are added to what these flags say; any other comes in its place.
+        """
+        constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
+        may_change = MAY_CHANGE | given.pop("may_change", {})
+        # More or fewer steps are the same ones where the learning rate does not go by their number.
+        may_change |= {"steps": SAME} if constant else {}
+        record = {"experiment": name, "module": module_name(type(self))}
+        record |= {"flags": dataclasses.asdict(self)} | given.pop("config", {})
+        if "optimizer" not in given:
+            given["optimizer"] = make_optimizer(self.optimizer, steps=self.steps)
+        ours = {
+            "steps": self.steps,
+            "mesh": dataclasses.asdict(self.mesh),
+            "policy": self.precision,
+            "accumulate": self.accumulate,
+            "steps_per_call": self.steps_per_call,
+            "zero": self.zero,
+            "seed": self.seed,
+            "items_per_step": self.global_batch,
+            "item": "rows",
+        }
+        return Experiment(name=name, config=record, may_change=may_change, **ours | given)
+
+    def batches_of(
+        self, train: data.RowSource, held_out: data.RowSource | None = None
+    ) -> dict[str, Any]:
+        """Returns the arguments of an experiment that are its data.
+
+        Args:
+          train: rows to train on, in an order by ``seed`` (:class:`jaxtrain.data.Batches`).
+          held_out: rows to evaluate on; their arrays ``mask`` weight them.
+        """
+        batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
+        ahead = max(2, min(self.steps_per_call, self.steps))
+        found = {
+            "batch": batches.shapes,
+            "train_batches": lambda start, sharding: batches.stream(
+                start, sharding=sharding, prefetch=ahead
+            ),
+        }
+        if held_out is not None:
+            found["eval_batches"] = lambda sharding: data.eval_batches(
+                held_out, self.global_batch, sharding=sharding
+            )
+        return found
+
+
+def main(
+    config_type: type,
+    build: Callable[[Any], Experiment],
+    arguments: Sequence[str] | None = None,
+    *,
+    hooks: Sequence[Hook] = (),
+    writers: Sequence[Writer] = (),
+) -> None:
+    """Parses the flags, joins the other processes, builds the experiment and trains it.
+
+    Args:
+      config_type: a dataclass of flags, a kind of :class:`Config`.
+      build: makes the experiment of one.
+      arguments: the flags; by default, those of the process.
+      hooks, writers: as for :func:`jaxtrain.fit`.
+
+    Ends the process with the codes of :mod:`jaxtrain.host.exit_codes`: what cannot be is one
+    sentence and ``REFUSED``.
+    """
+    with refusing(config_type), contextlib.ExitStack() as stack:
+        config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
+        use_compilation_cache()
+        processes = getattr(config, "distributed", ProcessOptions())
+        stack.enter_context(ending_at_sigterm(handle_signals=config.run.handle_signals))
+        distributed.initialize(**dataclasses.asdict(processes))
+        quiet.start()
+        keep_freed_memory()
+        experiment = build(config)
+        if not experiment.may_change:
+            experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
+        try:
+            fit(experiment, config.run, hooks=hooks, writers=writers)
+        except Diverged as error:
+            print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
+            raise SystemExit(exit_codes.DIVERGED) from None
+
+
+def parse(config_type: type, arguments: Sequence[str] | None = None, *, default: Any = None) -> Any:
+    """Reads a config from the command line and simulates devices where it asks for them.
+
+    Args:
+      config_type: the config's.
+      arguments: the flags; by default, those of the process.
+      default: a config that has what the flags leave out.
+    """
+    defaults = {} if default is None else {"default": default}
+    config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
+    if count := getattr(config, "simulate_devices", 0):
+        simulate_devices(count)
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The flags that say which run is resumed; see RunOptions."""
+
+    run_dir: str | None = None
+    resume: bool = False
+    auto_resume: bool = False
+
+
+def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
+    """Returns the config of the run that the flags resume, as last started; None for a new run.
+
+    What is of a start and not of the run (how it is resumed, which process this is) is as if left
+    out. Flags that this version lacks are left out too, and shown as changes later.
+
+    Raises:
+      ValueError: the run's folder holds flags that cannot be.
+    """
+    start, _ = tyro.cli(
+        _Start, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
+    )
+    if not (start.resume or start.auto_resume):
+        return None
+    module = module_name(config_type)
+    for path in runs() if start.run_dir is None else [as_path(start.run_dir)]:
+        record = read_record(path) or {}
+        if start.run_dir is not None or record.get("module") == module:
+            break
+    else:
+        return None
+    flags = record.get("flags")
+    if not isinstance(flags, dict) or not isinstance(flags.get("run"), dict):
+        return None
+    flags = {name: value for name, value in flags.items() if name != "distributed"}
+    run = {name: value for name, value in flags["run"].items() if name not in OF_START}
+    flags["run"] = run | {"run_dir": str(path)}
+    return from_plain(config_type, known_fields(config_type, flags))
+
+
+def module_name(config_type: type) -> str:
+    """The module of an experiment, as ``python -m`` takes it."""
+    name = config_type.__module__
+    if name != "__main__":
+        return name
+    word = program_name().split()[-1]
+    return pathlib.PurePath(word).stem if word.endswith(".py") else word
+
+
+def program_name() -> str:
+    """What was typed to start this program: ``python -m experiments.gpt``."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
+
+
+def simulate_devices(count: int) -> None:
+    """Makes JAX see ``count`` CPU devices; before anything else has asked it for devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)

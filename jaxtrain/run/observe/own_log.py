@@ -1,0 +1,45 @@
+"""The logs of a folder that another start of the run may take over."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import jax
+
+from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.survive.lifeline import Lifeline
+
+
+class OwnLog:
+    """The logs, while the folder is this start's own; then it asks for the end instead.
+
+    Args:
+      log: the logs.
+      owner: of the folder that they lie in.
+      peers: stop together, after which the last save finds the same.
+    """
+
+    # A bucket takes long enough to answer for the devices to wait.
+    LOOK_SECONDS = 10.0
+
+    def __init__(self, log: Writer, owner: Ownership, peers: Lifeline):
+        self._log, self._owner, self._peers = log, owner, peers
+        self._taken, self._looked_at = False, -math.inf
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._is_taken():
+            self._log.write(step, values)
+
+    def close(self) -> None:
+        if not self._is_taken():  # In a bucket, closing writes.
+            self._log.close()
+
+    def _is_taken(self) -> bool:
+        seconds = self.LOOK_SECONDS if "://" in str(self._owner.path) else 0.0
+        if jax.process_index() == 0 and time.monotonic() - self._looked_at >= seconds:
+            self._looked_at = time.monotonic()
+            if not self._taken and self._owner.taken_by() is not None:
+                self._taken = True
+                self._peers.want_stop()
+        return self._taken

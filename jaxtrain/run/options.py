@@ -1,0 +1,185 @@
+"""Options that runs and experiments share: plain data, which the command line turns into flags."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxtrain import optim
+from jaxtrain.run.provenance import ROUNDED
+
+# What a resumed run may have otherwise, and what that means for its steps. All that is not here
+# changes what is computed: the seed, the rate, the batch, the model, the precision, and the number
+# of steps, by which schedules go.
+MAY_CHANGE = {
+    "distributed.*": "",  # who this process is: of the start, and not of the run
+    "mesh.*": ROUNDED,
+    "simulate_devices": ROUNDED,
+    "zero": ROUNDED,
+    "accumulate": ROUNDED,
+    "pipeline.*": ROUNDED,
+    "steps_per_call": ROUNDED,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Where a run lives and how often it reports.
+
+    Args:
+      run_dir: Its folder (local, or a bucket such as gs://...); left out, the next free number
+        under runs/.
+      resume: Continue the run in run_dir; left out, the newest under runs/.
+      auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
+        command for a run that is started again and again.
+      overwrite: Delete the run in run_dir first; files that no run writes stay.
+      accept_changes: Resume although these flags, or what else is named, are not as they were: the
+        steps to come are then those of another run. "stopped" goes on with a run that a hook has
+        stopped on purpose; "all" accepts everything.
+      log_every: Steps between lines in the logs.
+      eval_every: Steps between evaluations; 0 evaluates only at the end.
+      save_every: Steps between checkpoints; 0 for none but the one at the end.
+      save_minutes: Minutes between checkpoints, besides those; 0 for none.
+      save_best: Save after every evaluation that is the best so far.
+      keep: Newest checkpoints to keep; the best one is kept as well.
+      handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
+      watch_peers: Of several processes, end all where one has died, and stop all at the same step.
+      hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
+        call) ends for so long; 0 never.
+      max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
+    """
+
+    run_dir: str | None = None
+    resume: bool = False
+    auto_resume: bool = False
+    overwrite: bool = False
+    accept_changes: tuple[str, ...] = ()
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 0
+    save_minutes: float = 0.0
+    save_best: bool = False
+    keep: int = 3
+    handle_signals: bool = True
+    watch_peers: bool = True
+    hang_minutes: float = 30.0
+    max_consecutive_skips: int = 20
+
+    def __post_init__(self) -> None:
+        least = {"log_every": 1, "eval_every": 0, "save_every": 0, "save_minutes": 0, "keep": 1}
+        for name, low in least.items():
+            # Written so that NaN is refused too.
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least {low}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    """Devices along each axis of the mesh; -1 takes what the others leave."""
+
+    data: int = -1
+    """Splits the batch; parameters are copied."""
+    fsdp: int = 1
+    """Splits the batch, and parameters, gradients and optimizer state."""
+    tensor: int = 1
+    """Splits heads, MLP width and vocabulary."""
+    pipe: int = 1
+    """Splits the layers; see the pipeline options."""
+    dcn_data: int = 1
+    """Of the data axis, the part that crosses the slow network: slices of a TPU, or hosts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """Several processes without a launcher; left out, they are found from the environment."""
+
+    coordinator: str | None = None
+    """HOST:PORT of process 0."""
+    processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which one this is, from 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOptions:
+    """How microbatches go through the stages of a mesh with a pipe axis."""
+
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    """1f1b keeps few microbatches in flight; interleaved has a smaller bubble; gpipe neither."""
+    microbatches: int = 8
+    """Microbatches per step."""
+    virtual: int = 1
+    """Chunks of layers per device, above 1 for interleaved only."""
+    remat: Literal["full", "none"] = "full"
+    """full runs a stage again for its backward pass; none keeps what that needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChainOptions:
+    name: Literal[tuple(optim.OPTIMIZERS)] = "muon"  # type: ignore[valid-type]
+    """Which update rule."""
+    learning_rate: float | None = None
+    """Peak learning rate; left out, one that suits the optimizer here."""
+    schedule: Literal[tuple(sorted(optim.schedules.SCHEDULES))] = "cosine"  # type: ignore[valid-type]
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; left out, 2 % of all steps and at least 10."""
+    weight_decay: float = 0.1
+    """Not applied to norms and biases."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; None for no clipping."""
+    accumulate: int = 1
+    """Calls per update (optax.MultiSteps), weighted by tokens."""
+    skip_spikes: float | None = None
+    """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
+    of the last 128 steps (6 is usual); None leaves out none."""
+
+
+# A flag for each option of a rule that a command line can take.
+RULE_OPTIONS = optim.rules.described_options()
+OptimizerOptions = dataclasses.make_dataclass(
+    "OptimizerOptions",
+    [(name, kind | None, None) for name, (kind, _) in RULE_OPTIONS.items()],
+    bases=(_ChainOptions,),
+    namespace={
+        "__doc__": "The optimizer chain. An option left out takes the optimizer's own default."
+        "\n\nArgs:\n" + "".join(f"  {name}: {text}\n" for name, (_, text) in RULE_OPTIONS.items()),
+        "__module__": __name__,
+    },
+    frozen=True,
+)
+
+
+def make_optimizer(
+    options: OptimizerOptions, *, steps: int, default_rates: Mapping[str, float] = {}, **more
+):
+    """Makes the optax chain that the flags describe.
+
+    Args:
+      options: the flags.
+      steps: calls of the train step in all.
+      default_rates: peak learning rate by optimizer name, where it is not the rule's own.
+      **more: passed on to :func:`jaxtrain.make_optimizer`.
+    """
+    for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
+        if not 1 <= value < 2**31:
+            raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
+    updates = max(1, steps // options.accumulate)
+    warmup = options.warmup_steps
+    peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
+    rate = optim.make_schedule(
+        options.schedule,
+        peak if options.learning_rate is None else options.learning_rate,
+        total_steps=updates,
+        warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
+    )
+    return optim.make_optimizer(
+        options.name,
+        rate,
+        weight_decay=options.weight_decay,
+        clip_norm=options.clip_norm,
+        accumulate=options.accumulate,
+        skip_spikes=options.skip_spikes,
+        **{name: getattr(options, name) for name in RULE_OPTIONS},
+        **more,
+    )
