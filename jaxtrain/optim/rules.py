@@ -12,9 +12,10 @@ state of the others keeps its path whatever the options.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim import layerwise, masks
@@ -70,7 +71,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _float_dtype(name: str, dtype: Any) -> Any:
     try:
-        found = jax.numpy.dtype(dtype)
+        found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or found.name not in ("bfloat16", "float16", "float32"):
@@ -88,6 +89,7 @@ _rms_or_width = functools.partial(check_choice, choices=("rms", "width"))
 # Numbers may be traced scalars too, and dtypes those of jax.numpy.
 B1 = Annotated[float, Option("Decay of the first moment.", _fraction)]
 B2 = Annotated[float, Option("Decay of the second moment.", _fraction)]
+B3 = Annotated[float, Option("Decay of Adan's third moment.", _fraction)]
 Eps = Annotated[float, Option("Added to denominators.", _not_negative)]
 Momentum = Annotated[float, Option("Of sgd-like rules.", _fraction)]
 Nesterov = Annotated[bool, Option("Look one step ahead.", _boolean)]
@@ -169,6 +171,56 @@ def adamw(
         parts.decay,
         parts.rate,
     ]
+
+
+class AdanState(NamedTuple):
+    """State of ``adan``: updates made; means of gradients, changes and squares; last gradients."""
+
+    count: jax.Array
+    m: Any
+    v: Any
+    n: Any
+    last: Any
+
+
+@rule(learning_rate=1e-2)
+def adan(
+    parts: Parts,
+    *,
+    b1: B1 = 0.98,
+    b2: B2 = 0.92,
+    b3: B3 = 0.99,
+    eps: Eps = 1e-8,
+    moment_dtype: MomentDtype = None,
+) -> Stages:
+    """Adan (Xie et al. 2022, https://arxiv.org/abs/2208.06677). Weight decay is decoupled.
+
+    The betas are those of the authors' code, 1 minus the paper's: ``b1`` of the gradient, ``b2`` of
+    its changes, ``b3`` of the square; moments are free of bias. ``optax.adan`` (0.2.8) multiplies
+    the changes by ``1 - b2`` where the paper and its code have ``b2``.
+    """
+
+    def init(params):
+        zeros = optax.tree.zeros_like(params)
+        first = optax.tree.cast(zeros, moment_dtype)
+        return AdanState(jnp.int32(0), first, first, zeros, zeros)
+
+    def update(grads, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        change = optax.tree.sub(grads, optax.tree.where(count == 1, grads, state.last))
+        ahead = optax.tree.add_scale(grads, b2, change)
+        m = optax.tree.update_moment(grads, state.m, b1, 1)
+        v = optax.tree.update_moment(change, state.v, b2, 1)
+        n = optax.tree.update_moment(ahead, state.n, b3, 2)
+        means = ((m, b1), (v, b2), (n, b3))
+        m_hat, v_hat, n_hat = (optax.tree.bias_correction(x, b, count) for x, b in means)
+        updates = jax.tree.map(
+            lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n) + eps), m_hat, v_hat, n_hat
+        )
+        return updates, AdanState(count, m, v, n, grads)
+
+    return [optax.GradientTransformation(init, update), parts.decay, parts.rate]
 
 
 @rule(learning_rate=1e-3)

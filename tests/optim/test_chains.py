@@ -282,6 +282,7 @@ def references(rate, decay, mask):
         "momentum": optax.chain(coupled, optax.sgd(rate, momentum=0.9)),
         "adam": optax.chain(coupled, optax.adam(rate)),
         "adamw": optax.adamw(rate, weight_decay=decay, mask=mask),
+        "adan": optax.adan(rate, b2=0.5, eps_root=0.0, weight_decay=decay, mask=mask),
         "rmsprop": optax.chain(coupled, optax.rmsprop(rate, momentum=0.5)),
         "adafactor": optax.adafactor(
             rate,
@@ -315,6 +316,8 @@ def references(rate, decay, mask):
 @every_optimizer
 def test_unstacked_it_is_optax(name):
     options = {
+        # optax weights changes of the gradient by 1 - b2, and the paper by b2.
+        "adan": {"b2": 0.5},
         "rmsprop": {"momentum": 0.5},
         "adafactor": {"min_dim_size_to_factor": 3, "momentum": 0.9},
         # optax has one eps and one nesterov for both groups, and decays none of AdamW's.
@@ -504,8 +507,8 @@ def test_bfloat16_moments_save_two_bytes_of_each_first_moment(name):
 
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     saved = state_bytes() - state_bytes(moment_dtype="bfloat16")
-    second = {"adam", "adamw", "lamb", "rmsprop"}
-    assert saved == 2 * count
+    second = {"adam", "adamw", "adan", "lamb", "rmsprop"}
+    assert saved == 2 * count * (2 if name == "adan" else 1)
     assert state_bytes() >= 4 * count * (2 if name in second else 1)
 
 
