@@ -16,7 +16,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.agreement import record_gradients, worst
-from jaxtrain.parallel.pipeline import pipeline
+from jaxtrain.parallel.pipeline import pipeline, to_virtual, virtual_rules
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.precision import equations
@@ -44,7 +44,7 @@ EVERYDAY = [
 MESHES = [{"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 PIPES = [{"pipe": 4, "fsdp": 2}, {"pipe": 2, "data": 2, "tensor": 2}]
 EVERY = [*itertools.product(("plain", "accumulated"), MESHES, (0, 1, 2, 3))]
-EVERY += itertools.product(("1f1b", "gpipe", "1f1b, kept"), PIPES, (0, 2))
+EVERY += itertools.product(("1f1b", "gpipe", "1f1b, kept", "interleaved, kept"), PIPES, (0, 2))
 
 
 def init(rng):
@@ -77,6 +77,10 @@ def loss_fn(params, batch, rng):
     return small.head_loss(params, x, batch)
 
 
+def virtual_of(way):
+    return 2 if "interleaved" in way else 1
+
+
 def engine_of(way, mesh, shardings):
     loss = with_policy(normalize_loss(loss_fn, False), jt.Policy.f32(), "step", shardings)
     if way == "plain":
@@ -89,6 +93,7 @@ def engine_of(way, mesh, shardings):
         mesh=mesh,
         microbatches=MICROBATCHES,
         schedule=way.split(",")[0],
+        virtual=virtual_of(way),
         remat="none" if "kept" in way else "full",
         gradient_shardings=shardings,
     )
@@ -101,8 +106,10 @@ def build(way, axes=None, zero=0, *, freeze=FREEZE, differentiate="what trains")
         jt.make_optimizer("adamw", 1e-2, clip_norm=0.5, eps=1e-4, freeze=freeze),
     )
     mesh = axes and jt.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
-    options = {"mesh": mesh, "rules": RULES if axes else None, "zero": zero, "params": init(None)}
-    state = jt.init_state(init, optimizer, jax.random.key(0), **options)
+    rules = virtual_rules(RULES, virtual_of(way)) if axes else None
+    params = to_virtual(init(None), virtual_of(way))
+    options = {"mesh": mesh, "rules": rules, "zero": zero, "params": params}
+    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0), **options)
     shardings = jt.gradient_shardings(state, zero=zero)
     engine = engine_of(way, mesh, shardings)
     if (
@@ -138,6 +145,8 @@ def one_device(way):
 
 def assert_same_training(found, way):
     expected = one_device("plain" if way == "plain" else "accumulated")
+    # [V, L / V, ...] is [L, ...] reshaped.
+    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
     errors = {part: worst(found[part], expected[part]) for part in expected}
     assert not {part: error for part, error in errors.items() if error[0] > TOLERANCE}, errors
 
