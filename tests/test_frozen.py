@@ -43,7 +43,7 @@ EVERYDAY = [
 MESHES = [{"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 PIPES = [{"pipe": 4, "fsdp": 2}, {"pipe": 2, "data": 2, "tensor": 2}]
 EVERY = [*itertools.product(("plain", "accumulated"), MESHES, (0, 1, 2, 3))]
-EVERY += itertools.product(("1f1b", "gpipe", "1f1b, kept"), PIPES, (0, 2))
+EVERY += itertools.product(("1f1b", "gpipe", "1f1b, kept", "interleaved, kept"), PIPES, (0, 2))
 
 
 def init(rng):
@@ -74,6 +74,10 @@ STAGES = dataclasses.replace(small.STAGES, block=block)
 loss_fn = jt.loss_from_stages(STAGES)
 
 
+def stack_of(way):
+    return jt.Stack(virtual=2 if "interleaved" in way else 1)
+
+
 def engine_of(way, mesh, shardings):
     loss = with_policy(normalize_loss(loss_fn, False), jt.Policy.f32(), "step", shardings)
     if way == "plain":
@@ -86,6 +90,7 @@ def engine_of(way, mesh, shardings):
         mesh=mesh,
         microbatches=MICROBATCHES,
         schedule=way.split(",")[0],
+        virtual=stack_of(way).virtual,
         remat="none" if "kept" in way else "full",
         gradient_shardings=shardings,
     )
@@ -98,8 +103,10 @@ def build(way, axes=None, zero=0, *, freeze=FREEZE, differentiate="what trains")
         jt.make_optimizer("adamw", 1e-2, clip_norm=0.5, eps=1e-4, freeze=freeze),
     )
     mesh = axes and jt.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
-    options = {"mesh": mesh, "rules": RULES if axes else None, "zero": zero, "params": init(None)}
-    state = jt.init_state(init, optimizer, jax.random.key(0), **options)
+    rules = jt.Rules(RULES, stacked=stack_of(way)) if axes else None
+    params = stack_of(way).cut(init(None))
+    options = {"mesh": mesh, "rules": rules, "zero": zero, "params": params}
+    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0), **options)
     shardings = jt.gradient_shardings(state, zero=zero)
     engine = engine_of(way, mesh, shardings)
     if (
@@ -135,6 +142,8 @@ def one_device(way):
 
 def assert_same_training(found, way):
     expected = one_device("plain" if way == "plain" else "accumulated")
+    # [V, L / V, ...] is [L, ...] reshaped.
+    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
     errors = {part: worst(found[part], expected[part]) for part in expected}
     assert not {part: error for part, error in errors.items() if error[0] > TOLERANCE}, errors
 

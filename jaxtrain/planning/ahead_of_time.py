@@ -18,7 +18,7 @@ from jaxtrain.experiment import Experiment, build_step, make_abstract_state, mak
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.placement import tracing_on
-from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
+from jaxtrain.parallel.sharding import Rule, Rules
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.flops import Flops, count_flops
 from jaxtrain.planning.hlo import Collective, Program, read_program
@@ -203,7 +203,7 @@ def plan_step(
         )
     program, text, unread = _read(train.compiled, mesh)
     program = program.per_step(steps_per_call)
-    memory = split_memory(train, state, given, mesh, target.chip, program)
+    memory = split_memory(train, state, given, target.chip, program)
     island = target.devices_per_island
     params = getattr(state, "params", None)
     gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)
@@ -247,7 +247,6 @@ def split_memory(
     train: CompiledStep,
     state: PyTree,
     batch: PyTree,
-    mesh: Mesh,
     chip: Chip,
     program: Program,
 ) -> Memory:
@@ -256,7 +255,7 @@ def split_memory(
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
-        batch_shardings(shapes, mesh),
+        train.batch_shardings,
     )
     parts = {"parameters": 0, "optimizer_state": 0, "other_state": local_bytes(state)}
     if isinstance(state, TrainState):
