@@ -31,6 +31,9 @@ class Stack:
       key: the key of the parameters under which every leaf is stacked.
       virtual: V, chunks per device: above 1 the layer axis is cut in as many parts.
 
+    Raises:
+      ValueError: for ``virtual`` below 1.
+
     >>> stack = Stack(virtual=2)
     >>> params = {"blocks": {"w": jax.numpy.zeros((8, 3))}, "head": jax.numpy.ones(3)}
     >>> cut = stack.cut(params)
@@ -40,6 +43,10 @@ class Stack:
 
     key: str = "blocks"
     virtual: int = 1
+
+    def __post_init__(self) -> None:
+        if self.virtual < 1:
+            raise ValueError(f"virtual is {self.virtual}: a pipeline needs at least 1")
 
     @property
     def lead(self) -> int:

@@ -484,6 +484,26 @@ def test_a_stream_of_several_arrays_and_shared_parameters(axes, schedule, virtua
     assert_same_sums(found, shared_sums())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "virtual"), [("pipe=2,data=2,tensor=2", 1), ("pipe=2,fsdp=2,tensor=2", 2)]
+)
+def test_shared_parameters_train_with_lamb_as_on_one_device(layout, virtual):
+    stack = jt.Stack(virtual=virtual)
+    rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
+    table = jt.parity(
+        lambda rng: stack.cut(small.init(rng)),
+        lambda params, batch, rng: shared_loss(stack.natural(params), batch, rng),
+        small.make_batch(ROWS),
+        optimizer=jt.make_optimizer("lamb", 1e-2, eps=1e-4, stacked=stack.axes),
+        rules=jt.Rules(rules, stacked=stack),
+        layouts=[layout],
+        stages=dataclasses.replace(shared_stages(), stacked=stack),
+        pipeline={"microbatches": 4, "schedule": "interleaved"},
+    )
+    assert "1 of 1 meshes agree with one device to 1e-05" in table
+
+
 def test_the_loss_of_stages_is_the_model_written_out():
     params, batch = small_params(), small.make_batch(ROWS)
     stack = jt.Stack(virtual=2)

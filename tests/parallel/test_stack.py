@@ -33,6 +33,8 @@ def test_a_cut_stack_joins_to_natural_order():
     assert named_leaves(jt.Stack().cut(params)) == named_leaves(params)
     with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3: use a divisor of"):
         jt.Stack(virtual=3).cut(params)
+    with pytest.raises(ValueError, match="virtual is 0: a pipeline needs at least 1"):
+        jt.Stack(virtual=0)
 
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
