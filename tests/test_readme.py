@@ -18,9 +18,15 @@ from jaxtrain.tree import named_leaves
 from tests.commands import run as command
 from tests.test_parity import worst
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-LIBRARY, LINEN, NNX, STATEFUL, LOOP, PARITY, PIPELINE, MODULE = BLOCKS
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+LIBRARY, LINEN, NNX, PARITY, PIPELINE, MODULE = blocks("README.md")
+STATEFUL, LOOP = blocks("jaxtrain/README.md")
 F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
