@@ -196,3 +196,13 @@ def test_training_in_part_agrees_with_one_device(way, axes, zero):
 @pytest.mark.parametrize(("way", "axes", "zero"), [case for case in EVERY if case not in EVERYDAY])
 def test_training_in_part_agrees_with_one_device_in_every_way(way, axes, zero):
     assert_same_training(train(*build(way, axes, zero))[0], way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [("^blocks/",), ("^table$", "^gain$")])
+@pytest.mark.parametrize("way", ["1f1b", "1f1b, kept"])
+def test_all_layers_of_a_pipeline_may_be_frozen_or_all_else(way, freeze):
+    found = train(*build(way, {"pipe": 2}, freeze=freeze))[0]
+    expected = train(*build("accumulated", freeze=freeze, differentiate="everything"))[0]
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: error for part, error in errors.items() if error[0] > TOLERANCE}, errors
