@@ -89,8 +89,8 @@ def pipeline(
       virtual: chunks per device, above 1 for ``"interleaved"`` only; parameters are then to be laid
         out by :meth:`jaxtrain.Stack.cut`. By default that of ``stages.stacked``.
       remat: ``"full"`` keeps the input of a stage and runs the stage again for its backward pass;
-        ``"none"`` keeps what the backward pass of its layers needs, as ``jax.vjp`` (and a
-        ``jax.checkpoint`` around a block) decides.
+        ``"none"`` keeps what the backward pass of its layers needs, as ``jax.vjp`` (and
+        ``Stages.remat``) decides.
       skip_bubbles: False runs every unit in every tick and masks the result: the same gradients,
         at more than twice the time, for backends on which collectives within divergent branches
         misbehave.
@@ -251,14 +251,17 @@ class _Device:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What goes from tick to tick: three buffers [slots, ...] and the sums."""
+    """What goes from tick to tick: three buffers [slots, ...] and the sums.
+
+    An evaluation has inputs and a loss alone.
+    """
 
     inputs: PyTree
-    cotangents: PyTree
-    residuals: tuple[jax.Array, ...]
-    d_stacked: PyTree
-    d_outer: PyTree
     loss: WeightedLoss
+    cotangents: PyTree = None
+    residuals: tuple[jax.Array, ...] = ()
+    d_stacked: PyTree = None
+    d_outer: PyTree = None
 
 
 def _enter(plan: _Plan, params: PyTree, batch: PyTree, gather: Gather, shardings: PyTree | None):
@@ -546,14 +549,7 @@ def _start(device: _Device) -> _Carry:
             device.plan.stages.head_loss(device.outer, _zeros(device.x), rows(device.batch, 0))
         )
     )
-    carry = _Carry(
-        inputs=slots(table.input_slots, device.x),
-        cotangents=None,
-        residuals=(),
-        d_stacked=None,
-        d_outer=None,
-        loss=sums_like(loss),
-    )
+    carry = _Carry(inputs=slots(table.input_slots, device.x), loss=sums_like(loss))
     if table.backward:
         carry = dataclasses.replace(
             carry,
