@@ -111,19 +111,19 @@ def test_a_plug_of_another_kind_is_refused(tmp_path, plugs, words):
     assert not (tmp_path / "run").exists()
 
 
-def ask_all(lines, steps):
-    """What processes are told that ask after these steps, each in a thread of its own."""
+def ask(lines, positions, question="stop_step"):
+    """What processes are answered that ask at these positions, each in a thread of its own."""
     answers = {}
 
-    def ask(i):
-        answers[i] = lines[i].stop_step(steps[i])
+    def one(i):
+        answers[i] = getattr(lines[i], question)(positions[i])
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(lines))]
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(lines))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    return [answers[i] for i in range(len(lines))]
+        thread.join(20)
+    return [answers.get(i, "no answer") for i in range(len(lines))]
 
 
 def test_processes_agree_on_an_end_and_after_it_on_an_interruption():
@@ -131,36 +131,33 @@ def test_processes_agree_on_an_end_and_after_it_on_an_interruption():
     lines, _ = lifelines(3, exits)
     lines[1].want_stop("enough")
     eventually(lambda: all(line.stop_wanted for line in lines))
-    assert ask_all(lines, [7, 8, 7]) == [8, 8, 8]
+    assert ask(lines, [7, 8, 7]) == [8, 8, 8]
     assert [line.reason for line in lines] == ["enough"] * 3
-    # The one that was behind asks again where the others have ended, and its hook agrees with them.
+    # The one that was behind comes to the end, where its own hook asks for it too.
     lines[0].want_stop("enough")
-    assert [line.stop_step(8) for line in lines] == [8] * 3
-    # The last evaluation belongs to the run; a signal leaves it out.
-    assert [line.interrupts(8.5) for line in lines] == [False] * 3
+    assert ask(lines[:1], [8]) == [8]
+    # The last evaluation belongs to the run; a signal leaves the rest of it out, for all alike.
+    assert ask(lines, [8.5, 8.5, 8.5], "interrupts") == [False] * 3
     lines[2].want_stop()
     eventually(lambda: all(line.stop_wanted for line in lines))
-    asked = [threading.Thread(target=line.interrupts, args=(8.5,)) for line in lines[:2]]
-    for thread in asked:
-        thread.start()
-    assert lines[2].interrupts(8.5)
-    for thread in asked:
-        thread.join(30)
-    assert all(line.interrupts(8.5) for line in lines)
-    assert [line.stop_step(8) for line in lines] == [8] * 3
+    assert ask(lines, [8.5, 8.75, 8.5], "interrupts") == [False, True, False]
+    assert ask(lines, [8.75] * 3, "interrupts") == [True] * 3
+    assert ask(lines, [8, 8, 8]) == [8, 8, 8]
     for line in lines:
         line.close()
     assert exits == []
 
 
-def test_an_interruption_takes_precedence_over_an_end():
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_an_interruption_takes_precedence_over_an_end(signalled):
     lines, _ = lifelines(2, [])
     lines[1].want_stop("enough")
-    lines[0].want_stop()
-    eventually(lambda: lines[1].stop_wanted)
-    assert ask_all(lines, [4, 5]) == [5, 5]
+    eventually(lambda: lines[0].stop_wanted)
+    lines[signalled].want_stop()
+    lines[0].want_stop("enough")
+    assert ask(lines, [4, 5]) == [5, 5]
     assert [line.reason for line in lines] == [None, None]
-    assert all(line.interrupts(5) for line in lines)
+    assert ask(lines, [5, 5], "interrupts") == [True, True]
     for line in lines:
         line.close()
 
