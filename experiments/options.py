@@ -119,13 +119,11 @@ class _ChainOptions:
     of the last 128 steps (6 is usual); None leaves out none."""
 
 
-# A flag for each option of a rule that a command line can take.
-RULE_OPTIONS = optim.rules.described_options()
 OptimizerOptions = dataclasses.make_dataclass(
     "OptimizerOptions",
     [
-        (name, Annotated[kind | None, tyro.conf.arg(help=help_text)], None)
-        for name, (kind, help_text) in RULE_OPTIONS.items()
+        (name, Annotated[option.kind | None, tyro.conf.arg(help=option.help)], None)
+        for name, option in optim.rules.OPTIONS.items()
     ],
     bases=(_ChainOptions,),
     namespace={
@@ -166,7 +164,7 @@ def make_optimizer(
         clip_norm=options.clip_norm,
         accumulate=options.accumulate,
         skip_spikes=options.skip_spikes,
-        **{name: getattr(options, name) for name in RULE_OPTIONS},
+        **{name: getattr(options, name) for name in optim.rules.OPTIONS},
         **more,
     )
 
