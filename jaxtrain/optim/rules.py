@@ -1,8 +1,9 @@
 """The update rules by name: one function each, whose keywords are the optimizer's options.
 
 A rule takes the ``Parts`` that ``make_optimizer`` has ready and returns the stages that lead from
-clipped gradients to updates. ``@rule`` puts it on the list by the name of its function: its
-options, their checks and the flags of experiments follow from its signature.
+clipped gradients to updates. ``@rule`` puts it on the list by the name of its function. What its
+keywords are and which values they take stands in ``OPTIONS``, but for masks. The flags of
+experiments follow from both.
 
 Coupled weight decay is added to the gradient, decoupled decay to the finished update; both are
 multiplied by the learning rate. Stages that are switched off are ``optax.identity()``, so that the
@@ -12,7 +13,7 @@ state of the others keeps its path whatever the options.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import optax
 from jaxtrain.optim import layerwise, masks
 from jaxtrain.optim.masks import Mask, Stacked
 from jaxtrain.optim.numerics import check_choice, check_integer, check_number, concrete
-from jaxtrain.optim.options import Option, keywords, resolve
+from jaxtrain.optim.options import keywords, resolve
 
 Stages = list[optax.GradientTransformation]
 
@@ -63,6 +64,21 @@ def rule(*, learning_rate: float) -> Callable[[Callable[..., Stages]], Callable[
     return register
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of rules, as a keyword and as a flag.
+
+    Attributes:
+      kind: type of the flag.
+      help: what it is.
+      check: ``(name, value) -> value`` as a rule takes it; a ValueError for any other value.
+    """
+
+    kind: Any
+    help: str
+    check: Callable[[str, Any], Any]
+
+
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be True or False")
@@ -86,37 +102,33 @@ _positive_or_off = functools.partial(check_number, low=0.0, high=None, open_low=
 _count = functools.partial(check_integer, low=1)
 _rms_or_width = functools.partial(check_choice, choices=("rms", "width"))
 
-# Numbers may be traced scalars too, and dtypes those of jax.numpy.
-B1 = Annotated[float, Option("Decay of the first moment.", _fraction)]
-B2 = Annotated[float, Option("Decay of the second moment.", _fraction)]
-B3 = Annotated[float, Option("Decay of Adan's third moment.", _fraction)]
-Eps = Annotated[float, Option("Added to denominators.", _not_negative)]
-Momentum = Annotated[float, Option("Of sgd-like rules.", _fraction)]
-Nesterov = Annotated[bool, Option("Look one step ahead.", _boolean)]
-MomentDtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    Option(
+# What every option of a rule is, and which values it takes. Numbers may be traced scalars too, and
+# dtypes those of jax.numpy.
+OPTIONS = {
+    "b1": Option(float, "Decay of the first moment.", _fraction),
+    "b2": Option(float, "Decay of the second moment.", _fraction),
+    "b3": Option(float, "Decay of Adan's third moment.", _fraction),
+    "eps": Option(float, "Added to denominators.", _not_negative),
+    "momentum": Option(float, "Of sgd-like rules.", _fraction),
+    "nesterov": Option(bool, "Look one step ahead.", _boolean),
+    "moment_dtype": Option(
+        Literal["float32", "bfloat16", "float16"],
         "Of stored first moments (float32 widens the second too); left out, the parameters'.",
         _float_dtype,
     ),
-]
-DecayRate = Annotated[float, Option("Exponent of Adafactor's growing decay.", _positive)]
-MinDimSize = Annotated[int, Option("Adafactor factors no smaller dimension.", _count)]
-ClippingThreshold = Annotated[
-    float, Option("Largest RMS of an Adafactor update; inf clips none.", _positive_or_off)
-]
-ParameterScale = Annotated[
-    bool, Option("Scale Adafactor's update by the RMS of the parameter.", _boolean)
-]
-TrustCoefficient = Annotated[float, Option("Trust in a layer of LARS, its eta.", _positive)]
-NsSteps = Annotated[int, Option("Newton-Schulz iterations of Muon.", _count)]
-MuonScale = Annotated[
-    Literal["rms", "width"],
-    Option("Scale Muon's update to the RMS of AdamW's, or by the matrix's width.", _rms_or_width),
-]
-AdamRatio = Annotated[
-    float, Option("Multiplies the learning rate of what Muon leaves to AdamW.", _positive)
-]
+    "decay_rate": Option(float, "Exponent of Adafactor's growing decay.", _positive),
+    "min_dim_size_to_factor": Option(int, "Adafactor factors no smaller dimension.", _count),
+    "clipping_threshold": Option(
+        float, "Largest RMS of an Adafactor update; inf clips none.", _positive_or_off
+    ),
+    "parameter_scale": Option(bool, "Scale Adafactor's update by the parameter's RMS.", _boolean),
+    "trust_coefficient": Option(float, "Trust in a layer of LARS, its eta.", _positive),
+    "ns_steps": Option(int, "Newton-Schulz iterations of Muon.", _count),
+    "muon_scale": Option(
+        Literal["rms", "width"], "Muon's update as large as AdamW's, or by width.", _rms_or_width
+    ),
+    "adam_ratio": Option(float, "Of the learning rate, for what Muon leaves to AdamW.", _positive),
+}
 
 
 @rule(learning_rate=0.3)
@@ -126,27 +138,13 @@ def sgd(parts: Parts) -> Stages:
 
 
 @rule(learning_rate=0.1)
-def momentum(
-    parts: Parts,
-    *,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    moment_dtype: MomentDtype = None,
-) -> Stages:
+def momentum(parts: Parts, *, momentum=0.9, nesterov=False, moment_dtype=None) -> Stages:
     """Gradient descent along a decaying sum of gradients. Weight decay is coupled."""
     return [parts.decay, _trace(momentum, nesterov, moment_dtype), parts.rate]
 
 
 @rule(learning_rate=3e-3)
-def adam(
-    parts: Parts,
-    *,
-    b1: B1 = 0.9,
-    b2: B2 = 0.999,
-    eps: Eps = 1e-8,
-    nesterov: Nesterov = False,
-    moment_dtype: MomentDtype = None,
-) -> Stages:
+def adam(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dtype=None) -> Stages:
     """Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980). Weight decay is coupled."""
     return [
         parts.decay,
@@ -156,15 +154,7 @@ def adam(
 
 
 @rule(learning_rate=3e-3)
-def adamw(
-    parts: Parts,
-    *,
-    b1: B1 = 0.9,
-    b2: B2 = 0.999,
-    eps: Eps = 1e-8,
-    nesterov: Nesterov = False,
-    moment_dtype: MomentDtype = None,
-) -> Stages:
+def adamw(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dtype=None) -> Stages:
     """Adam with decoupled decay (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101)."""
     return [
         optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
@@ -184,15 +174,7 @@ class AdanState(NamedTuple):
 
 
 @rule(learning_rate=1e-2)
-def adan(
-    parts: Parts,
-    *,
-    b1: B1 = 0.98,
-    b2: B2 = 0.92,
-    b3: B3 = 0.99,
-    eps: Eps = 1e-8,
-    moment_dtype: MomentDtype = None,
-) -> Stages:
+def adan(parts: Parts, *, b1=0.98, b2=0.92, b3=0.99, eps=1e-8, moment_dtype=None) -> Stages:
     """Adan (Xie et al. 2022, https://arxiv.org/abs/2208.06677). Weight decay is decoupled.
 
     The betas are those of the authors' code, 1 minus the paper's: ``b1`` of the gradient, ``b2`` of
@@ -225,13 +207,7 @@ def adan(
 
 @rule(learning_rate=1e-3)
 def rmsprop(
-    parts: Parts,
-    *,
-    b2: B2 = 0.9,
-    eps: Eps = 1e-8,
-    momentum: Momentum = 0.0,
-    nesterov: Nesterov = False,
-    moment_dtype: MomentDtype = None,
+    parts: Parts, *, b2=0.9, eps=1e-8, momentum=0.0, nesterov=False, moment_dtype=None
 ) -> Stages:
     """RMSProp (Tieleman & Hinton 2012), with eps inside the root. Weight decay is coupled."""
     trace = _trace(momentum, nesterov, moment_dtype)
@@ -242,13 +218,13 @@ def rmsprop(
 def adafactor(
     parts: Parts,
     *,
-    momentum: Momentum = 0.0,
-    eps: Eps = 1e-30,
-    decay_rate: DecayRate = 0.8,
-    min_dim_size_to_factor: MinDimSize = 128,
-    clipping_threshold: ClippingThreshold = 1.0,
-    parameter_scale: ParameterScale = True,
-    moment_dtype: MomentDtype = None,
+    momentum=0.0,
+    eps=1e-30,
+    decay_rate=0.8,
+    min_dim_size_to_factor=128,
+    clipping_threshold=1.0,
+    parameter_scale=True,
+    moment_dtype=None,
 ) -> Stages:
     """Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235), per layer.
 
@@ -269,21 +245,13 @@ def adafactor(
 
 
 @rule(learning_rate=3e-4)
-def lion(parts: Parts, *, b1: B1 = 0.9, b2: B2 = 0.99, moment_dtype: MomentDtype = None) -> Stages:
+def lion(parts: Parts, *, b1=0.9, b2=0.99, moment_dtype=None) -> Stages:
     """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675). Weight decay is decoupled."""
     return [optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype), parts.decay, parts.rate]
 
 
 @rule(learning_rate=1e-2)
-def lamb(
-    parts: Parts,
-    *,
-    b1: B1 = 0.9,
-    b2: B2 = 0.999,
-    eps: Eps = 1e-6,
-    trust_mask: Mask | None = None,
-    moment_dtype: MomentDtype = None,
-) -> Stages:
+def lamb(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-6, trust_mask=None, moment_dtype=None) -> Stages:
     """LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962), per layer.
 
     The trust ratio scales the weight decay too. ``trust_mask`` says which parameters take it, as
@@ -298,11 +266,11 @@ def lamb(
 def lars(
     parts: Parts,
     *,
-    momentum: Momentum = 0.9,
-    nesterov: Nesterov = False,
-    trust_coefficient: TrustCoefficient = 0.001,
-    trust_mask: Mask | None = None,
-    moment_dtype: MomentDtype = None,
+    momentum=0.9,
+    nesterov=False,
+    trust_coefficient=0.001,
+    trust_mask=None,
+    moment_dtype=None,
 ) -> Stages:
     """LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1), per layer.
 
@@ -323,16 +291,16 @@ def lars(
 def muon(
     parts: Parts,
     *,
-    momentum: Momentum = 0.95,
-    nesterov: Nesterov = True,
-    ns_steps: NsSteps = 5,
-    muon_scale: MuonScale = "rms",
-    muon_mask: Mask | None = None,
-    b1: B1 = 0.9,
-    b2: B2 = 0.95,
-    eps: Eps = 1e-10,
-    adam_ratio: AdamRatio = 1.0,
-    moment_dtype: MomentDtype = None,
+    momentum=0.95,
+    nesterov=True,
+    ns_steps=5,
+    muon_scale="rms",
+    muon_mask=None,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-10,
+    adam_ratio=1.0,
+    moment_dtype=None,
 ) -> Stages:
     """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon), per layer.
 
@@ -368,10 +336,13 @@ def resolve_options(name: str, given: dict[str, Any], *, common: tuple[str, ...]
     """Returns the options of the rule ``name``: those given, checked, and defaults for the rest.
 
     Raises:
-      ValueError: as :func:`jaxtrain.optim.options.resolve`; for options that do not go together.
+      ValueError: as :func:`jaxtrain.optim.options.resolve`; for a value out of range, and for
+        options that do not go together.
     """
-    options = resolve("optimizer", name, given, RULES, common=common)
-    options = {key: p.default for key, p in keywords(RULES[name]).items()} | options
+    given = resolve("optimizer", name, given, RULES, common=common)
+    options = {key: p.default for key, p in keywords(RULES[name]).items()}
+    for key, value in given.items():
+        options[key] = OPTIONS[key].check(key, value) if key in OPTIONS else value
     if "momentum" in options and concrete("momentum", options["momentum"]) == 0:
         if options.get("nesterov"):
             raise ValueError(
@@ -384,16 +355,6 @@ def resolve_options(name: str, given: dict[str, Any], *, common: tuple[str, ...]
                 "with momentum 0 keeps none; set momentum, or moment_dtype='float32'"
             )
     return options
-
-
-def described_options() -> dict[str, tuple[Any, str]]:
-    """Returns the type and the help of every option that any rule has, but for masks."""
-    found = {}
-    for function in RULES.values():
-        for name, keyword in keywords(function).items():
-            for note in getattr(keyword.annotation, "__metadata__", ()):
-                found.setdefault(name, (keyword.annotation.__origin__, note.help))
-    return found
 
 
 def _trace(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformation:

@@ -136,14 +136,15 @@ class _ChainOptions:
 
 
 # A flag for each option of a rule that a command line can take.
-RULE_OPTIONS = optim.rules.described_options()
+RULE_OPTIONS = optim.rules.OPTIONS
 OptimizerOptions = dataclasses.make_dataclass(
     "OptimizerOptions",
-    [(name, kind | None, None) for name, (kind, _) in RULE_OPTIONS.items()],
+    [(name, option.kind | None, None) for name, option in RULE_OPTIONS.items()],
     bases=(_ChainOptions,),
     namespace={
         "__doc__": "The optimizer chain. An option left out takes the optimizer's own default."
-        "\n\nArgs:\n" + "".join(f"  {name}: {text}\n" for name, (_, text) in RULE_OPTIONS.items()),
+        "\n\nArgs:\n"
+        + "".join(f"  {name}: {option.help}\n" for name, option in RULE_OPTIONS.items()),
         "__module__": __name__,
     },
     frozen=True,

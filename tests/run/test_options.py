@@ -16,6 +16,7 @@ def test_every_option_of_every_rule_is_a_flag_but_masks():
     flags = inspect.signature(options.OptimizerOptions).parameters.keys()
     taken = {name for rule in optim.rules.RULES.values() for name in keywords(rule)}
     assert taken - flags == {"trust_mask", "muon_mask"}
+    assert optim.rules.OPTIONS.keys() <= taken & flags
 
 
 @pytest.mark.parametrize(
