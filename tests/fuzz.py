@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.agreement import parse_layout
+from jaxtrain.agreement import parse_layout, worst
 
 DEVICES = 16
 ROWS, WIDTH, HIDDEN, WORDS, LENGTH, LAYERS = 32, 32, 64, 64, 4, 4
@@ -224,6 +224,20 @@ def gradient_error(arguments: dict) -> dict[str, float]:
     }
 
 
+def evaluation_error(arguments: dict) -> float:
+    """How far the evaluation of a pipeline is off one device's."""
+    layout, batch = parse_layout(arguments["layouts"][0]), arguments["batch"]
+    mesh = jt.make_mesh(**layout.axes, devices=jax.devices()[: layout.devices])
+    start = functools.partial(jt.init_state, arguments["init_fn"], optax.sgd(1), jax.random.key(0))
+    state = start(mesh=mesh, rules=arguments["rules"], zero=layout.zero)
+    evaluate = jt.pipeline_eval_step(arguments["stages"], mesh=mesh, microbatches=4)
+    found = jt.compile_step(
+        evaluate, state, batch, mesh=mesh, donate=False, compiler_options=QUICK
+    )(state, batch)
+    expected = jax.jit(jt.build_eval_step(arguments["loss_fn"]))(start(), batch)
+    return worst(jax.device_get(found), jax.device_get(expected))[0]
+
+
 def run(number: int) -> str | None:
     """Runs a case; returns what is wrong with it."""
     case = make_case(number)
@@ -235,6 +249,8 @@ def run(number: int) -> str | None:
         jt.parity(**case["arguments"])
     except AssertionError as error:
         return f"{text}: {str(error).splitlines()[0]}"
+    if case["arguments"]["stages"] and not (error := evaluation_error(case["arguments"])) < 1e-5:
+        return f"{text}: the evaluation is off by {error:.1e}"
     return None
 
 
