@@ -7,10 +7,10 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import jit
 
 from jaxtrain.optim import accumulate, make_optimizer
 from jaxtrain.tree import named_leaves
-from tests.quick import jit
 
 PARAMS = {"a": {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]])}, "b": jnp.array([0.3, -0.7])}
 

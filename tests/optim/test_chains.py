@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import jit
 
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
 from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rules import RULES
 from jaxtrain.tree import map_named, named_leaves
-from tests.quick import jit
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import jit
 
 from jaxtrain.optim import make_optimizer, per_layer, schedules
 from jaxtrain.tree import named_leaves
-from tests.quick import jit
 
 STEPS = 10
 RATES = np.linspace(0.2, 0.02, STEPS)

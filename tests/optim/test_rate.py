@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import jit
 
 from jaxtrain.optim import (
     LearningRateState,
@@ -12,7 +13,6 @@ from jaxtrain.optim import (
     make_optimizer,
     schedules,
 )
-from tests.quick import jit
 
 # A parameter with the very name, so that a search by path alone would find its moments.
 PARAMS = {"learning_rate": jnp.ones((4, 4)), "head": {"w": jnp.ones((4, 4))}, "b": jnp.ones(4)}

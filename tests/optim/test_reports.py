@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import jit
 
 import jaxtrain as jt
 from jaxtrain.optim import reports
 from tests import problems
-from tests.quick import jit
 
 
 class OwnState(NamedTuple):

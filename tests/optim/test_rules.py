@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import optax
+from jax import jit
 
 from jaxtrain.optim import make_optimizer, schedules
-from tests.quick import jit
 
 
 def test_adan_is_the_papers():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import jit
 
 from jaxtrain.optim import make_schedule, schedules
-from tests.quick import jit
 
 COUNTS = np.arange(0, 60)
 

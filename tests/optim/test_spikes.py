@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import jit
 
 import jaxtrain as jt
 from jaxtrain.optim import skip_spikes, spikes_skipped
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from tests import problems
-from tests.quick import jit
 
 
 def definition(losses, norms, deviations, window):
