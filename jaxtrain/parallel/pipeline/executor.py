@@ -54,7 +54,6 @@ from jaxtrain.parallel.pipeline.tables import NONE, Table, make_table
 from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.precision import Policy, as_policy
-from jaxtrain.state import TrainState
 from jaxtrain.tree import combine
 
 PyTree = Any
@@ -133,7 +132,7 @@ def pipeline_eval_step(
     skip_bubbles: bool = True,
     policy: Policy | str | None = None,
     gather: Gather = "step",
-) -> Callable[[TrainState, PyTree], WeightedLoss]:
+) -> Callable[[PyTree, PyTree], WeightedLoss]:
     """Makes ``evaluate(state, batch) -> WeightedLoss``: the forward pass of a pipeline alone.
 
     The sums are those that :func:`jaxtrain.build_eval_step` gives for the same model without a
@@ -157,7 +156,7 @@ def pipeline_eval_step(
     policy = as_policy(policy)
     plan = _Plan(stages, table, True, skip_bubbles, None)
 
-    def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
+    def evaluate(state: PyTree, batch: PyTree) -> WeightedLoss:
         _refuse_model_state(state.model_state)
         params, batch = policy.cast_to_compute(state.params), policy.cast_inputs(batch)
         entered, params, batch = _enter(plan, params, batch, gather, None)
