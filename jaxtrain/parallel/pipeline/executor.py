@@ -124,12 +124,11 @@ def pipeline(
         # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
         batch = split_microbatches(policy.cast_inputs(batch), microbatches, "microbatches")
         batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
-        params, entered = policy.cast_to_compute(params), plan
+        params, entered = policy.cast_to_compute(params), dataclasses.replace(plan, frozen=frozen)
         if gather == "step":
             params, pinned = enter_stages(stages, params, gradient_shardings)
-            entered = dataclasses.replace(plan, stages=pinned)
-        split = trainable(params, frozen)
-        loss, grads = _run(entered, mesh, chunk, split, batch, rng, loss_scale)
+            entered = dataclasses.replace(entered, stages=pinned)
+        loss, grads = _run(entered, mesh, chunk, params, batch, rng, loss_scale)
         return GradientSums(grads, loss, None, microbatches)
 
     return engine
@@ -137,13 +136,20 @@ def pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is known before any array is: fields as in :func:`pipeline`."""
+    """What is known before any array is: fields as in :func:`pipeline`, and what does not train."""
 
     stages: Stages
     table: Table
     recompute: bool
     skip_bubbles: bool
     gradient_specs: PyTree | None
+    frozen: frozenset[str] = frozenset()
+
+    def split(self, stacked: PyTree) -> tuple[PyTree, PyTree]:
+        """Stacked parameters, or a chunk of them, that train, and the rest."""
+        key = self.stages.stacked
+        training, rest = trainable({key: stacked}, self.frozen)
+        return training[key], rest[key]
 
     def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
         """``do()`` where the (per-device) condition holds, else ``otherwise()``.
@@ -167,8 +173,7 @@ class _Device:
 
     Args:
       plan: see there.
-      stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype: those
-        that train, and the rest.
+      stacked: parameters [C, ...], or [V, C, ...] with several chunks, in the compute dtype.
       outer: all other parameters that train; the stages of ``plan`` have the rest.
       batch: leaves [B, M, ...].
       rng: the step's key.
@@ -180,7 +185,7 @@ class _Device:
     """
 
     plan: _Plan
-    stacked: tuple[PyTree, PyTree]
+    stacked: PyTree
     outer: PyTree
     batch: PyTree
     rng: jax.Array
@@ -197,7 +202,8 @@ class _Device:
 
     def chunk(self, v: jax.Array) -> tuple[PyTree, PyTree]:
         """Parameters [C, ...] of this device's chunk v: those that train, and the rest."""
-        return self.stacked if self.plan.table.virtual == 1 else read(self.stacked, v)
+        chunk = self.stacked if self.plan.table.virtual == 1 else read(self.stacked, v)
+        return self.plan.split(chunk)
 
 
 @jax.tree_util.register_dataclass
@@ -213,29 +219,27 @@ class _Carry:
     loss: WeightedLoss
 
 
-def _run(plan, mesh, chunk, split, batch, rng, loss_scale):
-    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider.
-
-    ``split`` is the parameters: those that train, and the rest.
-    """
+def _run(plan, mesh, chunk, params, batch, rng, loss_scale):
+    """Returns (WeightedLoss, gradients) of the whole batch, both sums in float32 or wider."""
     stages, table = plan.stages, plan.table
-    stacked = tuple(part[stages.stacked] for part in split)
-    outer, fixed = ({n: p for n, p in part.items() if n != stages.stacked} for part in split)
-    weights_M, dtype = _weights(_holding(plan, fixed), outer, batch, rng)
+    outer = {name: value for name, value in params.items() if name != stages.stacked}
+    weights_M, dtype = _weights(plan, outer, batch, rng)
     seeds_M, factors_M = seed_and_factor(weights_M, loss_scale, dtype)
     layers = P("pipe") if table.virtual == 1 else P(None, "pipe")
     program = jax.shard_map(
         functools.partial(_device_program, plan),
         mesh=mesh,
         axis_names={"pipe"},
-        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P(), P()),
+        in_specs=(P(None, "pipe"), layers, P(), P(), P(), P(), P()),
         out_specs=(P(), layers, P()),
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
     ticks = jax.tree.map(jnp.asarray, schedule_arrays(table, chunk))
-    loss, d_stacked, d_outer = program(ticks, stacked, outer, fixed, batch, rng, seeds_M, factors_M)
-    return loss, {name: d_outer.get(name, d_stacked) for name in split[0]}
+    loss, d_stacked, d_outer = program(
+        ticks, params[stages.stacked], outer, batch, rng, seeds_M, factors_M
+    )
+    return loss, {name: d_outer.get(name, d_stacked) for name in params}
 
 
 def _holding(plan: _Plan, fixed: PyTree) -> _Plan:
@@ -249,8 +253,9 @@ def _holding(plan: _Plan, fixed: PyTree) -> _Plan:
     return dataclasses.replace(plan, stages=held)
 
 
-def _device_program(plan, ticks, stacked, outer, fixed, batch, rng, seeds_M, factors_M):
+def _device_program(plan, ticks, stacked, outer, batch, rng, seeds_M, factors_M):
     """What every device along ``pipe`` runs; see :func:`_run` for the arguments."""
+    outer, fixed = trainable(outer, plan.frozen)
     plan = _holding(plan, fixed)
     ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
     microbatch = rows(batch, 0)
@@ -450,7 +455,7 @@ def _start(device: _Device) -> _Carry:
             inputs=slots(table.input_slots, device.x),
             cotangents=slots(table.cotangent_slots, device.x),
             residuals=tuple(slots(table.residual_slots, shape) for shape in stored),
-            d_stacked=sums_like(device.stacked[0]),
+            d_stacked=sums_like(device.plan.split(device.stacked)[0]),
             d_outer=sums_like(device.outer),
             loss=sums_like(loss),
         ),
