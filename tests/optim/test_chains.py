@@ -238,6 +238,13 @@ def test_four_weighted_calls_make_one_update(name):
     assert_close(state.inner_opt_state, expected_state, rtol=1e-4, atol=1e-7)
 
 
+@every_optimizer
+def test_every_leaf_of_a_new_state_has_a_buffer_of_its_own(name):
+    """A jitted step refuses to write over one that it is given twice."""
+    leaves = jax.tree.leaves(make_optimizer(name, 0.1).init({"w": np.ones((2, 3), np.float32)}))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "muon"])
 def test_multipliers_are_the_rate_and_the_decay_of_each_parameter(name):
     options = {"trust_coefficient": 0.1} if name == "lars" else {}
