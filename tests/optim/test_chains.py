@@ -419,6 +419,8 @@ def use_on(params, **options):
             lambda p: use_on(p, rate_multipliers=("head", 0.5)),
             "rate_multipliers is ('head', 0.5); write pairs: (('^head/', 0.5),)",
         ),
+        (lambda p: use_on(p, rate_multipliers=0.5), "rate_multipliers is 0.5; write pairs"),
+        (lambda p: use_on(p, decay_multipliers=None), "decay_multipliers is None; write pairs"),
         (
             lambda p: use_on(p, rate_multipliers=[("blocks", [1, 2, 3])], stacked=STACKED),
             "rate_multipliers of parameter 'blocks/attn/w' has shape (3,); it must be a number, or "
