@@ -134,7 +134,7 @@ def build_update(
         still = frozen(state.opt_state)
         named = _taken(engine, {"frozen": still} if still else {})
         sums = engine(state.params, state.model_state, batch, rng, scale, **named)
-        _check_metrics(sums.loss)
+        check_metrics(sums.loss)
 
         counts = sums.loss.weight > 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
@@ -246,7 +246,7 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
-        _check_metrics(loss)
+        check_metrics(loss)
         return widen(loss)
 
     return evaluate
@@ -337,7 +337,8 @@ def _check_real(params: PyTree) -> None:
             )
 
 
-def _check_metrics(loss: WeightedLoss) -> None:
+def check_metrics(loss: WeightedLoss) -> None:
+    """Raises where a loss calls a metric as a train step calls one of its own."""
     if taken := sorted(set(loss.metrics) & set(RESERVED)):
         raise ValueError(
             f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "

@@ -55,6 +55,7 @@ from jaxtrain.parallel.pipeline.units import Unit, schedule_arrays
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
+from jaxtrain.step import check_metrics
 from jaxtrain.tree import combine
 
 PyTree = Any
@@ -162,7 +163,9 @@ def pipeline_eval_step(
         params, batch = policy.cast_to_compute(state.params), policy.cast_inputs(batch)
         entered, params, batch = _enter(plan, params, batch, gather, None)
         split = trainable(params)
-        return _on_devices(entered, mesh, _eval_program, split, (batch, None), P())
+        loss = _on_devices(entered, mesh, _eval_program, split, (batch, None), P())
+        check_metrics(loss)
+        return loss
 
     return evaluate
 
