@@ -208,9 +208,9 @@ def batch_shardings(
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         shape = tuple(leaf.shape)
-        pattern, axes = _first_match(rules.batch, name)
+        pattern, named = _first_match(rules.batch, name)
         if pattern is not None:
-            spec = _named_spec(f"batch leaf {name!r}", shape, pattern, axes, mesh, rules)
+            spec = _named_spec(f"batch leaf {name!r}", shape, pattern, named, mesh, rules)
             return NamedSharding(mesh, spec)
         if not shape:
             return NamedSharding(mesh, P())
