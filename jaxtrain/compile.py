@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -287,9 +288,15 @@ def _check_returned(given: PyTree, result: Any) -> None:
         )
     for (name, a), b in zip(named_leaves(given).items(), jax.tree.leaves(returned), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
+            mend = "cast it back so that it can be fed to the next call"
+            if name.startswith("opt_state/") and not jnp.issubdtype(a.dtype, jnp.inexact):
+                mend = (
+                    "where it belongs to a parameter that is no floating-point number, keep the "
+                    "optimizer from it with optax.masked, or use make_optimizer, which does so"
+                )
             raise ValueError(
                 f"the step was given state leaf {name!r} as {a.dtype}{list(a.shape)} and returns "
-                f"{b.dtype}{list(b.shape)}: cast it back so that it can be fed to the next call"
+                f"{b.dtype}{list(b.shape)}: {mend}"
             )
 
 

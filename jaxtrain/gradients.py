@@ -26,6 +26,10 @@ from jaxtrain.tree import combine, named_leaves, partition
 
 PyTree = Any
 
+# What a train step reports itself; a loss may not call a metric so.
+RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
+RESERVED += ("param_norm", "update_norm")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +273,15 @@ def as_weighted(loss: Any) -> WeightedLoss:
             "weight=mask.sum())"
         )
     return jax.tree.map(jnp.asarray, loss)
+
+
+def check_metrics(loss: WeightedLoss) -> None:
+    """Raises where a loss calls a metric as a train step calls one of its own."""
+    if taken := sorted(set(loss.metrics) & set(RESERVED)):
+        raise ValueError(
+            f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
+            f"a name other than {', '.join(RESERVED)}"
+        )
 
 
 def widen(tree: PyTree) -> PyTree:

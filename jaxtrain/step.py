@@ -19,6 +19,7 @@ from jaxtrain.gradients import (
     WeightedLoss,
     all_finite,
     as_weighted,
+    check_metrics,
     scaled,
     select,
     trainable,
@@ -33,10 +34,6 @@ from jaxtrain.tree import named_leaves, partition
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
-
-# What a train step reports itself; a loss may not call a metric so.
-RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
-RESERVED += ("param_norm", "update_norm")
 
 
 def build_train_step(
@@ -134,7 +131,7 @@ def build_update(
         still = frozen(state.opt_state)
         named = _taken(engine, {"frozen": still} if still else {})
         sums = engine(state.params, state.model_state, batch, rng, scale, **named)
-        _check_metrics(sums.loss)
+        check_metrics(sums.loss)
 
         counts = sums.loss.weight > 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
@@ -246,7 +243,7 @@ def build_eval_step(
 
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
-        _check_metrics(loss)
+        check_metrics(loss)
         return widen(loss)
 
     return evaluate
@@ -335,14 +332,6 @@ def _check_real(params: PyTree) -> None:
                 f"parameter {name!r} is {leaf.dtype}: optimizers here take real gradients; keep "
                 "its real and imaginary parts as two parameters"
             )
-
-
-def _check_metrics(loss: WeightedLoss) -> None:
-    if taken := sorted(set(loss.metrics) & set(RESERVED)):
-        raise ValueError(
-            f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
-            f"a name other than {', '.join(RESERVED)}"
-        )
 
 
 def _check_arguments(loss_fn: Callable[..., Any], has_model_state: bool) -> None:

@@ -106,3 +106,13 @@ def test_given_weights_are_an_argument_of_the_program_and_no_constant_or_result(
 def test_given_weights_that_do_not_fit_are_refused_by_name(params, message):
     with pytest.raises(ValueError, match=message):
         jt.init_state(init, optax.sgd(0.1), jax.random.key(0), params=params)
+
+
+def test_an_optimizer_that_would_train_integers_is_told_of_masks():
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones(2), "table": jnp.arange(2)}
+    state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0))
+    step = jt.build_train_step(lambda params, batch, rng: params["w"].sum(), optimizer)
+    message = r"'opt_state/0/mu/table' as int32\[2\] and returns float32\[2\]: where it belongs to"
+    with pytest.raises(ValueError, match=message):
+        jt.compile_step(step, state, {})

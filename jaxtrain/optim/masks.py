@@ -195,7 +195,8 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
     """
     factor_of = given
     if not callable(given):
-        if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in given):
+        pairs = given if isinstance(given, Sequence) else [given]
+        if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"{option} is {given!r}; write pairs: (('^head/', 0.5),)")
         check_matches(option, [pattern for pattern, _ in given], params)
         factor_of = lambda name: next((f for p, f in given if re.search(p, name)), 1)  # noqa: E731

@@ -183,9 +183,10 @@ def adan(parts: Parts, *, b1=0.98, b2=0.92, b3=0.99, eps=1e-8, moment_dtype=None
     """
 
     def init(params):
-        zeros = optax.tree.zeros_like(params)
-        first = optax.tree.cast(zeros, moment_dtype)
-        return AdanState(jnp.int32(0), first, first, zeros, zeros)
+        # Arrays of their own, each of which a step can be given to write over.
+        m, v = (optax.tree.zeros_like(params, dtype=moment_dtype) for _ in range(2))
+        n, last = (optax.tree.zeros_like(params) for _ in range(2))
+        return AdanState(jnp.zeros([], jnp.int32), m, v, n, last)
 
     def update(grads, state, params=None):
         del params

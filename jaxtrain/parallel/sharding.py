@@ -74,6 +74,13 @@ class Rules:
     def __post_init__(self) -> None:
         if isinstance(self.stacked, str):
             object.__setattr__(self, "stacked", Stack(self.stacked))
+        for table in ("params", "state", "batch"):
+            for rule in getattr(self, table):
+                if not isinstance(rule, tuple | list) or len(rule) != 2:
+                    raise ValueError(
+                        f"Rules({table}=...) has the entry {rule!r}: write a sequence of pairs "
+                        "(path regex, axes), such as [('^w$', ('embed', None))]"
+                    )
 
     def mesh_axes(self, logical: str | None, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes, of size above 1, that carry a logical axis.

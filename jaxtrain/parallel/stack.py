@@ -58,13 +58,13 @@ class Stack:
         """What :func:`jaxtrain.make_optimizer` takes as ``stacked``: the axes by pattern of path.
 
         >>> Stack("layers", virtual=2).axes
-        {'^layers/': 2}
+        {'^layers(/|$)': 2}
         """
-        return {f"^{re.escape(self.key)}/": self.lead}
+        return {f"^{re.escape(self.key)}(/|$)": self.lead}
 
     def holds(self, path: str | None) -> bool:
         """Whether the parameter at ``path`` is stacked."""
-        return path is not None and path.startswith(f"{self.key}/")
+        return path is not None and f"{path}/".startswith(f"{self.key}/")
 
     def cut(self, params: Mapping[str, Any]) -> dict:
         """Cuts the layer axis of parameters in natural order, such as a model's ``init`` returns.

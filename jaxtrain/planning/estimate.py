@@ -162,7 +162,7 @@ def estimate(
         traced = trace_step(
             build_step(experiment, state, mesh), state, experiment.batch, mesh, experiment.rules
         )
-    estimated = estimate_traced(traced, state, experiment.batch, mesh, kind=kind)
+    estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
@@ -226,10 +226,16 @@ def trace_step(
 
 
 def estimate_traced(
-    traced: Any, state: PyTree, batch: PyTree, mesh: AbstractMesh, *, kind: str
+    traced: Any,
+    state: PyTree,
+    batch: PyTree,
+    mesh: AbstractMesh,
+    rules: Rules | Sequence[Rule] | None = None,
+    *,
+    kind: str,
 ) -> Estimate:
-    """Estimates a traced step; arguments as in :func:`estimate_step`."""
-    split = batch_shardings(batch, mesh)
+    """Estimates a traced step; arguments as in :func:`estimate_step` and :func:`trace_step`."""
+    split = batch_shardings(batch, mesh, rules)
     batch = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, split
     )

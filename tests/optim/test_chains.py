@@ -238,6 +238,13 @@ def test_four_weighted_calls_make_one_update(name):
     assert_close(state.inner_opt_state, expected_state, rtol=1e-4, atol=1e-7)
 
 
+@every_optimizer
+def test_every_leaf_of_a_new_state_has_a_buffer_of_its_own(name):
+    """A jitted step refuses to write over one that it is given twice."""
+    leaves = jax.tree.leaves(make_optimizer(name, 0.1).init({"w": np.ones((2, 3), np.float32)}))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "muon"])
 def test_multipliers_are_the_rate_and_the_decay_of_each_parameter(name):
     options = {"trust_coefficient": 0.1} if name == "lars" else {}
@@ -412,6 +419,8 @@ def use_on(params, **options):
             lambda p: use_on(p, rate_multipliers=("head", 0.5)),
             "rate_multipliers is ('head', 0.5); write pairs: (('^head/', 0.5),)",
         ),
+        (lambda p: use_on(p, rate_multipliers=0.5), "rate_multipliers is 0.5; write pairs"),
+        (lambda p: use_on(p, decay_multipliers=None), "decay_multipliers is None; write pairs"),
         (
             lambda p: use_on(p, rate_multipliers=[("blocks", [1, 2, 3])], stacked=STACKED),
             "rate_multipliers of parameter 'blocks/attn/w' has shape (3,); it must be a number, or "

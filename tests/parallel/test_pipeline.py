@@ -655,6 +655,11 @@ def test_a_checkpointed_block_stores_its_input_alone():
 # ---- layout of parameters, and mistakes
 
 
+def test_keys_of_shared_parameters_are_no_string():
+    with pytest.raises(ValueError, match=r"shared is the string 'gain'; write \('gain',\)"):
+        dataclasses.replace(small.STAGES, shared="gain")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -61,6 +61,18 @@ def test_an_evaluation_gives_the_sums_of_one_device(axes, options):
     assert worst(jax.device_get(compiled(state, batch)), jax.device_get(expected))[0] < TOLERANCE
 
 
+def test_a_metric_is_not_called_as_the_loss_itself():
+    def head_loss(params, x, batch):
+        return jt.WeightedLoss(x.sum(), batch["mask"].sum(), {"loss": x.sum()})
+
+    stages, mesh = dataclasses.replace(small.STAGES, head_loss=head_loss), make_mesh({"pipe": 2})
+    evaluate = jt.pipeline_eval_step(stages, mesh=mesh, microbatches=4)
+    rules = [("^blocks/", ("layers", None, None))]
+    state = state_of(small_params(), mesh, rules)
+    with pytest.raises(ValueError, match="the loss calls a metric 'loss', as a train step calls"):
+        jt.compile_step(evaluate, state, small.make_batch(ROWS), mesh=mesh, donate=False)
+
+
 # ---- as part of an experiment
 
 WIDTH, LAYERS = 128, 8

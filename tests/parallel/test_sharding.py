@@ -247,6 +247,11 @@ def test_the_state_is_born_in_its_place_with_the_same_bits_on_every_mesh():
             [(r"kernel$", ("a", "b", "c"))],
             "sharding axis 'a' is neither a logical axis",
         ),
+        (
+            {"fsdp": 8},
+            (r"kernel$", (None, "embed", None)),
+            r"Rules\(params=...\) has the entry 'kernel\$': write a sequence of pairs",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_are_refused_before_compiling(axes, rules, message):

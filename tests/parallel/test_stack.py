@@ -11,6 +11,7 @@ import jaxtrain as jt
 from jaxtrain import optim
 from jaxtrain.models import gpt
 from jaxtrain.parallel import stack as stacks
+from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.parallel.stack import lay_out
 from jaxtrain.tree import named_leaves
 
@@ -59,6 +60,19 @@ def test_the_state_of_virtual_stages_is_the_natural_one_cut(name):
     natural = named(shapes(jt.Stack()))
     for stack in (jt.Stack(virtual=2), jt.Stack(virtual=4)):
         assert named(stack.shapes(shapes(stack))) == natural
+
+
+def test_the_stack_may_be_one_array_under_its_key():
+    mesh, stack = jt.make_mesh(pipe=2, devices=jax.devices()[:2]), jt.Stack(virtual=2)
+    rules = jt.Rules(stacked=stack)
+    params = stack.cut({"blocks": np.ones((4, 3, 3)), "blocks_too": np.ones((2, 2, 3))})
+    assert param_shardings(params, mesh, rules)["blocks"].spec == P(None, "pipe")
+    optimizer = jt.make_optimizer("lamb", 0.1, stacked=stack.axes)
+    state = state_of(params, optimizer.init(params))
+    state = placed(dataclasses.replace(state, step=None, skipped=None), mesh)
+    found = {name: leaf.shape for name, leaf in named_leaves(stack.shapes(state)).items()}
+    assert {s for n, s in found.items() if n.endswith("blocks")} == {(4, 3, 3)}
+    assert {s for n, s in found.items() if n.endswith("too")} == {(2, 2, 3)}
 
 
 def test_leaves_that_only_look_stacked_stay_as_they_are():

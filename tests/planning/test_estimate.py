@@ -24,6 +24,7 @@ from jaxtrain.parallel.pipeline.tables import bubble, make_table
 from jaxtrain.planning.estimate import (
     abstract_mesh,
     estimate,
+    estimate_traced,
     predict,
     state_bytes,
     trace,
@@ -83,6 +84,18 @@ def test_the_state_is_exact(mesh, zero):
     # Five [B, T] arrays of 4 bytes.
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
     assert estimated.batch_bytes == 5 * 4 * 32 * 64 / shards
+
+
+def test_a_batch_lies_as_its_rules_say():
+    experiment = dataclasses.replace(
+        tiny({"data": 2, "tensor": 2}), batch={"x": jax.ShapeDtypeStruct((8, 4), "float32")}
+    )
+    rules = jt.Rules(batch=[("^x$", ("batch", "tensor"))])
+    mesh = abstract_mesh(experiment.mesh, 4)
+    state = jax.ShapeDtypeStruct((2,), "float32", sharding=jax.NamedSharding(mesh, jax.P()))
+    traced = jax.make_jaxpr(lambda state, batch: batch["x"])(state, experiment.batch)
+    found = estimate_traced(traced, state, experiment.batch, mesh, rules, kind="cpu")
+    assert found.batch_bytes == 8 * 4 * 4 / 4
 
 
 def test_a_product_of_two_split_weights_is_counted_by_hand():

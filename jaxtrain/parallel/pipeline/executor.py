@@ -26,6 +26,7 @@ from jaxtrain.gradients import (
     GradientSums,
     WeightedLoss,
     as_weighted,
+    check_metrics,
     scaled,
     seed_and_factor,
     select,
@@ -161,7 +162,9 @@ def pipeline_eval_step(
         params, batch = policy.cast_to_compute(state.params), policy.cast_inputs(batch)
         entered, params, batch = _enter(plan, params, batch, gather, None)
         split = trainable(params)
-        return _on_devices(entered, mesh, _eval_program, split, (batch, None), P())
+        loss = _on_devices(entered, mesh, _eval_program, split, (batch, None), P())
+        check_metrics(loss)
+        return loss
 
     return evaluate
 

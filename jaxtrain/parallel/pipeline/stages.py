@@ -65,6 +65,9 @@ class Stages:
     def __post_init__(self) -> None:
         if isinstance(self.stacked, str):
             object.__setattr__(self, "stacked", Stack(self.stacked))
+        if isinstance(self.shared, str):
+            # A string is a sequence of one-letter keys.
+            raise ValueError(f"shared is the string {self.shared!r}; write ({self.shared!r},)")
 
     def outer(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """All parameters but the stacked ones.
@@ -217,8 +220,8 @@ def run_layers(
             y = stages.block(layer_params, shared, x, batch, layer_rng, index)
         if (kind := _kinds(y)) != _kinds(x):
             raise ValueError(
-                f"a block turns {_kinds(x)} into {kind}: every stage of a pipeline must keep the "
-                "shape and dtype of the residual stream"
+                f"a block turns {_kinds(x)} into {kind}: every layer must keep the shape and dtype "
+                "of the residual stream"
             )
         return y, None
 
