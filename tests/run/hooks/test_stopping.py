@@ -5,9 +5,11 @@ import json
 import threading
 
 import pytest
+from etils import epath
 
 import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.hooks.stopping import stopped_before
 from tests.run.survive.test_preemption import eventually, lifelines, signalled
 from tests.run.test_loop import lines, make_experiment
 
@@ -179,3 +181,10 @@ def test_a_folder_that_is_overwritten_forgets_that_its_run_was_stopped(tmp_path)
     assert json.loads((tmp_path / "stopped.json").read_text())["step"] == 1
     jt.fit(make_experiment(1), dataclasses.replace(options, overwrite=True))
     assert not (tmp_path / "stopped.json").exists()
+
+
+def test_a_stop_that_was_not_saved_does_not_end_the_run_on_its_way_on(tmp_path):
+    path = epath.Path(tmp_path)
+    (path / "stopped.json").write_text('{"step": 8, "reason": "enough"}')
+    assert stopped_before(path, 5, go_on=False) is None  # the newest checkpoint is of step 5
+    assert stopped_before(path, 8, go_on=False) is None  # killed later, with one of step 8
