@@ -313,7 +313,6 @@ def _finish(
             means = evaluation.at(last, state, after=last)
         except Interrupted:
             interrupted = True
-    run.peers.reached(last + 1)  # and will ask no more
     saving.finish(last, state, seconds=STOPPED_SAVE_SECONDS if interrupted else LAST_SAVE_SECONDS)
     if diverged:
         raise diagnose(

@@ -70,6 +70,17 @@ class Config:
     """Run on this many simulated CPU devices; 0 on the real ones."""
     distributed: Flat[ProcessOptions] = dataclasses.field(default_factory=ProcessOptions)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        flat = {f.name for kind in (RunOptions, ProcessOptions) for f in dataclasses.fields(kind)}
+        taken = flat | {"experiment", "batches_of"}
+        for name in vars(cls).get("__annotations__", {}):
+            if name in taken:
+                raise ValueError(
+                    f"{cls.__name__} has a field {name!r}, which every config has already: a flag "
+                    "of its run, or a method; give it another name"
+                )
+
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")

@@ -1,10 +1,12 @@
 """The flags of optimizers follow from the rules."""
 
+import dataclasses
 import inspect
 import re
 
 import pytest
 
+import jaxtrain as jt
 from experiments import gpt, vision
 from jaxtrain import optim
 from jaxtrain.optim.options import keywords
@@ -42,3 +44,10 @@ def test_the_rate_is_the_rules_unless_the_experiment_or_a_flag_says_another():
     assert rate("lion") == pytest.approx(3e-4)
     assert rate("lars") == pytest.approx(30.0)
     assert rate("lars", learning_rate=2.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", ["keep", "coordinator", "experiment"])
+def test_a_field_that_every_config_has_is_refused_where_it_is_named(name):
+    with pytest.raises(ValueError, match=f"Own has a field '{name}', .*; give it another name"):
+        dataclasses.make_dataclass("Own", [(name, int, 1)], bases=(jt.Config,), frozen=True)
+    dataclasses.make_dataclass("Own", [("steps", int, 7)], bases=(jt.Config,), frozen=True)

@@ -39,12 +39,15 @@ def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None
         path = run_dir / STOPPED
         if not path.exists():
             return "{}"
-        if go_on:
+        text = path.read_text()
+        # What is forgotten is not to be found where the run, on its way on, comes to that step.
+        if go_on or json.loads(text).get("step") != step:
             path.unlink()
-        return "{}" if go_on else path.read_text()
+            return "{}"
+        return text
 
     stop = json.loads(distributed.from_first_process(read))
-    if stop.get("step") != step:
+    if not stop:
         return None
     terminal.print_lines(
         [

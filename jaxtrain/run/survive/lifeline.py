@@ -6,7 +6,7 @@ whoever killed it, and costs nothing between steps. Over it the processes
 
 * learn that one is gone, and which: each then says so and exits with ``PEER_LOST``, or, where an
   error has ended it that would come again, with status 1;
-* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stop_step`):
+* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stops`):
   by a signal, which interrupts the run, or for a reason, which ends it on purpose;
 * tell the first how fast they are (:meth:`Lifeline.share`).
 
@@ -80,6 +80,8 @@ class Lifeline:
         self._changed = threading.Condition(threading.RLock())
         self._stop_wanted = False
         self._reason: str | None = None
+        # The last step that this process has gone on from, and in an agreement that of each.
+        self._passed = -1.0
         self._at: dict[int, float] = {}
         self._stop_at: float | None = None
         self._ended: tuple[float, str] | None = None
@@ -114,36 +116,29 @@ class Lifeline:
         """
         self._handle(self.process, {"stop": reason})
 
-    def stop_step(self, step: float) -> float | None:
-        """Returns the step after which all processes stop; None where none was asked to.
+    def stops(self, step: float) -> bool:
+        """Whether all processes stop after ``step``.
 
-        Called by each after every step that it has dispatched. Once a stop is wanted, each says
-        here how far it is and waits for the others to say so; the farthest is where all stop.
+        Called by each after every step that it has dispatched. Once a stop is wanted, all stop at
+        the first step that none of them has gone on from.
 
         Args:
           step: the number of the step that was just dispatched.
         """
         self._agree(step)
         agreed = [self._stop_at, self._ended and self._ended[0]]
-        return min((at for at in agreed if at is not None), default=None)
+        return any(at is not None and step > at for at in agreed)
 
     def interrupts(self, step: float) -> bool:
         """Whether what would follow ``step`` is to be left out: where an interruption was agreed
         on, but not for an end on purpose, which the last evaluation belongs to."""
         self._agree(step)
-        return self._stop_at is not None and step >= self._stop_at
+        return self._stop_at is not None and step > self._stop_at
 
     def _agree(self, step: float) -> None:
         with self._changed:
-            if not self._stop_wanted:
-                return
-            ended = self._ended
-            self.reached(step)
-            self._changed.wait_for(lambda: self._stop_at is not None or self._ended is not ended)
-
-    def reached(self, step: float) -> None:
-        """Says how far this process is; at the end of the loop, where it will ask no more."""
-        self._handle(self.process, {"at": step})
+            self._changed.wait_for(lambda: self._stop_at is not None or not self._stop_wanted)
+            self._passed = step
 
     def share(self, **values: Any) -> None:
         """Tells process 0 something (JSON), which it finds in ``shared`` by process number."""
@@ -206,8 +201,12 @@ class Lifeline:
         again = self._stop_wanted and (self._reason is None or reason is not None)
         if again or (reason is not None and self._ended is not None):
             return
-        self._stop_wanted, self._reason = True, reason
+        answered, self._stop_wanted, self._reason = self._stop_wanted, True, reason
         self._send_all({"stop": reason})
+        # Answered here and not by the loop, which may be in a collective with a process that waits
+        # for the answer. It stays true: the loop goes on from no other step before the decision.
+        if not answered:
+            self._handle(self.process, {"at": self._passed})
 
     def _decide(self, stop_at: float, reason: str | None) -> None:
         if reason is None:

@@ -82,8 +82,7 @@ class Preemption(Hook):
 
     def stops(self, step: int) -> bool:
         """Whether all processes stop after ``step``, which they have just dispatched."""
-        agreed = self._lifeline.stop_step(step)
-        if agreed is None or step < agreed:
+        if not self._lifeline.stops(step):
             return False
         self.stopped_at = step
         return True

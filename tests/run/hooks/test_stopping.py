@@ -5,9 +5,11 @@ import json
 import threading
 
 import pytest
+from etils import epath
 
 import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.hooks.stopping import stopped_before
 from tests.run.survive.test_preemption import eventually, lifelines, signalled
 from tests.run.test_loop import lines, make_experiment
 
@@ -111,7 +113,7 @@ def test_a_plug_of_another_kind_is_refused(tmp_path, plugs, words):
     assert not (tmp_path / "run").exists()
 
 
-def ask(lines, positions, question="stop_step"):
+def ask(lines, positions, question="stops"):
     """What processes are answered that ask at these positions, each in a thread of its own."""
     answers = {}
 
@@ -129,35 +131,46 @@ def ask(lines, positions, question="stop_step"):
 def test_processes_agree_on_an_end_and_after_it_on_an_interruption():
     exits = []
     lines, _ = lifelines(3, exits)
+    assert ask(lines, [7, 7, 7]) == [False] * 3
+    assert ask(lines[1:2], [8]) == [False]  # it is ahead
     lines[1].want_stop("enough")
-    eventually(lambda: all(line.stop_wanted for line in lines))
-    assert ask(lines, [7, 8, 7]) == [8, 8, 8]
-    assert [line.reason for line in lines] == ["enough"] * 3
+    eventually(lambda: [line.reason for line in lines] == ["enough"] * 3)
+    assert ask(lines[::2], [8, 8]) == [False] * 2
+    assert ask(lines, [9, 9, 9]) == [True] * 3
     # The one that was behind comes to the end, where its own hook asks for it too.
     lines[0].want_stop("enough")
-    assert ask(lines[:1], [8]) == [8]
+    assert ask(lines[:1], [9]) == [True]
     # The last evaluation belongs to the run; a signal leaves the rest of it out, for all alike.
-    assert ask(lines, [8.5, 8.5, 8.5], "interrupts") == [False] * 3
+    assert ask(lines, [9.5, 9.5, 9.5], "interrupts") == [False] * 3
+    assert ask(lines[1:2], [9.75], "interrupts") == [False]
     lines[2].want_stop()
     eventually(lambda: all(line.stop_wanted for line in lines))
-    assert ask(lines, [8.5, 8.75, 8.5], "interrupts") == [False, True, False]
-    assert ask(lines, [8.75] * 3, "interrupts") == [True] * 3
-    assert ask(lines, [8, 8, 8]) == [8, 8, 8]
+    assert ask(lines[::2], [9.75] * 2, "interrupts") == [False] * 2
+    assert ask(lines, [9.8] * 3, "interrupts") == [True] * 3
     for line in lines:
         line.close()
     assert exits == []
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_an_interruption_takes_precedence_over_an_end(signalled):
+def test_an_interruption_takes_precedence_over_an_end(signalled, monkeypatch):
     lines, _ = lifelines(2, [])
+    handle, held = lines[0]._handle, []
+    # The answer of process 1 comes late: an interruption that comes before it is part of the round.
+    monkeypatch.setattr(
+        lines[0], "_handle", lambda *m: held.append(m) if m[0] and "at" in m[1] else handle(*m)
+    )
+    assert ask(lines, [4, 4]) == [False, False]
     lines[1].want_stop("enough")
-    eventually(lambda: lines[0].stop_wanted)
+    eventually(lambda: held)
     lines[signalled].want_stop()
     lines[0].want_stop("enough")
-    assert ask(lines, [4, 5]) == [5, 5]
+    eventually(lambda: lines[0]._reason is None)
+    for message in held:
+        handle(*message)
+    assert ask(lines, [5, 5]) == [True, True]
     assert [line.reason for line in lines] == [None, None]
-    assert ask(lines, [5, 5], "interrupts") == [True, True]
+    assert ask(lines, [5.5, 5.5], "interrupts") == [True, True]
     for line in lines:
         line.close()
 
@@ -168,3 +181,10 @@ def test_a_folder_that_is_overwritten_forgets_that_its_run_was_stopped(tmp_path)
     assert json.loads((tmp_path / "stopped.json").read_text())["step"] == 1
     jt.fit(make_experiment(1), dataclasses.replace(options, overwrite=True))
     assert not (tmp_path / "stopped.json").exists()
+
+
+def test_a_stop_that_was_not_saved_does_not_end_the_run_on_its_way_on(tmp_path):
+    path = epath.Path(tmp_path)
+    (path / "stopped.json").write_text('{"step": 8, "reason": "enough"}')
+    assert stopped_before(path, 5, go_on=False) is None  # the newest checkpoint is of step 5
+    assert stopped_before(path, 8, go_on=False) is None  # killed later, with one of step 8

@@ -228,27 +228,25 @@ def lifelines(count, exits):
     return [hub, *(make(i, {0: pair[1]}) for i, pair in pairs.items())], pairs
 
 
-def test_all_stop_after_the_step_of_the_farthest():
+def test_all_stop_after_the_step_of_the_farthest_whatever_it_waits_for():
     exits = []
     lines, _ = lifelines(3, exits)
-    assert [line.stop_step(7) for line in lines] == [None] * 3
+    assert [line.stops(7) for line in lines] == [False] * 3
+    assert not lines[1].stops(8)  # and is in a collective now, for which it needs the others
     lines[2].want_stop()
     eventually(lambda: all(line.stop_wanted for line in lines))
     answers = {}
 
     def ask(i, step):
-        answers[i] = lines[i].stop_step(step)
+        answers[i] = lines[i].stops(step)
 
-    threads = [threading.Thread(target=ask, args=x) for x in ((0, 8), (2, 8))]
+    threads = [threading.Thread(target=ask, args=(i, 8), daemon=True) for i in (0, 2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
-    assert answers == {}  # nobody knows before all have said how far they are
-    lines[1].reached(9)
     for thread in threads:
-        thread.join(30)
-    assert answers == {0: 9, 2: 9}
-    assert lines[1].stop_step(9) == 9
+        thread.join(20)
+    assert answers == {0: False, 2: False}
+    assert [line.stops(9) for line in lines] == [True] * 3
     for line in lines:
         line.close()
     assert exits == []
@@ -341,7 +339,7 @@ def test_the_table_of_exit_codes_is_that_of_the_constants():
 
 def test_one_process_agrees_with_itself():
     with lifeline.open_lifeline() as line:
-        assert line.stop_step(3) is None
+        assert not line.stops(3)
         line.want_stop()
-        assert line.stop_step(4) == 4
+        assert line.stops(4)
     assert from_first_process(lambda: "text") == "text"
