@@ -9,7 +9,7 @@ from jaxtrain.run.main import main, parse
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "lars"])
+@pytest.mark.parametrize("optimizer", ["momentum", pytest.param("lars", marks=pytest.mark.slow)])
 def test_97_percent_of_held_out_digits(optimizer, tmp_path, capsys):
     flags = ["--optimizer.name", optimizer, "--mesh.data", "8", "--steps", "150"]
     main(Config, build, [*flags, "--run-dir", str(tmp_path / "run")])

@@ -79,7 +79,7 @@ def saved_params(run, texts):
     [
         # Parameters lie across the processes, and the sample at the end is theirs together.
         (2, 4, ["--mesh.data", "1", "--mesh.fsdp", "8", "--sample-tokens", "4"]),
-        (4, 2, ["--sample-tokens", "0"]),
+        pytest.param(4, 2, ["--sample-tokens", "0"], marks=pytest.mark.slow),
     ],
     ids=["2x4", "4x2"],
 )
