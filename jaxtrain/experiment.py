@@ -38,6 +38,9 @@ class BatchStream(Protocol):
         ...
 
 
+EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree]]
+
+
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
     """The batches of an experiment that was built without its data.
 
@@ -59,8 +62,8 @@ class Experiment:
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
-      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices;
-        None for no evaluation.
+      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices; or
+        several of them by name, whose metrics are ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
@@ -87,7 +90,8 @@ class Experiment:
         steps to come. All others are refused unless ``RunOptions.accept_changes`` names them.
       facts: more lines for the header (name to text).
       conclude: ``(state, evaluation means) -> lines`` printed when training is over.
-      best_metric: the evaluation metric that decides which checkpoint is best.
+      best_metric: the evaluation metric that decides which checkpoint is best; ``NAME/loss`` with
+        ``eval_batches`` by name.
       best_mode: ``"min"`` or ``"max"``.
     """
 
@@ -98,7 +102,7 @@ class Experiment:
     batch: PyTree
     train_batches: BatchStream
     steps: int
-    eval_batches: Callable[[jax.sharding.NamedSharding], Iterable[PyTree]] | None = None
+    eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
@@ -128,6 +132,19 @@ class Experiment:
         if self.steps_per_call < 1:
             raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
+        sets = self.eval_sets
+        if sets and not self.best_metric.startswith(tuple(sets)):
+            raise ValueError(
+                f"best_metric is {self.best_metric!r} and eval_batches has sets by name: say of "
+                f"which, as in {next(iter(sets))}loss"
+            )
+
+    @property
+    def eval_sets(self) -> dict[str, EvalBatches]:
+        """The evaluation sets, by what the names of their metrics begin with."""
+        if isinstance(self.eval_batches, Mapping):
+            return {f"{name}/": batches for name, batches in self.eval_batches.items()}
+        return {} if self.eval_batches is None else {"": self.eval_batches}
 
     @property
     def stack(self) -> Stack:
