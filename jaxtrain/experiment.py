@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.optim import averaged
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree
@@ -89,7 +90,8 @@ class Experiment:
         otherwise: their dotted names, or patterns of them (``mesh.*``), to what that means for the
         steps to come. All others are refused unless ``RunOptions.accept_changes`` names them.
       facts: more lines for the header (name to text).
-      conclude: ``(state, evaluation means) -> lines`` printed when training is over.
+      conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
+        what is evaluated in ``params`` (:func:`jaxtrain.averaged`).
       best_metric: the evaluation metric that decides which checkpoint is best; ``NAME/loss`` with
         ``eval_batches`` by name.
       best_mode: ``"min"`` or ``"max"``.
@@ -317,7 +319,8 @@ def compile_eval(
     """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
 
     It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
-    many microbatches as the batch's rows allow, up to the train step's.
+    many microbatches as the batch's rows allow, up to the train step's. Where the optimizer keeps
+    averages of parameters (:func:`jaxtrain.averaged`), they are what is evaluated.
     """
     given = {"policy": experiment.policy, "gather": experiment.gather}
     if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
@@ -332,7 +335,11 @@ def compile_eval(
             has_model_state=experiment.has_model_state,
             **given,
         )
-    return compile_step(step, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
+
+    def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
+        return step(averaged(state), batch)
+
+    return compile_step(evaluation, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
 
 
 def evaluate(

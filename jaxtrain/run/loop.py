@@ -27,6 +27,7 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.host import distributed, storage
 from jaxtrain.host.paths import check_shared
+from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.comparison import compare_with_run
 from jaxtrain.run import provenance
@@ -290,7 +291,7 @@ def fit(
         means, reason = _finish(run, state, evaluation, saving, skips)
     if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(lines)
-    print_conclusion(experiment, state, means, str(run_dir))
+    print_conclusion(experiment, averaged(state), means, str(run_dir))
     return FitResult(state, means, str(run_dir), reason or stopped)
 
 

@@ -135,6 +135,9 @@ class _ChainOptions:
     skip_spikes: float | None = None
     """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
     of the last 128 steps (6 is usual); None leaves out none."""
+    ema: float | None = None
+    """Decay of a moving average of the parameters, such as 0.999, which is then evaluated and
+    generates in their place; None keeps none."""
 
 
 # A flag for each option of a rule that a command line can take.
@@ -183,6 +186,7 @@ def make_optimizer(
         clip_norm=options.clip_norm,
         accumulate=options.accumulate,
         skip_spikes=options.skip_spikes,
+        ema=options.ema,
         **{name: getattr(options, name) for name in RULE_OPTIONS},
         **more,
     )
