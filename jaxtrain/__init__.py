@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.gradients import Last, Max, Sum, WeightedLoss
 from jaxtrain.optim import averaged, make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
@@ -53,10 +53,13 @@ _LAZY = {
 __all__ = [
     "LOGICAL_AXES",
     "CompiledStep",
+    "Last",
+    "Max",
     "Policy",
     "Rules",
     "Stack",
     "Stages",
+    "Sum",
     "TrainState",
     "WeightedLoss",
     "abstract_state",
