@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import WeightedLoss
-from jaxtrain.optim import make_optimizer, schedules
+from jaxtrain.gradients import Last, Max, Sum, WeightedLoss
+from jaxtrain.optim import averaged, make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import constrain, gather
@@ -53,13 +53,17 @@ _LAZY = {
 __all__ = [
     "LOGICAL_AXES",
     "CompiledStep",
+    "Last",
+    "Max",
     "Policy",
     "Rules",
     "Stack",
     "Stages",
+    "Sum",
     "TrainState",
     "WeightedLoss",
     "abstract_state",
+    "averaged",
     "build_eval_step",
     "build_train_step",
     "build_update",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.optim import averaged
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree
@@ -36,6 +37,9 @@ class BatchStream(Protocol):
     ) -> AbstractContextManager[Iterator[PyTree]]:
         """Opens the endless stream of global batches from ``start_step`` on, placed on devices."""
         ...
+
+
+EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree]]
 
 
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
@@ -59,8 +63,8 @@ class Experiment:
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
-      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices;
-        None for no evaluation.
+      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices; or
+        several of them by name, whose metrics are ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
@@ -86,8 +90,10 @@ class Experiment:
         otherwise: their dotted names, or patterns of them (``mesh.*``), to what that means for the
         steps to come. All others are refused unless ``RunOptions.accept_changes`` names them.
       facts: more lines for the header (name to text).
-      conclude: ``(state, evaluation means) -> lines`` printed when training is over.
-      best_metric: the evaluation metric that decides which checkpoint is best.
+      conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
+        what is evaluated in ``params`` (:func:`jaxtrain.averaged`).
+      best_metric: the evaluation metric that decides which checkpoint is best; ``NAME/loss`` with
+        ``eval_batches`` by name.
       best_mode: ``"min"`` or ``"max"``.
     """
 
@@ -98,7 +104,7 @@ class Experiment:
     batch: PyTree
     train_batches: BatchStream
     steps: int
-    eval_batches: Callable[[jax.sharding.NamedSharding], Iterable[PyTree]] | None = None
+    eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
@@ -128,6 +134,19 @@ class Experiment:
         if self.steps_per_call < 1:
             raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
         object.__setattr__(self, "policy", as_policy(self.policy))
+        sets = self.eval_sets
+        if sets and not self.best_metric.startswith(tuple(sets)):
+            raise ValueError(
+                f"best_metric is {self.best_metric!r} and eval_batches has sets by name: say of "
+                f"which, as in {next(iter(sets))}loss"
+            )
+
+    @property
+    def eval_sets(self) -> dict[str, EvalBatches]:
+        """The evaluation sets, by what the names of their metrics begin with."""
+        if isinstance(self.eval_batches, Mapping):
+            return {f"{name}/": batches for name, batches in self.eval_batches.items()}
+        return {} if self.eval_batches is None else {"": self.eval_batches}
 
     @property
     def stack(self) -> Stack:
@@ -300,7 +319,8 @@ def compile_eval(
     """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
 
     It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
-    many microbatches as the batch's rows allow, up to the train step's.
+    many microbatches as the batch's rows allow, up to the train step's. Where the optimizer keeps
+    averages of parameters (:func:`jaxtrain.averaged`), they are what is evaluated.
     """
     given = {"policy": experiment.policy, "gather": experiment.gather}
     if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
@@ -315,7 +335,11 @@ def compile_eval(
             has_model_state=experiment.has_model_state,
             **given,
         )
-    return compile_step(step, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
+
+    def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
+        return step(averaged(state), batch)
+
+    return compile_step(evaluation, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
 
 
 def evaluate(

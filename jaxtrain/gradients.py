@@ -31,6 +31,53 @@ RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", 
 RESERVED += ("param_norm", "update_norm")
 
 
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A metric of :class:`WeightedLoss` that is no mean: a ``Max``, ``Sum`` or ``Last``.
+
+    Args:
+      value: scalar, of one part of the data.
+      parts: scalar, of how many parts; 0 is nothing yet, whatever the value. So zeros begin every
+        sum, and add nothing to it, as for what a pipeline adds over its stages.
+    """
+
+    value: jax.Array
+    parts: jax.Array = 1.0
+
+    def __add__(self, other: "Reduction") -> "Reduction":
+        both = self.joined(self.value, other.value)
+        value = jnp.where(self.parts > 0, jnp.where(other.parts > 0, both, self.value), other.value)
+        return type(self)(value, self.parts + other.parts)
+
+    def result(self) -> jax.Array:
+        """Returns the value over all parts; NaN where there are none."""
+        return jnp.where(self.parts > 0, self.value, jnp.nan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max(Reduction):
+    """The largest value of all parts."""
+
+    joined = staticmethod(jnp.maximum)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum(Reduction):
+    """The sum of the values of all parts."""
+
+    joined = staticmethod(jnp.add)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Last(Reduction):
+    """The value of the last part."""
+
+    joined = staticmethod(lambda first, last: last)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedLoss:
@@ -40,7 +87,8 @@ class WeightedLoss:
       total: scalar, the loss summed over everything that counts (tokens, examples).
       weight: scalar, how much counts; the reported loss is ``total / weight``.
       metrics: name to scalar. A bare scalar is summed like ``total`` and divided by ``weight``; a
-        pair ``(total, weight)`` brings a weight of its own.
+        pair ``(total, weight)`` brings a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and
+        ``jt.Last(x)`` are reduced so over microbatches and batches of an evaluation.
 
     >>> a = WeightedLoss(total=6.0, weight=3.0, metrics={"correct": 1.0})
     >>> (a + WeightedLoss(total=2.0, weight=1.0, metrics={"correct": 1.0})).means()
@@ -52,13 +100,22 @@ class WeightedLoss:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: "WeightedLoss") -> "WeightedLoss":
-        return jax.tree.map(lambda a, b: a + b, self, other)
+        return jax.tree.map(lambda a, b: a + b, self, other, is_leaf=_is_reduction)
 
     def means(self) -> dict[str, jax.Array]:
-        """Returns ``loss`` and every metric, each divided by its weight."""
-        pairs = {"loss": self.total} | dict(self.metrics)
-        pairs = {k: v if isinstance(v, tuple) else (v, self.weight) for k, v in pairs.items()}
-        return {name: total / weight for name, (total, weight) in pairs.items()}
+        """Returns ``loss`` and every metric, divided by its weight or reduced."""
+
+        def mean(value):
+            if _is_reduction(value):
+                return value.result()
+            total, weight = value if isinstance(value, tuple) else (value, self.weight)
+            return total / weight
+
+        return {k: mean(v) for k, v in ({"loss": self.total} | dict(self.metrics)).items()}
+
+
+def _is_reduction(node: Any) -> bool:
+    return isinstance(node, Reduction)
 
 
 @jax.tree_util.register_dataclass

@@ -60,7 +60,7 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
         shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-        params = checkpoints.restore_part({"params": shapes}, step)["params"]
+        params = checkpoints.restore_params(shapes, step)
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()

@@ -2,6 +2,7 @@
 
 from jaxtrain.optim import rules, schedules
 from jaxtrain.optim.accumulation import accumulate
+from jaxtrain.optim.averages import averaged, ema
 from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
 from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_axes
@@ -18,9 +19,11 @@ __all__ = [
     "OPTIMIZERS",
     "LearningRateState",
     "accumulate",
+    "averaged",
     "by_path",
     "current_learning_rate",
     "decay_mask",
+    "ema",
     "frozen",
     "hidden_matrices",
     "make_optimizer",

@@ -10,6 +10,7 @@ import optax
 
 from jaxtrain.optim import layerwise, masks, numerics, rules
 from jaxtrain.optim.accumulation import accumulate as accumulate_calls
+from jaxtrain.optim.averages import ema as ema_of
 from jaxtrain.optim.masks import Mask, Multipliers, Stacked
 from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
@@ -52,6 +53,7 @@ def make_optimizer(
     stacked: Stacked = (),
     accumulate: int = 1,
     skip_spikes: float | None = None,
+    ema: float | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Builds an optimizer: clip by global norm, update rule with weight decay, learning rate.
@@ -92,6 +94,8 @@ def make_optimizer(
       skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
         clipping, is so many standard deviations above the mean of the last 128; see
         ``spikes.skip_spikes``. None leaves out none.
+      ema: decay of a moving average of the parameters that train, in the state: one that an
+        evaluation reads with :func:`jaxtrain.averaged`; see ``averages.ema``. None keeps none.
       **options: of the rule. All but sgd take moment_dtype; see above.
 
     Returns:
@@ -112,7 +116,7 @@ def make_optimizer(
     Traceback (most recent call last):
     ...
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes
+decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes, ema
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):
@@ -122,6 +126,8 @@ decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, sk
         numerics.check_number("clip_norm", clip_norm, low=0.0, open_low=True)
     if skip_spikes is not None:
         numerics.check_number("skip_spikes", skip_spikes, low=0.0, open_low=True)
+    if ema is not None:
+        numerics.check_number("ema", ema, low=0.0, high=1.0, open_low=True)
     every = numerics.check_integer("accumulate", accumulate, low=1)
 
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
@@ -159,6 +165,7 @@ decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, sk
         clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
         tx = optax.chain(clip, *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
+        tx = tx if ema is None else ema_of(tx, ema)
         tx = accumulate_calls(tx, every) if every > 1 else tx
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)

@@ -27,6 +27,7 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.host import distributed, storage
 from jaxtrain.host.paths import check_shared
+from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.comparison import compare_with_run
 from jaxtrain.run import provenance
@@ -247,7 +248,8 @@ def fit(
         check_shared(run_dir / provenance.CONFIG)
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
 
-        folder_logs = make_writers(run_dir, resume_step=start if resume else None)
+        # Resumed before its first checkpoint, a run evaluates its step 0 again.
+        folder_logs = make_writers(run_dir, resume_step=(start or -1) if resume else None)
         own_log = stack.enter_context(contextlib.closing(OwnLog(folder_logs, owner, peers)))
         log = Fanout([own_log, *(writers if jax.process_index() == 0 else ())])
         run = Run(
@@ -272,6 +274,8 @@ def fit(
         own_hooks = [Agreeing(hook, peers) for hook in hooks]
         evaluation = Evaluation(run, [saving, *own_hooks])
         if start < experiment.steps:
+            if options.eval_first and start == 0:
+                evaluation.on_step(0, state)
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             state = train_loop(
                 train,
@@ -287,7 +291,7 @@ def fit(
         means, reason = _finish(run, state, evaluation, saving, skips)
     if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(lines)
-    print_conclusion(experiment, state, means, str(run_dir))
+    print_conclusion(experiment, averaged(state), means, str(run_dir))
     return FitResult(state, means, str(run_dir), reason or stopped)
 
 

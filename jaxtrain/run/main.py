@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ import tyro
 
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import EvalBatches, Experiment
 from jaxtrain.host import distributed, exit_codes, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
@@ -115,14 +115,21 @@ class Config:
         return Experiment(name=name, config=record, may_change=may_change, **ours | given)
 
     def batches_of(
-        self, train: data.RowSource, held_out: data.RowSource | None = None
+        self,
+        train: data.RowSource,
+        held_out: data.RowSource | Mapping[str, data.RowSource] | None = None,
     ) -> dict[str, Any]:
         """Returns the arguments of an experiment that are its data.
 
         Args:
           train: rows to train on, in an order by ``seed`` (:class:`jaxtrain.data.Batches`).
-          held_out: rows to evaluate on; their arrays ``mask`` weight them.
+          held_out: rows to evaluate on, or several sets of them by name; their arrays ``mask``
+            weight them.
         """
+
+        def passes(rows: data.RowSource) -> EvalBatches:
+            return lambda sharding: data.eval_batches(rows, self.global_batch, sharding=sharding)
+
         batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
         ahead = max(2, min(self.steps_per_call, self.steps))
         found = {
@@ -132,8 +139,10 @@ class Config:
             ),
         }
         if held_out is not None:
-            found["eval_batches"] = lambda sharding: data.eval_batches(
-                held_out, self.global_batch, sharding=sharding
+            found["eval_batches"] = (
+                {name: passes(rows) for name, rows in held_out.items()}
+                if isinstance(held_out, Mapping)
+                else passes(held_out)
             )
         return found
 

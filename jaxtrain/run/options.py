@@ -37,6 +37,7 @@ class RunOptions:
         stopped on purpose; "all" accepts everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
+      eval_first: Evaluate before the first step too, as step 0.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
       save_best: Save after every evaluation that is the best so far.
@@ -55,6 +56,7 @@ class RunOptions:
     accept_changes: tuple[str, ...] = ()
     log_every: int = 10
     eval_every: int = 0
+    eval_first: bool = False
     save_every: int = 0
     save_minutes: float = 0.0
     save_best: bool = False
@@ -133,6 +135,9 @@ class _ChainOptions:
     skip_spikes: float | None = None
     """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
     of the last 128 steps (6 is usual); None leaves out none."""
+    ema: float | None = None
+    """Decay of a moving average of the parameters, such as 0.999, which is then evaluated and
+    generates in their place; None keeps none."""
 
 
 # A flag for each option of a rule that a command line can take.
@@ -181,6 +186,7 @@ def make_optimizer(
         clip_norm=options.clip_norm,
         accumulate=options.accumulate,
         skip_spikes=options.skip_spikes,
+        ema=options.ema,
         **{name: getattr(options, name) for name in RULE_OPTIONS},
         **more,
     )

@@ -45,6 +45,7 @@ from jaxtrain.run.checkpoints.leaves import (
 )
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 from jaxtrain.run.checkpoints.step_folders import StepFolders, files_below
+from jaxtrain.tree import map_named, owner_of
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,19 @@ class Checkpointer:
         return self._restore(
             abstract_state, step, lambda step, saved: self._check(step, saved, wanted)
         )
+
+    def restore_params(self, abstract_params: Any, step: int | None = None) -> Any:
+        """Reads the parameters of a training state as they were evaluated: the averages of those of
+        which its optimizer keeps one (:func:`jaxtrain.averaged`), in float32 or wider."""
+        step = self._resolve(step)
+        saved = self._folders.manifest(step)["leaves"]
+        params = {path.removeprefix("params/") for path in saved if path.startswith("params/")}
+        owners = {path: owner_of(path, params) for path in saved}
+        kept = {name: path for path, name in owners.items() if path.endswith(f"/ema/{name}")}
+        places = map_named(lambda name, _: kept.get(name, f"params/{name}"), abstract_params)
+        parts = dict(zip(jax.tree.leaves(places), jax.tree.leaves(abstract_params), strict=True))
+        restored = self.restore_part(parts, step)
+        return jax.tree.map(restored.get, places)
 
     def steps(self) -> list[int]:
         """Returns the steps with a whole checkpoint, in order; waits for a save in progress.

@@ -1,9 +1,11 @@
-"""Evaluation: held-out means every so many steps, and at the end."""
+"""Evaluation: held-out means every so many steps, at the end and, asked for, before the first."""
 
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import compile_eval, evaluate
@@ -32,13 +34,13 @@ class Evaluation(Hook):
     def __init__(self, run: Run, hooks: Sequence[Hook]):
         self.run, self.hooks = run, hooks
         self.latest: tuple[int, dict[str, float]] = (-1, {})
-        self._step: CompiledStep | None = None
+        self._steps: dict[Any, CompiledStep] = {}
 
     def on_step(self, step: int, state: TrainState) -> None:
         every = self.run.options.eval_every
-        if every and step % every == 0:
+        if step == 0 or (every and step % every == 0):
             with contextlib.suppress(Interrupted):  # the loop is about to be stopped
-                self.at(step, state, after=step - 1)
+                self.at(step, state, after=max(step - 1, 0))
 
     def at(self, step: int, state: TrainState, *, after: int) -> dict[str, float]:
         """Returns the means at ``step``, evaluated once.
@@ -51,27 +53,38 @@ class Evaluation(Hook):
         Raises:
           Interrupted: the run is to stop.
         """
-        run, experiment = self.run, self.run.experiment
-        if experiment.eval_batches is None or self.latest[0] == step:
+        run, sets = self.run, self.run.experiment.eval_sets
+        if not sets or self.latest[0] == step:
             return self.latest[1]
-        batches = experiment.eval_batches(batch_sharding(run.mesh))
-        batches = self._watched(step, after, batches)
-        if self._step is None:
-            first, batches = _peek(batches)
-            self._step = compile_eval(experiment, state, first, run.mesh)
-        means = {name: float(x) for name, x in evaluate(self._step, state, batches).items()}
+        means, numbers = {}, itertools.count()
+        for prefix, opened in sets.items():
+            batches = opened(batch_sharding(run.mesh))
+            first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
+            found = evaluate(self._step_for(state, first), state, batches)
+            means |= {f"{prefix}{name}": float(x) for name, x in found.items()}
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
-        run.progress.note(f"step {step}: held-out loss {means['loss']:.4f}")
+        losses = ", ".join(f"{name} {means[name]:.4f}" for name in (f"{x}loss" for x in sets))
+        run.progress.note(f"step {step}: held-out {losses}")
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:
             hook.on_evaluation(step, means)
         return means
 
-    def _watched(self, step: int, after: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    def _step_for(self, state: TrainState, batch: PyTree) -> CompiledStep:
+        """The evaluation of batches like this one; sets of equal shapes share it."""
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, *map(jax.typeof, leaves))
+        if shapes not in self._steps:
+            self._steps[shapes] = compile_eval(self.run.experiment, state, batch, self.run.mesh)
+        return self._steps[shapes]
+
+    def _watched(
+        self, step: int, after: int, batches: Iterable[PyTree], numbers: Iterator[int]
+    ) -> Iterator[PyTree]:
         # The last look comes before anybody waits for the result, which needs all processes.
-        for number, batch in enumerate(itertools.chain(batches, [None])):
+        for batch, number in zip(itertools.chain(batches, [None]), numbers, strict=False):
             self.run.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
             # Batches count as parts of a step, so that this is between two steps for the others.
             if self.run.peers.interrupts(after + (number + 1) / (number + 2)):
@@ -83,9 +96,8 @@ class Evaluation(Hook):
                 yield batch
 
 
-def _peek(batches: Iterable[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:
-    batches = iter(batches)
+def _peek(prefix: str, batches: Iterator[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:
     first = next(batches, None)
     if first is None:
-        raise ValueError("there is no held-out batch to evaluate on")
+        raise ValueError(f"there is no held-out batch to evaluate {prefix}loss on")
     return first, itertools.chain([first], batches)

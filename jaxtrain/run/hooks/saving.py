@@ -53,8 +53,8 @@ class Saving(Hook):
         self.evaluated = (step, means)
         value = means.get(self.run.experiment.best_metric, math.nan)
         sign = 1 if self.run.experiment.best_mode == "min" else -1
-        # Written so that the first one is better than none, which is NaN.
-        if math.isfinite(value) and not sign * value >= sign * self.best:
+        # Written so that the first one is better than none, which is NaN. Step 0 is not saved.
+        if step and math.isfinite(value) and not sign * value >= sign * self.best:
             self.best, self.best_at = value, step
 
     def on_step(self, step: int, state: TrainState) -> None:

@@ -1,0 +1,114 @@
+"""Evaluation sets by name, and the evaluation before the first step."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import data
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.hooks import evaluation
+from tests import problems
+from tests.run.test_loop import ROWS, Rows, lines, make_experiment
+
+
+class Means(jt.Hook):
+    def __init__(self):
+        self.of = {}
+
+    def on_evaluation(self, step, means):
+        self.of[step] = means
+
+
+def held_out(seed, global_batch=8):
+    return lambda sharding: data.eval_batches(Rows(seed), global_batch, sharding=sharding)
+
+
+def test_sets_have_means_of_their_own_and_share_programs(tmp_path, monkeypatch, capsys):
+    compiled = []
+
+    def counting(experiment, state, batch, mesh):
+        compiled.append(len(batch["x"]))
+        return compile_eval(experiment, state, batch, mesh)
+
+    compile_eval = evaluation.compile_eval
+    monkeypatch.setattr(evaluation, "compile_eval", counting)
+    sets = {"near": held_out(1), "far": held_out(2), "wide": held_out(1, 16)}
+    concluded, told = [], Means()
+    experiment = make_experiment(
+        4,
+        optimizer=jt.make_optimizer("sgd", 0.1),
+        eval_batches=sets,
+        best_metric="far/loss",
+        best_mode="max",  # of which step 0 has more than any that is saved
+        conclude=lambda state, means: concluded.append(means) or [],
+    )
+    options = jt.RunOptions(run_dir=str(tmp_path), eval_first=True, eval_every=2, save_best=True)
+    result = jt.fit(experiment, options, hooks=[told])
+
+    assert compiled == [8, 16]
+    final = jax.device_get(result.state.params)
+    for name, seed in (("near", 1), ("far", 2), ("wide", 1)):
+        loss = problems.reference(final, problems.make_batch(seed, ROWS))[0]
+        assert result.evaluation[f"{name}/loss"] == pytest.approx(loss, rel=1e-5)
+    assert {"near/largest", "far/half"} < result.evaluation.keys()
+    assert "loss" not in result.evaluation
+    assert concluded == [result.evaluation]
+    logged = {x["step"]: x for x in lines(tmp_path) if "eval/near/loss" in x}
+    assert list(logged) == list(told.of) == [0, 2, 4]
+    assert all(logged[n][f"eval/{k}"] == v for n in told.of for k, v in told.of[n].items())
+    far = [told.of[n]["far/loss"] for n in (0, 2, 4)]
+    assert far[0] > far[1] > far[2]
+    best = {"best_metric": "eval/far/loss", "best_mode": "max"}
+    with Checkpointer(tmp_path / "checkpoints", **best) as checkpoints:
+        assert checkpoints.best_step() == 2
+    assert "step 2: held-out near/loss " in capsys.readouterr().out
+
+
+def test_the_first_evaluation_is_of_the_state_before_the_first_step_and_of_no_resumed_one(tmp_path):
+    class Killed(jt.Hook):
+        def on_step(self, step, state):
+            raise KeyboardInterrupt
+
+    def run(*hooks):
+        options = jt.RunOptions(run_dir=str(tmp_path), eval_first=True, auto_resume=True)
+        return jt.fit(make_experiment(2), options, hooks=hooks)
+
+    def evaluated():
+        return [(x["step"], x["eval/loss"]) for x in lines(tmp_path) if "eval/loss" in x]
+
+    first = make_experiment()
+    params = jt.init_state(first.init_fn, first.optimizer, jax.random.key(0)).params
+    loss = problems.reference(jax.device_get(params), problems.make_batch(1, ROWS))[0]
+    with pytest.raises(KeyboardInterrupt):
+        run(Killed())
+    assert evaluated() == [(0, pytest.approx(loss, rel=1e-5))]
+    # Nothing had been saved: it begins anew, and says so once.
+    told = Means()
+    result = run(told)
+    assert evaluated() == [(0, pytest.approx(loss, rel=1e-5)), (2, result.evaluation["loss"])]
+    assert list(told.of) == [0, 2]
+    again = Means()
+    experiment = dataclasses.replace(make_experiment(3), may_change={"*": ""})
+    options = jt.RunOptions(run_dir=str(tmp_path), eval_first=True, resume=True)
+    jt.fit(experiment, options, hooks=[again])
+    assert list(again.of) == [3]
+
+
+def test_flags_take_held_out_rows_by_name():
+    config = jt.Config(global_batch=4)
+    found = config.batches_of(Rows(), {"a": Rows(1), "b": Rows(2)})["eval_batches"]
+    for name, seed in (("a", 1), ("b", 2)):
+        assert np.array_equal(next(iter(found[name](None)))["x"], Rows(seed).batch["x"][:4])
+
+
+def test_what_cannot_be_evaluated_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"best_metric is 'loss' and eval_batches has .* a/loss"):
+        make_experiment(eval_batches={"a": held_out(1)})
+    empty = make_experiment(
+        1, eval_batches={"a": held_out(1), "b": lambda _: []}, best_metric="a/loss"
+    )
+    with pytest.raises(ValueError, match="there is no held-out batch to evaluate b/loss on"):
+        jt.fit(empty, jt.RunOptions(run_dir=str(tmp_path), eval_first=True))
