@@ -184,7 +184,20 @@ def _tpu_devices(target: Target) -> tuple[jax.Device, ...]:
     if math.prod(target.topology) == 1:
         # The compiler's hosts are 2 x 2 chips unless told otherwise.
         options["chips_per_host_bounds"] = (1, 1, 1)
-    return _describe(target, platform="tpu", topology_name=target.name, **options)
+    flags = os.environ.pop("XLA_FLAGS", None)
+    try:
+        devices = _describe(target, platform="tpu", topology_name=target.name, **options)
+        if flags is not None:
+            # libtpu reads XLA_FLAGS when it first compiles, and ends the process for one that it
+            # does not know, such as all those of other chips. Its own are in LIBTPU_INIT_ARGS.
+            alone = jax.sharding.SingleDeviceSharding(devices[0])
+            jax.jit(lambda x: x).lower(
+                jax.ShapeDtypeStruct((), "float32", sharding=alone)
+            ).compile()
+        return devices
+    finally:
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
 
 
 def _gpu_devices(target: Target) -> tuple[jax.Device, ...]:
