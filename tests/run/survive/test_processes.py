@@ -145,7 +145,7 @@ def test_an_error_in_one_process_ends_the_others_with_its_words(tmp_path):
     arguments = ("--steps", "100", "--fail-at", "6")
     with workers(tmp_path, *arguments, count=2, devices=1) as processes:
         codes = [p.code(timeout=60) for p in processes]
-        assert codes[0] == exit_codes.PEER_LOST
+        assert codes[0] == 1  # as the other: a start anew would come to the same error
         # While Python ends, JAX waits for the others to end too, and aborts when they are gone.
         assert codes[1] in (1, -signal.SIGABRT)
         assert "KeyError: 'a hole in the data'" in processes[1].errors
