@@ -11,6 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.numerics import wide
+
 
 def layer_norm(
     x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, *, eps: float
@@ -49,7 +51,7 @@ def _norm(centred, eps, x, scale_D, bias_D):
 
 def _standardise(centred, eps, x):
     """The input with mean 0 (if centred) and mean square 1, and what it was multiplied by."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(wide(x.dtype))
     x = x - x.mean(axis=-1, keepdims=True) if centred else x
     rate = jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
     return x * rate, rate

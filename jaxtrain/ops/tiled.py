@@ -12,17 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.numerics import MASKED, drop, wide
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import constrain
 
 # Names of what the backward pass needs, for rematerialisation policies.
 SAVED = ("attention_out", "attention_lse")
-
-# Finite, so that no difference of two masked scores is a NaN.
-MASKED = float(-0.7 * np.finfo(np.float32).max)
 
 # Up to this many tiles of queries are written out, each against all the keys it sees; longer rows
 # are a loop over tiles of queries and keys.
@@ -139,7 +136,7 @@ def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
     """
     dtype = q_BGRTK.dtype
     d_q = []
-    d_k, d_v = (jnp.zeros(k_BGSK.shape, _wide(dtype)) for _ in range(2))
+    d_k, d_v = (jnp.zeros(k_BGSK.shape, wide(dtype)) for _ in range(2))
 
     def to_all_keys(part, keys):
         # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
@@ -189,7 +186,7 @@ _kept.defvjp(_kept_forward, _kept_backward)
 def _keeps(form: _Form, T: int, K: int, dtype) -> bool:
     """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
     sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
-    return platform() == "cpu" and dtype == _wide(dtype) and sum(sizes) <= KEPT * T * K
+    return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -221,9 +218,9 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
         return tuple(_put(rows, x, new) for x, new in zip(sums, news, strict=True)), None
 
     start = (
-        jnp.zeros(q.shape, _wide(dtype)),
-        jnp.zeros((*q.shape[:4], 1), _wide(dtype)),
-        jnp.full((*q.shape[:4], 1), MASKED, _wide(dtype)),
+        jnp.zeros(q.shape, wide(dtype)),
+        jnp.zeros((*q.shape[:4], 1), wide(dtype)),
+        jnp.full((*q.shape[:4], 1), MASKED, wide(dtype)),
     )
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
     out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
@@ -250,7 +247,7 @@ def _long_backward(form, saved, d_out_BGRTK):
         d_v = _put(keys, d_v, _cut(form, keys, d_v) + more_v)
         return (d_q, d_k, d_v), None
 
-    start = _pin(tuple(jnp.zeros(x.shape, _wide(dtype)) for x in (q, k, v)))
+    start = _pin(tuple(jnp.zeros(x.shape, wide(dtype)) for x in (q, k, v)))
     (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T))
     d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, : form.keys], d_v[:, :, : form.keys]
     return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
@@ -261,7 +258,7 @@ _long.defvjp(_long_forward, _long_backward)
 
 def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
     """sum_s weight * d_weight, which is out . d_out, dropped or not: no T x S pass is needed."""
-    return (out_BGRTK.astype(_wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
+    return (out_BGRTK.astype(wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
 
 
 def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
@@ -369,17 +366,9 @@ def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
     """Inverted dropout of a tile; the same key and tile drop the same."""
-    if rng is None:
-        return weights
-    keep = jax.random.bernoulli(jax.random.fold_in(rng, tile), 1 - form.dropout, weights.shape)
-    return jnp.where(keep, weights / (1 - form.dropout), 0)
+    return weights if rng is None else drop(weights, form.dropout, jax.random.fold_in(rng, tile))
 
 
 def wide_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiplies in the operands' own dtype and accumulates in at least float32."""
-    return jnp.einsum(subscripts, a, b, preferred_element_type=_wide(a.dtype))
-
-
-def _wide(dtype) -> jnp.dtype:
-    """At least float32 (float64 stays)."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.einsum(subscripts, a, b, preferred_element_type=wide(a.dtype))
