@@ -6,18 +6,18 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 import functools
 import logging
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops import pallas, per_device, splash
-from jaxtrain.ops.tiled import MASKED, SAVED, tiled_attention, wide_einsum
+from jaxtrain.ops.numerics import MASKED
+from jaxtrain.ops.tiled import tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash", "pallas")
-
-# The platform of each fused kernel.
-PLATFORMS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
 
 # What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
@@ -72,15 +72,10 @@ def attention(
     dropout = 0.0 if rng is None else dropout
     packed = segments_BT is not None
     chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed)
-    if chosen in ("splash", "pallas"):
-        kernel = splash.splash_attention if chosen == "splash" else pallas.pallas_attention
-        return kernel(
-            q_BTHK, k_BSGK, v_BSGK, causal=causal, segments_BT=segments_BT, saved_name=SAVED[0]
-        )
-    if chosen == "cudnn":
-        # JAX's rule for partitioning this kernel wants queries and keys split alike, and fails
-        # inside a pipeline; each device's own part needs no rule.
-        kernel = functools.partial(_cudnn_attention, causal=causal)
+    if chosen != "xla":
+        # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
+        # and fails inside a pipeline; each device's own part needs no rule.
+        kernel = functools.partial(KERNELS[chosen].compute, causal=causal)
         return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     return tiled_attention(
         q_BTHK,
@@ -175,17 +170,13 @@ def _obstacle(
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
       kernel, backend, dtype, head_dim, length, dropout: as for :func:`choose`.
     """
-    if PLATFORMS[kernel] != backend:
-        chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[PLATFORMS[kernel]]
+    fused = KERNELS[kernel]
+    if fused.platform != backend:
+        chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[fused.platform]
         return f"{chip}, and the backend is {backend!r}"
     if dropout:
         return f"no dropout on attention weights, and its rate is {dropout}"
-    if kernel == "splash":
-        need = splash.obstacle(length=length)
-    elif kernel == "pallas":
-        need = pallas.obstacle(head_dim=head_dim, length=length)
-    else:
-        need = _cudnn_obstacle(dtype, head_dim, length, packed)
+    need = fused.obstacle(dtype=dtype, head_dim=head_dim, length=length, packed=packed)
     if need is None and sizes is not None:
         rows, heads, keys = sizes
         if keys != length and kernel != "cudnn":
@@ -194,7 +185,7 @@ def _obstacle(
     return need
 
 
-def _cudnn_obstacle(dtype, head_dim: int, length: int | None, packed: bool) -> str | None:
+def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool) -> str | None:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
@@ -211,6 +202,22 @@ def _cudnn_attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool) -> ja
     return jax.nn.dot_product_attention(
         q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=causal, implementation="cudnn"
     )
+
+
+class _Fused(NamedTuple):
+    """A fused kernel: its platform, what of shapes and dtypes keeps it from running, if anything,
+    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal) -> out_BTHK`` on one device."""
+
+    platform: str
+    obstacle: Callable[..., str | None]
+    compute: Callable[..., jax.Array]
+
+
+KERNELS = {
+    "cudnn": _Fused("gpu", _cudnn_obstacle, _cudnn_attention),
+    "splash": _Fused("tpu", splash.obstacle, splash.splash_attention),
+    "pallas": _Fused("gpu", pallas.obstacle, pallas.pallas_attention),
+}
 
 
 class AheadOfTimeWarning(UserWarning):

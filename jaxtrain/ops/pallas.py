@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops import per_device
+from jaxtrain.ops.tiled import SAVED
 
 # Queries and keys per tile, forward and backward; the kernel's own 128 does not fit the shared
 # memory of every GPU in float32.
@@ -20,7 +20,7 @@ BLOCK, BLOCK_BACKWARD = 64, 32
 WIDEST = 128
 
 
-def obstacle(*, head_dim: int, length: int | None) -> str | None:
+def obstacle(*, head_dim: int, length: int | None, **_) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "pallas needs ...".
 
     Args:
@@ -40,25 +40,19 @@ def pallas_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
+    segments_BT: jax.Array | None,
     *,
     causal: bool,
-    segments_BT: jax.Array | None,
-    saved_name: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it.
+    """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, on one device.
 
     Keys and values of shared heads are repeated for the kernel, which has one per query head.
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 64.
-      causal: position t sees positions up to t.
-      segments_BT: int32 document numbers, or None.
-      saved_name: name of the result, for rematerialisation policies.
+      segments_BT, causal: as there.
       interpret: True runs the kernel's arithmetic without a GPU, slowly.
-
-    Returns:
-      [B, T, H, K] in the dtype of ``q_BTHK``.
     """
     from jax.experimental.pallas.ops.gpu import attention as library
 
@@ -70,23 +64,19 @@ def pallas_attention(
         block_q_dq=BLOCK_BACKWARD,
         block_kv_dq=BLOCK_BACKWARD,
     )
-
-    def on_one_device(q_BTHK, k_BTGK, v_BTGK, segments_BT):
-        H, K = q_BTHK.shape[2:]
-        k_BTHK, v_BTHK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
-        out_BTHK = library.mha(
-            q_BTHK,
-            k_BTHK,
-            v_BTHK,
-            segments_BT,
-            sm_scale=K**-0.5,
-            causal=causal,
-            block_sizes=blocks,
-            interpret=interpret,
-        )
-        return checkpoint_name(out_BTHK, saved_name)
-
-    return per_device.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    H, K = q_BTHK.shape[2:]
+    k_BTHK, v_BTHK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
+    out_BTHK = library.mha(
+        q_BTHK,
+        k_BTHK,
+        v_BTHK,
+        segments_BT,
+        sm_scale=K**-0.5,
+        causal=causal,
+        block_sizes=blocks,
+        interpret=interpret,
+    )
+    return checkpoint_name(out_BTHK, SAVED[0])
 
 
 def _is_there() -> bool:

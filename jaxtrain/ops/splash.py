@@ -6,7 +6,7 @@ Shapes: B batch, T positions, H query heads, G key and value heads, K features.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import per_device
+from jaxtrain.ops.tiled import SAVED
 
 # A tile's rows and columns fill the 128 lanes of a vector register.
 LANES = 128
@@ -15,7 +15,7 @@ LANES = 128
 BLOCK = 512
 
 
-def obstacle(*, length: int | None) -> str | None:
+def obstacle(*, length: int | None, **_) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "splash needs ...".
 
     Args:
@@ -30,36 +30,26 @@ def splash_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
+    segments_BT: jax.Array | None,
     *,
     causal: bool,
-    segments_BT: jax.Array | None,
-    saved_name: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it.
+    """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, on one device.
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 128.
-      causal: position t sees positions up to t.
-      segments_BT: int32 document numbers, or None.
-      saved_name: name of what the backward pass needs, for rematerialisation policies.
+      segments_BT, causal: as there.
       interpret: True runs the kernel's arithmetic without a TPU, slowly.
-
-    Returns:
-      [B, T, H, K] in the dtype of ``q_BTHK``.
     """
-
-    def on_one_device(q_BTHK, k_BTGK, v_BTGK, segments_BT):
-        (_, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
-        # The scale itself, in bfloat16, would be off by the same part of a thousand everywhere.
-        q_BTHK = (q_BTHK.astype(jnp.float32) * K**-0.5).astype(dtype)
-        rows = tuple(x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BTGK, v_BTGK))
-        if segments_BT is not None:
-            rows += (_kernels().SegmentIds(segments_BT, segments_BT),)
-        kernel = _kernel(T, H, causal=causal, saved_name=saved_name, interpret=interpret)
-        return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
-
-    return per_device.on_each_device(on_one_device, q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    (_, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
+    # The scale itself, in bfloat16, would be off by the same part of a thousand everywhere.
+    q_BTHK = (q_BTHK.astype(jnp.float32) * K**-0.5).astype(dtype)
+    rows = tuple(x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BTGK, v_BTGK))
+    if segments_BT is not None:
+        rows += (_kernels().SegmentIds(segments_BT, segments_BT),)
+    kernel = _kernel(T, H, causal=causal, interpret=interpret)
+    return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
 
 
 def _kernels():
@@ -69,7 +59,7 @@ def _kernels():
     return splash_attention
 
 
-def _kernel(T: int, H: int, *, causal: bool, saved_name: str, interpret: bool):
+def _kernel(T: int, H: int, *, causal: bool, interpret: bool):
     """Maps q [H, T, K], k and v [G, T, K] and segments to [H, T, K]; the scale is the caller's."""
     library = _kernels()
     mask = (library.CausalMask if causal else library.FullMask)((T, T))
@@ -86,6 +76,6 @@ def _kernel(T: int, H: int, *, causal: bool, saved_name: str, interpret: bool):
         ),
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=saved_name,
+        residual_checkpoint_name=SAVED[0],
         interpret=interpret,
     )

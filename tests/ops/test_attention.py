@@ -18,7 +18,7 @@ from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
 from jaxtrain.ops.pallas import pallas_attention
-from jaxtrain.ops.per_device import obstacle
+from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
@@ -173,8 +173,8 @@ def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mes
 
     def run(*qkvs):
         *qkv, segments_BT = qkvs
-        settings = {"saved_name": tiled.SAVED[0], "interpret": True}
-        return kernel(*qkv, causal=causal, segments_BT=segments_BT, **settings)
+        on_one = functools.partial(kernel, causal=causal, interpret=True)
+        return on_each_device(on_one, *qkv, segments_BT)
 
     if mesh and "pipe" in mesh:
         # Rows go to the stages, as microbatches do.
