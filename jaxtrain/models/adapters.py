@@ -54,25 +54,23 @@ def from_nnx(make: Callable[[Any], Any], *, has_model_state: bool = False) -> tu
         return nnx.to_pure_dict(nnx.state(module, is_state))
 
     shapes = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    definition, _, keys, state = nnx.split(shapes, nnx.Param, nnx.RngState, ...)
-    _check_state(nnx.to_pure_dict(state), has_model_state)
+    definition, _, keys, _ = nnx.split(shapes, nnx.Param, nnx.RngState, ...)
 
-    def init_fn(rng: jax.Array) -> Any:
+    def create(rng: jax.Array) -> tuple[PyTree, PyTree]:
         module = make(nnx.Rngs(rng))
-        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-        return (params, state_of(module)) if has_model_state else params
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param)), state_of(module)
 
     def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
         start = jax.random.key(0) if rng is None else rng
         leaves, tree = jax.tree.flatten(keys)
         streams = [_stream(start, i, leaf) for i, leaf in enumerate(leaves)]
-        parts = [nnx.to_pure_dict(jax.tree.unflatten(tree, streams)), params, model_state]
-        module = nnx.merge(definition, _joined(*parts))
+        streams = nnx.to_pure_dict(jax.tree.unflatten(tree, streams))
+        module = nnx.merge(definition, streams, params, model_state)
         module.eval() if rng is None else module.train()
         outputs = module(*inputs, **options)
         return outputs, model_state if rng is None else _like(state_of(module), model_state)
 
-    return init_fn, _form(call, has_model_state)
+    return _functions(create, call, has_model_state)
 
 
 def from_linen(
@@ -108,13 +106,9 @@ def from_linen(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
         return dict(meta.unbox(module.init(rng, *zeros, **(evaluation or {}))))
 
-    shapes = jax.eval_shape(variables, jax.random.key(0))
-    _check_state({name: tree for name, tree in shapes.items() if name != "params"}, has_model_state)
-
-    def init_fn(rng: jax.Array) -> Any:
+    def create(rng: jax.Array) -> tuple[PyTree, PyTree]:
         model_state = variables(rng)
-        params = model_state.pop("params", {})
-        return (params, model_state) if has_model_state else params
+        return model_state.pop("params", {}), model_state
 
     def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
         given = {"params": params, **model_state}
@@ -131,26 +125,23 @@ def from_linen(
         )
         return outputs, _like({**model_state, **meta.unbox(updated)}, model_state)
 
-    return init_fn, _form(call, has_model_state)
+    return _functions(create, call, has_model_state)
 
 
-def _form(call: Apply, has_model_state: bool) -> Apply:
-    """``apply`` with model state, or without any."""
+def _functions(create: InitFn, call: Apply, has_model_state: bool) -> tuple[InitFn, Apply]:
+    """``init_fn`` and ``apply``, with model state or without any."""
     if has_model_state:
-        return call
-
-    def apply(params: PyTree, *inputs: Any, rng: jax.Array | None, **options: Any) -> Any:
-        return call(params, {}, *inputs, rng=rng, **options)[0]
-
-    return apply
-
-
-def _check_state(state: PyTree, has_model_state: bool) -> None:
-    if not has_model_state and (kept := named_leaves(state)):
+        return create, call
+    if kept := named_leaves(jax.eval_shape(create, jax.random.key(0))[1]):
         raise ValueError(
             f"the module keeps state besides its parameters ({next(iter(kept))!r}): pass "
             "has_model_state=True here, to init_state and to the step builders"
         )
+
+    def apply(params: PyTree, *inputs: Any, rng: jax.Array | None, **options: Any) -> Any:
+        return call(params, {}, *inputs, rng=rng, **options)[0]
+
+    return lambda rng: create(rng)[0], apply
 
 
 def _stream(rng: jax.Array, index: int, leaf: Any) -> jax.Array:
@@ -167,13 +158,3 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new  # The step builder names what differs.
     return jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
-
-
-def _joined(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Merges nested dicts with no leaf in common."""
-    result: dict[Any, Any] = {}
-    for tree in trees:
-        for key, value in tree.items():
-            nested = key in result and isinstance(value, Mapping)
-            result[key] = _joined(result[key], value) if nested else value
-    return result
