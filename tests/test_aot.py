@@ -50,7 +50,7 @@ def gpu():
 @pytest.mark.parametrize("target", [tpu, gpu])
 def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(target, config):
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
-    optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
         lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES, policy=policy

@@ -59,7 +59,7 @@ def optimizer_named(name: str) -> optax.GradientTransformation:
         weight_decay=0.1,
         clip_norm=0.5,
         eps=1e-4,
-        stacked=gpt.STACKED,
+        stacked=jt.Stack().axes,
         **(lamb if name == "lamb" else {}),
     )
     return optax.chain(record_gradients(), chain)

@@ -83,7 +83,7 @@ def decoder(config: Config) -> tuple[jt.Experiment, Work]:
         name="gpt",
         init_fn=lambda rng: gpt.init(model, rng),
         loss_fn=gpt.loss_fn(model),
-        optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=gpt.STACKED),
+        optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes),
         batch=ours.make_batch(model, rows),
         train_batches=no_batches,
         steps=config.steps,

@@ -39,7 +39,7 @@ class Compilation:
 
     def __init__(self, model: gpt.GPTConfig, rows: int, optimizer: str):
         self.model, self.batch = model, ours.make_batch(model, rows)
-        self.optimizer = jt.make_optimizer(optimizer, 1e-3, stacked=gpt.STACKED)
+        self.optimizer = jt.make_optimizer(optimizer, 1e-3, stacked=jt.Stack().axes)
         self.state = jt.abstract_state(lambda rng: gpt.init(model, rng), self.optimizer)
         self.seconds: list[tuple[float, float]] = []
 

@@ -73,7 +73,7 @@ def main(config: Config) -> None:
 def unpipelined(config: Config, model: gpt.GPTConfig, batch: Any) -> Variant:
     """The step without a pipeline, with as many microbatches, over the same data axis."""
     mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     state = jt.init_state(
         lambda rng: gpt.init(model, rng), optimizer, jax.random.key(0), mesh=mesh, rules=gpt.RULES
     )

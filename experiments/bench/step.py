@@ -131,7 +131,7 @@ def initialised_variant(
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
-        stacked=gpt.STACKED,
+        stacked=jt.Stack().axes,
     )
     state = jt.init_state(init_fn, chain, jax.random.key(0), policy=policy)
     step = jt.build_train_step(gpt.loss_fn(model), chain, policy=policy)

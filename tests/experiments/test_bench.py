@@ -38,7 +38,7 @@ def test_the_hand_written_step_is_the_same_step():
         row.LEARNING_RATE,
         weight_decay=row.WEIGHT_DECAY,
         clip_norm=row.CLIP_NORM,
-        stacked=gpt.STACKED,
+        stacked=jt.Stack().axes,
     )
     state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0))
     step = jax.jit(jt.build_train_step(gpt.loss_fn(model), optimizer))

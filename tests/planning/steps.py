@@ -52,7 +52,7 @@ def compile_gpt(
     """
     mesh = jt.make_mesh(**axes, devices=devices)
     policy = policy or jt.Policy.f32()
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=clip_norm, stacked=gpt.STACKED)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=clip_norm, stacked=jt.Stack().axes)
     state = jt.abstract_state(
         lambda rng: gpt.init(config, rng),
         optimizer,

@@ -81,7 +81,7 @@ GPU_SLOW = [
 def make(model, remat, mesh, rows, more):
     more = dict(more)
     optimizer = jt.make_optimizer(
-        more.pop("optimizer", "adamw"), 1e-3, clip_norm=1.0, stacked=gpt.STACKED
+        more.pop("optimizer", "adamw"), 1e-3, clip_norm=1.0, stacked=jt.Stack().axes
     )
     config = dataclasses.replace(model, remat=remat)
     return Experiment(
