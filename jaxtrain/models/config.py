@@ -1,11 +1,104 @@
-"""The shape of a decoder: one frozen dataclass for the GPT-2 and the Llama form, and presets."""
+"""The shape of a block, which all models share, and of a decoder, with presets."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxtrain.models.remat import REMAT
+from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
+
+INIT_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
+
+    Decoders, encoders and vision transformers are made of the same blocks. The defaults are
+    GPT-2's; BERT's are ``causal=False, norm_position="post", mlp="gelu_exact", norm_eps=1e-12``,
+    those of a ViT ``causal=False, mlp="gelu_exact"``.
+
+    Args:
+      width, heads: D of the residual stream, H query heads.
+      kv_heads: G key and value heads (grouped-query attention); None means ``heads``.
+      head_dim: K features per head; None means ``width / heads``.
+      mlp_width: hidden width; None means 4 x width, or 8/3 x width, rounded up to a multiple of 64,
+        where ``mlp`` has a gate.
+      causal: a position sees no later ones.
+      rope_theta: base of the frequencies of rotary positions; None means none.
+      norm: LayerNorm, or RMSNorm (scale only).
+      norm_eps: added to variances.
+      norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
+      mlp: GELU in the tanh approximation, GELU itself, or SwiGLU.
+      bias: biases in dense layers and LayerNorm.
+      qkv_bias: those of queries, keys and values; None means as ``bias``.
+      dropout: rate on both residual branches.
+      attention_dropout: rate on attention weights, which no fused kernel offers: attention then
+        takes the xla form.
+      attention: see :func:`jaxtrain.ops.attention.attention`.
+      residual_std: of the initial kernels that end in the residual stream.
+
+    >>> BlockConfig(width=24, heads=3).mlp_width
+    96
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_width: int | None = None
+    causal: bool = True
+    rope_theta: float | None = None
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    norm_position: Literal["pre", "post"] = "pre"
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
+    bias: bool = True
+    qkv_bias: bool | None = None
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
+    residual_std: float = INIT_STD
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} is not divisible by heads={self.heads}; "
+                f"use a width that is a multiple of {self.heads}"
+            )
+        gated = _round_up(-(-8 * self.width // 3), 64)
+        _fill(
+            self,
+            kv_heads=self.heads,
+            head_dim=self.width // self.heads,
+            mlp_width=gated if self.mlp in GATED else 4 * self.width,
+            qkv_bias=self.bias,
+        )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
+                f"use a divisor of {self.heads} for kv_heads"
+            )
+        if self.rope_theta is not None and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
+                "use an even head width"
+            )
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.attention_dropout and self.attention not in ("auto", "xla"):
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} is not offered by "
+                f"attention={self.attention!r}; use 'xla' or 'auto'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,24 +109,16 @@ class GPTConfig:
       vocab_size: number of tokens. The tables hold ``padded_vocab`` rows; the padding takes no part
         in the softmax, starts at zero and gets no gradient.
       seq_len: tokens per row in training; with learned positions also the most there can be.
-      layers, width, heads: depth, residual width, query heads (each ``width / heads`` wide).
-      kv_heads: key and value heads (grouped-query attention); None means ``heads``.
-      mlp_width: hidden width; None means 4 x width for gelu and 8/3 x width, rounded up to a
-        multiple of 64, for swiglu.
-      positions: learned table, or rotary.
-      norm: LayerNorm, or RMSNorm (scale only).
-      mlp: GELU (the tanh approximation of GPT-2), or SwiGLU.
-      bias: biases in dense layers and LayerNorm.
+      layers: L, the depth.
+      width, heads, kv_heads, mlp_width, norm, norm_eps, mlp, bias, attention_dropout, attention: of
+        each layer, as in :class:`BlockConfig`.
+      positions: learned table, or rotary (of base ``rope_theta``).
       tied: the output projection is the transposed token table.
       dropout: rate on the embeddings and on both residual branches.
-      attention_dropout: rate on attention weights, which no fused kernel offers: attention then
-        takes the xla form.
-      rope_theta, norm_eps: base of the rotary frequencies; added to variances.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
         (:data:`jaxtrain.parallel.pipeline.stages.UNROLLED`) and nothing elsewhere.
-      attention: see :func:`jaxtrain.ops.attention.attention`.
       loss_chunk: positions of a row per tile of logits; None chooses.
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
         PaLM, https://arxiv.org/abs/2204.02311, section 5).
@@ -56,7 +141,7 @@ class GPTConfig:
     mlp_width: int | None = None
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
@@ -65,79 +150,36 @@ class GPTConfig:
     norm_eps: float = 1e-5
     remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
     scan_unroll: int | None = None
-    attention: str = "auto"
+    attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
     loss_chunk: int | None = None
     z_loss: float = 0.0
     vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.mlp_width is None and type(self.width) is int:
-            width = 4 * self.width if self.mlp == "gelu" else _round_up(-(-8 * self.width // 3), 64)
-            object.__setattr__(self, "mlp_width", width)
-        sizes = ("vocab_size", "seq_len", "layers", "width", "heads", "kv_heads", "mlp_width")
-        unroll = () if self.scan_unroll is None else ("scan_unroll",)
-        for name in (*sizes, *unroll, "vocab_multiple"):
-            value = getattr(self, name)
-            # A config may come from a file, where anything may stand for a number.
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise ValueError(f"{name}={value!r} must be a whole number from 1 to 2^31 - 1")
-        choices = {
-            "positions": ("learned", "rope"),
-            "norm": ("layernorm", "rmsnorm"),
-            "mlp": ("gelu", "swiglu"),
-            "remat": REMAT,
-            "attention": IMPLEMENTATIONS,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
-        self._check_fit()
-
-    def _check_fit(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} is not divisible by heads={self.heads}; "
-                f"use a width that is a multiple of {self.heads}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
-                f"use a divisor of {self.heads} for kv_heads"
-            )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of features, and width / heads = {self.head_dim} is "
-                "odd; use an even head width"
-            )
-        for name in ("dropout", "attention_dropout", "z_loss", "rope_theta", "norm_eps"):
-            if type(getattr(self, name)) not in (int, float):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
-        for name in ("bias", "tied"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        _check_fields(self)
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss={self.z_loss} must be at least 0")
-        fused = self.attention not in ("auto", "xla")
-        if self.attention_dropout and fused:
-            raise ValueError(
-                f"attention_dropout={self.attention_dropout} is not offered by "
-                f"attention={self.attention!r}; use 'xla' or 'auto'"
-            )
-        chunk = self.loss_chunk
-        if chunk is not None and (type(chunk) is not int or chunk < 1 or self.seq_len % chunk):
+        if self.loss_chunk is not None and self.seq_len % self.loss_chunk:
             raise ValueError(
                 f"loss_chunk={self.loss_chunk} must be a divisor of seq_len={self.seq_len}, or None"
             )
+        _fill(self, kv_heads=self.block.kv_heads, mlp_width=self.block.mlp_width)
+
+    @functools.cached_property
+    def block(self) -> BlockConfig:
+        """One of its layers."""
+        names = {field.name for field in dataclasses.fields(BlockConfig)}
+        shared = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names
+        }
+        shared["rope_theta"] = self.rope_theta if self.positions == "rope" else None
+        # 2 L branches are added to the residual stream, whose variance is not to grow with L.
+        return BlockConfig(**shared, residual_std=INIT_STD / (2 * self.layers) ** 0.5)
 
     @property
     def head_dim(self) -> int:
         """Features per head."""
-        return self.width // self.heads
+        return self.block.head_dim
 
     @property
     def padded_vocab(self) -> int:
@@ -200,6 +242,31 @@ PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "llama-1b": llama_1b,
     "llama-7b": llama_7b,
 }
+
+
+def _fill(config: Any, **defaults: Any) -> None:
+    """Sets the fields that are None."""
+    for name, value in defaults.items():
+        if getattr(config, name) is None:
+            object.__setattr__(config, name, value)
+
+
+def _check_fields(config: Any) -> None:
+    """Raises where a field is not of its type: from a file, anything may stand for a number."""
+    for name, kind in get_type_hints(type(config)).items():
+        value, kinds = getattr(config, name), get_args(kind)
+        if NoneType in kinds:
+            if value is None:
+                continue
+            kind = kinds[0]
+        if kind is int and (type(value) is not int or not 1 <= value < 2**31):
+            raise ValueError(f"{name}={value!r} must be a whole number from 1 to 2^31 - 1")
+        if kind is float and type(value) not in (int, float):
+            raise ValueError(f"{name}={value!r} must be a number")
+        if kind is bool and type(value) is not bool:
+            raise ValueError(f"{name}={value!r} must be true or false")
+        if get_origin(kind) is Literal and value not in kinds:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(kinds)}")
 
 
 def _round_up(size: int, multiple: int) -> int:

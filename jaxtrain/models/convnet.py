@@ -8,7 +8,6 @@ Shapes: N images, H height, W width, C channels, K classes.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,8 @@ import optax
 from flax import nnx
 
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models import layers
+from jaxtrain.ops.numerics import drop
 
 Params = Mapping[str, Any]
 
@@ -74,8 +75,8 @@ class ConvNet(nnx.Module):
         )
         shrink = 2 ** (len(config.channels) - 1)
         flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
-        self.dense = nnx.Linear(flat, config.hidden, rngs=rngs)
-        self.out = nnx.Linear(config.hidden, config.classes, rngs=rngs)
+        self.dense = layers.Dense(flat, config.hidden, rngs=rngs)
+        self.out = layers.Dense(config.hidden, config.classes, rngs=rngs)
         self.rate = config.dropout
 
     def __call__(self, x_NHWC: jax.Array, rng: jax.Array | None) -> jax.Array:
@@ -87,10 +88,7 @@ class ConvNet(nnx.Module):
             norm_NHWC = self.norms[str(i)](x_NHWC, use_running_average=rng is None)
             x_NHWC = jax.nn.relu(norm_NHWC.astype(x_NHWC.dtype))
         hidden = jax.nn.relu(self.dense(x_NHWC.reshape(x_NHWC.shape[0], -1)))
-        if rng is not None and self.rate:
-            keep = jax.random.bernoulli(rng, 1 - self.rate, hidden.shape)
-            hidden = jnp.where(keep, hidden / (1 - self.rate), 0)
-        return self.out(hidden)
+        return self.out(drop(hidden, self.rate, rng))
 
 
 def init(config: ConvNetConfig, rng: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -115,11 +113,10 @@ def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str
     ``rng`` None the running statistics are used, and nothing is dropped. The metric is
     ``accuracy``.
     """
-    definition = _definition(config)
 
     def loss(params: Params, model_state: Params, batch: Mapping[str, jax.Array], rng):
-        model = nnx.merge(definition, _joined(params, model_state))
-        dtype = params["out"]["kernel"].dtype
+        model = layers.apply(ConvNet, config, params, model_state)
+        dtype = params["convolutions"]["0"]["kernel"].dtype
         logits_NK = model(batch["image"].astype(dtype), rng).astype(jnp.float32)
         nll_N = optax.softmax_cross_entropy_with_integer_labels(logits_NK, batch["label"])
         correct_N = logits_NK.argmax(-1) == batch["label"]
@@ -131,14 +128,3 @@ def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str
         ), jax.tree.map(lambda new, old: new.astype(old.dtype), statistics, dict(model_state))
 
     return loss
-
-
-@functools.cache
-def _definition(config: ConvNetConfig) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: ConvNet(config, rngs=nnx.Rngs(0))))[0]
-
-
-def _joined(a: Params, b: Params) -> dict[str, Any]:
-    """Merges two nested dicts with no leaf in common."""
-    both = {k: _joined(a[k], b[k]) if isinstance(a[k], Mapping) else a[k] for k in a if k in b}
-    return dict(a) | dict(b) | both

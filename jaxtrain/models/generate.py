@@ -19,7 +19,6 @@ from jaxtrain.models import layers
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.gpt import Params, embed, head_logits
 from jaxtrain.ops.attention import attention, cached_attention
-from jaxtrain.ops.rotary import rotary_angles
 
 
 @jax.tree_util.register_dataclass
@@ -138,7 +137,7 @@ def prefill(
       cache_len: S, at least P.
     """
     B, P = tokens_BP.shape
-    angles = _angles(config, jnp.arange(P)[None])
+    angles = layers.row_angles(config.block, None, P)
 
     def attend(q_BTHK, k_BTGK, v_BTGK):
         # Padding comes after the prompt, where causal attention does not look; its keys in the
@@ -147,7 +146,7 @@ def prefill(
         return out_BTHK, (k_BTGK, v_BTGK)
 
     def layer(x_BTD, layer_params):
-        return layers.apply(layers.Block, config, layer_params)(x_BTD, angles, attend)
+        return layers.apply(layers.Block, config.block, layer_params)(x_BTD, angles, attend)
 
     x_BTD = embed(config, params, {"tokens": tokens_BP})
     x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, params["blocks"])
@@ -167,7 +166,7 @@ def decode_step(
       tokens_B, positions_B: int32.
     """
     positions_B1 = positions_B[:, None]
-    angles, rows = _angles(config, positions_B1), jnp.arange(tokens_B.shape[0])
+    angles, rows = layers.row_angles(config.block, positions_B1, 1), jnp.arange(tokens_B.shape[0])
 
     def layer(carry, params_and_index):
         x_B1D, cache = carry
@@ -179,7 +178,7 @@ def decode_step(
             out_BHK = cached_attention(q_B1HK[:, 0], k[l], v[l], positions_B=positions_B)
             return out_BHK[:, None], Cache(k, v)
 
-        return layers.apply(layers.Block, config, layer_params)(x_B1D, angles, attend), None
+        return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None
 
     x_B1D = embed(config, params, {"tokens": tokens_B[:, None], "positions": positions_B1})
     # The cache is carried, not scanned over: updated in place, where a scan would copy it.
@@ -256,12 +255,6 @@ def _sample(rng, logits_BV, seen_BV, sampling: _Sampling) -> jax.Array:
     if sampling.top_k is not None or sampling.top_p is not None:
         logits_BV = truncate(logits_BV, top_k=sampling.top_k, top_p=sampling.top_p)
     return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
-
-
-def _angles(config: GPTConfig, positions_BT: jax.Array):
-    if config.positions == "learned":
-        return None
-    return rotary_angles(positions_BT, config.head_dim, theta=config.rope_theta)
 
 
 def _check(config, max_new_tokens, temperature, top_k, top_p, repetition_penalty) -> None:

@@ -26,9 +26,9 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
 from jaxtrain.models.remat import rematerialise
-from jaxtrain.ops.attention import attention
-from jaxtrain.ops.losses import cross_entropy, matmul_float32
-from jaxtrain.ops.rotary import rotary_angles
+from jaxtrain.ops.linear import matmul_float32
+from jaxtrain.ops.losses import cross_entropy
+from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import constrain
 from jaxtrain.parallel.sharding import OptionalRules
@@ -38,7 +38,6 @@ from jaxtrain.tree import named_leaves
 __all__ = [
     "PRESETS",
     "RULES",
-    "STACKED",
     "GPTConfig",
     "block",
     "blocks",
@@ -79,9 +78,6 @@ RULES = OptionalRules(
     )
 )
 
-# Parameters whose leading axis is the layer: optimizers that take norms must take them per layer.
-STACKED = tuple(Stack().axes)
-
 
 def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
     """Draws float32 parameters: N(0, 0.02), residual projections divided by sqrt(2 L).
@@ -102,10 +98,10 @@ def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
     params = {
         "embed": layers.pure(layers.Embed, config, rng_embed),
-        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config))(
+        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
             jax.random.split(rng_blocks, config.layers)
         ),
-        "final_norm": layers.pure(layers.Norm, config, rng_head),
+        "final_norm": layers.pure(layers.Norm, config.block, rng_head),
     }
     return params if config.tied else params | {"head": layers.pure(layers.Head, config, rng_head)}
 
@@ -180,16 +176,18 @@ def embed(
       ValueError: for rows longer than a table of learned positions.
     """
     tokens_BT = batch["tokens"]
-    if config.positions == "learned" and tokens_BT.shape[1] > config.seq_len:
+    length = tokens_BT.shape[1]
+    if config.positions == "learned" and length > config.seq_len:
         raise ValueError(
-            f"rows of {tokens_BT.shape[1]} tokens are longer than the {config.seq_len} learned "
+            f"rows of {length} tokens are longer than the {config.seq_len} learned "
             "positions; raise seq_len or shorten the rows"
         )
     module = layers.apply(layers.Embed, config, params["embed"])
-    x_BTD = module(tokens_BT, _positions(batch, tokens_BT.shape))
+    positions = batch.get("positions")
+    x_BTD = module(tokens_BT, jnp.arange(length)[None] if positions is None else positions)
     # Layers fold in 0 .. L - 1.
     rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return constrain(layers.drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
 
 
 def block(
@@ -207,25 +205,8 @@ def block(
       rng: ``jax.random.fold_in(rng, l)`` of the step's key for layer l, so that any split of the
         layers into stages drops the same features; None means no dropout.
     """
-    angles = None
-    if config.positions == "rope":
-        positions = _positions(batch, x_BTD.shape[:2])
-        angles = rotary_angles(positions, config.head_dim, theta=config.rope_theta)
-
-    def attend(q_BTHK, k_BTGK, v_BTGK):
-        out_BTHK = attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGK,
-            segments_BT=batch.get("segments"),
-            dropout=config.attention_dropout,
-            # The two residual branches fold in 0 and 1.
-            rng=None if rng is None else jax.random.fold_in(rng, 2),
-            implementation=config.attention,
-        )
-        return out_BTHK, None
-
-    return layers.apply(layers.Block, config, layer_params)(x_BTD, angles, attend, rng=rng)[0]
+    packing = {"segments_BT": batch.get("segments"), "positions_BT": batch.get("positions")}
+    return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng)
 
 
 def blocks(
@@ -313,14 +294,8 @@ def _sizes(config: GPTConfig) -> dict[str, int]:
     return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
 
-def _positions(batch: Batch, shape: tuple[int, ...]) -> jax.Array:
-    """[B, T], or [1, T] where every row counts from 0."""
-    positions = batch.get("positions")
-    return jnp.arange(shape[1])[None] if positions is None else positions
-
-
 def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
-    return layers.apply(layers.Norm, config, params["final_norm"])(x_BTD)
+    return layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
 
 
 def _head_kernel(config: GPTConfig, params: Params) -> jax.Array:

@@ -1,49 +1,99 @@
-"""The decoder's layers as Flax NNX modules.
+"""A transformer's layers as Flax NNX modules, and one layer applied to whole rows.
 
-Nothing else in the package touches NNX: :func:`pure` splits a module once into a static definition
-and a plain nested dict of arrays, and :func:`apply` calls the definition with such a dict.
+:func:`pure` splits a module once into a static definition and a plain nested dict of arrays, and
+:func:`apply` calls the definition with such a dict. A block depends on its
+:class:`~jaxtrain.models.config.BlockConfig` alone, so that every model is made of the same ones.
 
 Modules compute in the dtype of their parameters; norms, softmax and rotary angles are float32.
+Wherever a kernel or a table stands, any :class:`jaxtrain.ops.linear.Kernel` may stand.
 
 Shapes: B batch, T positions, N = B * T tokens, D width, F hidden width, H query heads, G key and
 value heads, K features per head, V rows of the token table.
 """
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.config import GPTConfig
-from jaxtrain.ops.activations import gelu, swiglu
+from jaxtrain.models.config import INIT_STD, BlockConfig, GPTConfig
+from jaxtrain.ops.activations import ACTIVATIONS, GATED
+from jaxtrain.ops.attention import attention
+from jaxtrain.ops.linear import matmul, through
 from jaxtrain.ops.norms import layer_norm, rms_norm
-from jaxtrain.ops.rotary import rotate
-from jaxtrain.parallel.placement import constrain, free_axes, in_shard_map
-
-INIT_STD = 0.02
+from jaxtrain.ops.numerics import drop, wide
+from jaxtrain.ops.per_device import split_over
+from jaxtrain.ops.rotary import rotary_angles, rotate
+from jaxtrain.parallel.placement import constrain, in_shard_map
 
 # (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
 # to a cache that it hands back.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-def pure(module: type[nnx.Module], config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
+def pure(module: type[nnx.Module], config: Any, rng: jax.Array) -> dict[str, Any]:
     """Returns a new module's parameters as a plain nested dict of float32 arrays."""
     return nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(rng))))
 
 
-def apply(module: type[nnx.Module], config: GPTConfig, params: dict[str, Any]) -> nnx.Module:
-    """Returns ``module`` with ``params`` in place of its own, ready to be called."""
-    return nnx.merge(_definition(module, config), params)
+def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> nnx.Module:
+    """Returns ``module`` with what is in ``params`` in place of its own, ready to be called."""
+    return nnx.merge(_definition(module, config), *params)
 
 
 @functools.cache
-def _definition(module: type[nnx.Module], config: GPTConfig) -> nnx.GraphDef:
+def _definition(module: type[nnx.Module], config: Any) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))[0]
+
+
+def block(
+    config: BlockConfig,
+    params: Mapping[str, Any],
+    x_BTD: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    positions_BT: jax.Array | None = None,
+    rng: jax.Array | None = None,
+) -> jax.Array:
+    """One layer in which rows attend to themselves, [B, T, D] to [B, T, D].
+
+    Args:
+      config: the layer.
+      params: its parameters, as :func:`pure` makes them for :class:`Block`.
+      x_BTD: the residual stream.
+      segments_BT: int32 document numbers, as for :func:`jaxtrain.ops.attention.attention`: without
+        causality too, they keep padding, number 0, out of what is seen.
+      positions_BT: int32, of rotary positions; None means 0 .. T - 1.
+      rng: key of the layer; None means no dropout.
+    """
+
+    def attend(q_BTHK, k_BTGK, v_BTGK):
+        out_BTHK = attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            causal=config.causal,
+            segments_BT=segments_BT,
+            dropout=config.attention_dropout,
+            # The two residual branches fold in 0 and 1.
+            rng=_fold(rng, 2),
+            implementation=config.attention,
+        )
+        return out_BTHK, None
+
+    angles = row_angles(config, positions_BT, x_BTD.shape[1])
+    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng)[0]
+
+
+def row_angles(config: BlockConfig, positions_BT: jax.Array | None, T: int) -> Any:
+    """Rotary angles of positions, by default 0 .. T - 1; None where there are none."""
+    if config.rope_theta is None:
+        return None
+    positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
+    return rotary_angles(positions_BT, config.head_dim, theta=config.rope_theta)
 
 
 class Embed(nnx.Module):
@@ -68,29 +118,36 @@ class Embed(nnx.Module):
         # Inside a pipeline it is gathered whole: there XLA's partitioner for TPU aborts on a lookup
         # that is split by vocabulary and by rows.
         rows = None if in_shard_map() else "vocab"
-        x_BTD = _lookup(constrain(self.tokens[...], rows, None), tokens_BT)
-        if not self.learned:
-            return x_BTD
-        return x_BTD + _lookup(constrain(self.positions[...], None, None), positions_BT)
+        x_BTD = _look_up(tokens_BT, self.tokens, rows)
+        return x_BTD + _look_up(positions_BT, self.positions, None) if self.learned else x_BTD
+
+
+class Dense(nnx.Linear):
+    """NNX's dense layer, of tokens [N, D]; its kernel is any that :func:`matmul` takes."""
+
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        y_NF = matmul(x_ND, self.kernel.get_value())
+        return y_NF if self.bias is None else y_NF + self.bias[...].reshape(1, -1)
 
 
 class Attention(nnx.Module):
     """Multi-head attention with grouped keys and values."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.head_dim = config.head_dim
-        width, inner = config.width, config.kv_heads * config.head_dim
-        self.q = _dense(config, width, width, rngs)
-        self.k = _dense(config, width, inner, rngs)
-        self.v = _dense(config, width, inner, rngs)
-        self.out = _dense(config, width, width, rngs, std=_residual_std(config))
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        self.heads, self.head_dim = config.heads, config.head_dim
+        width, inner = config.width, config.heads * config.head_dim
+        shared = config.kv_heads * config.head_dim
+        self.q = _dense(width, inner, rngs, bias=config.qkv_bias)
+        self.k = _dense(width, shared, rngs, bias=config.qkv_bias)
+        self.v = _dense(width, shared, rngs, bias=config.qkv_bias)
+        self.out = _dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
 
     def __call__(self, x_BTD: jax.Array, angles, attend: Attend) -> tuple[jax.Array, Any]:
         B, T, D = x_BTD.shape
         # Every dense layer sees [N, D]: with [B, T, D] the weight's gradient transposes and copies
         # on CPU, at twice the time.
         x_ND = x_BTD.reshape(B * T, D)
-        _check_heads(D // self.head_dim)
+        _check_heads(self.heads)
         q, k, v = (
             constrain(
                 dense(x_ND).reshape(B, T, -1, self.head_dim), "batch", "sequence", heads, None
@@ -105,9 +162,8 @@ class Attention(nnx.Module):
 
 def _check_heads(heads: int) -> None:
     """Raises where the mesh is to split heads and cannot: every device would do all of them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = free_axes(mesh, "heads")
-    if heads % (parts := math.prod(mesh.shape[axis] for axis in axes)):
+    axes, parts = split_over("heads")
+    if heads % parts:
         raise ValueError(
             f"{heads} attention heads are not divisible by mesh axis {' x '.join(axes)} of size "
             f"{parts}: use a divisor of {heads}, or map 'heads' to None in Rules(axes=...)"
@@ -117,7 +173,7 @@ def _check_heads(heads: int) -> None:
 class Norm(nnx.Module):
     """LayerNorm or RMSNorm; statistics are float32."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs | None = None) -> None:
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs | None = None) -> None:
         self.form, self.eps = config.norm, config.norm_eps
         self.scale = nnx.Param(jnp.ones(config.width, jnp.float32))
         biased = config.bias and config.norm == "layernorm"
@@ -131,30 +187,28 @@ class Norm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GELU (GPT-2, tanh approximation) or SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """Two dense layers around an activation, or three where it has a gate."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.gated = config.mlp == "swiglu"
-        if self.gated:
-            self.gate = _dense(config, config.width, config.mlp_width, rngs)
-        self.up = _dense(config, config.width, config.mlp_width, rngs)
-        self.down = _dense(config, config.mlp_width, config.width, rngs, std=_residual_std(config))
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        self.form, width, hidden = config.mlp, config.width, config.mlp_width
+        if config.mlp in GATED:
+            self.gate = _dense(width, hidden, rngs, bias=config.bias)
+        self.up = _dense(width, hidden, rngs, bias=config.bias)
+        self.down = _dense(hidden, width, rngs, bias=config.bias, std=config.residual_std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        up_NF = constrain(self.up(x_ND), "tokens", "mlp")
-        if self.gated:
-            hidden_NF = swiglu(constrain(self.gate(x_ND), "tokens", "mlp"), up_NF)
-        else:
-            hidden_NF = gelu(up_NF)
-        return self.down(hidden_NF).reshape(x_BTD.shape)
+        parts_NF = [constrain(self.up(x_ND), "tokens", "mlp")]
+        if self.form in GATED:
+            parts_NF.insert(0, constrain(self.gate(x_ND), "tokens", "mlp"))
+        return self.down(ACTIVATIONS[self.form](*parts_NF)).reshape(x_BTD.shape)
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: attention, then MLP, each added to the residual stream."""
+    """One layer: attention, then MLP, each added to the residual stream."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.dropout = config.dropout
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        self.dropout, self.norm_first = config.dropout, config.norm_position == "pre"
         self.norm_attn = Norm(config)
         self.attn = Attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
@@ -163,9 +217,13 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, angles, attend: Attend, *, rng: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        branch_BTD, extra = self.attn(self.norm_attn(x_BTD), angles, attend)
-        x_BTD += drop(branch_BTD, self.dropout, _fold(rng, 0))
-        x_BTD += drop(self.mlp(self.norm_mlp(x_BTD)), self.dropout, _fold(rng, 1))
+        def add(x_BTD, norm, branch, index):
+            branch_BTD, extra = branch(norm(x_BTD) if self.norm_first else x_BTD)
+            x_BTD += drop(branch_BTD, self.dropout, _fold(rng, index))
+            return x_BTD if self.norm_first else norm(x_BTD), extra
+
+        x_BTD, extra = add(x_BTD, self.norm_attn, lambda x: self.attn(x, angles, attend), 0)
+        x_BTD, _ = add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), 1)
         return constrain(x_BTD, "batch", "sequence", None), extra
 
 
@@ -179,32 +237,24 @@ class Head(nnx.Module):
         self.kernel = nnx.Param(jnp.where(is_token, kernel_DV, 0.0))
 
 
-def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """Inverted dropout; ``rng`` None, or rate 0, leaves ``x`` alone."""
-    if rng is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
-
-
 def _fold(rng: jax.Array | None, index: int) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
-def _dense(config: GPTConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, std: float = INIT_STD):
+def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool, std: float = INIT_STD):
     init = nnx.initializers.normal(std)
-    return nnx.Linear(inputs, outputs, use_bias=config.bias, kernel_init=init, rngs=rngs)
+    return Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def _residual_std(config: GPTConfig) -> float:
-    # 2 L branches are added to the residual stream: this keeps its variance from growing with L.
-    return INIT_STD / (2 * config.layers) ** 0.5
-
-
-def _lookup(table_VD: jax.Array, indices: jax.Array) -> jax.Array:
+def _look_up(indices: jax.Array, table: nnx.Param, rows: str | None) -> jax.Array:
     """Rows of a table, whose gradient is summed in float32 whatever the table's dtype."""
-    wide = jnp.promote_types(table_VD.dtype, jnp.float32)
-    return table_VD[indices] if table_VD.dtype == wide else _lookup_narrow(table_VD, indices)
+
+    def look_up(indices, table_VD):
+        table_VD = constrain(table_VD, rows, None)
+        narrow = table_VD.dtype != wide(table_VD.dtype)
+        return _lookup_narrow(table_VD, indices) if narrow else table_VD[indices]
+
+    return through(look_up, indices, table.get_value())
 
 
 @jax.custom_vjp

@@ -8,6 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.numerics import wide
+
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
@@ -28,12 +30,35 @@ def _gelu_jvp(primals, tangents):
 
 
 def _gelu(x):
-    wide, root = x.astype(jnp.promote_types(x.dtype, jnp.float32)), math.sqrt(2 / math.pi)
-    square = wide * wide
-    tanh = jnp.tanh(root * wide * (1 + 0.044715 * square))
+    large, root = x.astype(wide(x.dtype)), math.sqrt(2 / math.pi)
+    square = large * large
+    tanh = jnp.tanh(root * large * (1 + 0.044715 * square))
     half = 0.5 * (1 + tanh)
-    slope = half + 0.5 * wide * (1 - tanh * tanh) * root * (1 + 3 * 0.044715 * square)
-    return (wide * half).astype(x.dtype), slope.astype(x.dtype)
+    slope = half + 0.5 * large * (1 - tanh * tanh) * root * (1 + 3 * 0.044715 * square)
+    return (large * half).astype(x.dtype), slope.astype(x.dtype)
+
+
+@jax.custom_jvp
+def gelu_exact(x: jax.Array) -> jax.Array:
+    """GELU itself, ``x / 2 (1 + erf(x / sqrt(2)))``, as BERT and ViT have it.
+
+    >>> [round(float(y), 4) for y in gelu_exact(jnp.array([-1.0, 0.0, 1.0]))]
+    [-0.1587, 0.0, 0.8413]
+    """
+    return _gelu_exact(x)[0]
+
+
+@gelu_exact.defjvp
+def _gelu_exact_jvp(primals, tangents):
+    y, slope = _gelu_exact(*primals)
+    return y, slope * tangents[0]
+
+
+def _gelu_exact(x):
+    large = x.astype(wide(x.dtype))
+    below = 0.5 * (1 + jax.lax.erf(large * math.sqrt(0.5)))
+    slope = below + large * jnp.exp(-0.5 * large * large) / math.sqrt(2 * math.pi)
+    return (large * below).astype(x.dtype), slope.astype(x.dtype)
 
 
 @jax.custom_jvp
@@ -53,8 +78,13 @@ def _swiglu_jvp(primals, tangents):
 
 
 def _swiglu(gate, up):
-    wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
-    sigmoid = jax.nn.sigmoid(wide)
-    silu = wide * sigmoid
+    large = gate.astype(wide(gate.dtype))
+    sigmoid = jax.nn.sigmoid(large)
+    silu = large * sigmoid
     by_gate = (sigmoid + silu * (1 - sigmoid)) * up
     return (silu * up).astype(gate.dtype), by_gate.astype(gate.dtype), silu.astype(gate.dtype)
+
+
+# By the name that a model's configuration has for them; a gated one takes the gate first.
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "swiglu": swiglu}
+GATED = ("swiglu",)

@@ -5,38 +5,17 @@ and padding), S shards of the batch, M = N / S.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxtrain.parallel.mesh import BATCH_AXES
-from jaxtrain.parallel.placement import constrain, free_axes
+from jaxtrain.ops.linear import Kernel, matmul, matmul_float32
+from jaxtrain.ops.numerics import MASKED, wide
+from jaxtrain.ops.per_device import split_over
+from jaxtrain.parallel.placement import constrain
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26
-
-# Finite, so that the exponential of padding is 0 and no difference is a NaN.
-MASKED = float(-0.7 * np.finfo(np.float32).max)
-
-
-@jax.custom_jvp
-def matmul_float32(x_ND: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    """Multiplies in the operands' dtype and returns the float32 accumulator, [N, V].
-
-    The derivative rounds cotangents to the operands' dtype first: the rule that JAX has for a
-    product with ``preferred_element_type`` would multiply float32 by bfloat16, at the speed of
-    float32.
-    """
-    return jnp.matmul(x_ND, kernel_DV, preferred_element_type=_wide(x_ND.dtype))
-
-
-@matmul_float32.defjvp
-def _matmul_float32_jvp(primals, tangents):
-    (x_ND, kernel_DV), (d_x_ND, d_kernel_DV) = primals, tangents
-    out_NV = matmul_float32(x_ND, kernel_DV)
-    return out_NV, (d_x_ND @ kernel_DV + x_ND @ d_kernel_DV).astype(out_NV.dtype)
 
 
 def cross_entropy(
@@ -62,7 +41,9 @@ def cross_entropy(
     Args:
       x_BTD: final hidden states.
       kernel_DV: output projection; columns from ``vocab_size`` on are padding and left out. A tied
-        token table is given transposed.
+        token table is given transposed. Of a :class:`jaxtrain.ops.linear.Kernel` that is no array,
+        the logits of a tile are computed again for gradients, which are JAX's own: a frozen part
+        of it has none.
       targets_BT: int32, below ``vocab_size``.
       mask_BT: weight of each token; 0 leaves it out.
       vocab_size: columns that are tokens.
@@ -84,44 +65,57 @@ def cross_entropy(
     >>> (total / 2).round(4)  # log 2
     Array(0.6931, dtype=float32)
     """
-    T = x_BTD.shape[1]
-    tiles = _tiles(x_BTD.shape[0], T, kernel_DV.shape[1]) if chunk is None else T // chunk
+    B, T, D = x_BTD.shape
+    columns = jax.eval_shape(matmul, jax.ShapeDtypeStruct((1, D), x_BTD.dtype), kernel_DV).shape[1]
+    tiles = _tiles(B, T, columns) if chunk is None else T // chunk
     if T % tiles or (chunk is not None and tiles * chunk != T):
         raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
-    mask_BT = mask_BT.astype(_wide(x_BTD.dtype))
-    return _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT)
+    mask_BT = mask_BT.astype(wide(x_BTD.dtype))
+    compute = _plain_cross_entropy if isinstance(kernel_DV, Kernel) else _cross_entropy
+    return compute(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT)
+
+
+def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
+    @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
+    def tile(_, parts):
+        return None, _token_losses(vocab_size, matmul_float32(parts[0], kernel_DV), parts[1])[0]
+
+    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
+    total, hits, z_total = _sums(z_loss, mask_BT, *per_token)[0]
+    return total, hits, jax.lax.stop_gradient(z_total)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
     def tile(_, parts):
-        return None, _token_losses(vocab_size, kernel_DV, *parts[:2])[0]
+        return None, _token_losses(vocab_size, _logits(parts[0], kernel_DV), parts[1])[0]
 
     _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
     return _sums(z_loss, mask_BT, *per_token)[0]
 
 
 def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
-    dtype, wide = x_BTD.dtype, _wide(x_BTD.dtype)
+    dtype, sums_in = x_BTD.dtype, wide(x_BTD.dtype)
     scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
 
     def tile(d_kernel_SDV, parts):
         x_ND, targets_N, mask_N = parts
-        per_token, softmax_NV = _token_losses(vocab_size, kernel_DV, x_ND, targets_N)
+        logits_NV = _logits(x_ND, kernel_DV)
+        per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
         if z_loss:
             softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
         d_logits_NV = ((softmax_NV - target_NV) * (scale * mask_N)[:, None]).astype(dtype)
-        d_x_ND = jnp.matmul(d_logits_NV, kernel_DV.T, preferred_element_type=wide).astype(dtype)
+        d_x_ND = jnp.matmul(d_logits_NV, kernel_DV.T, preferred_element_type=sums_in).astype(dtype)
         # One sum per shard of the batch, added up after the last tile: a single sum would make
         # the partitioner reduce over all devices in every tile.
         x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
         d_logits_SMV = d_logits_NV.reshape(shards, -1, V)
-        part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=wide)
+        part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=sums_in)
         return constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab"), (d_x_ND, *per_token)
 
-    start = constrain(jnp.zeros((shards, D, V), wide), "batch", None, "vocab")
+    start = constrain(jnp.zeros((shards, D, V), sums_in), "batch", None, "vocab")
     d_kernel_SDV, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
     d_x_BTD, *per_token = per_token
     sums, loss_BT = _sums(z_loss, mask_BT, *per_token)
@@ -147,9 +141,12 @@ def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):
     return tuple((a * mask_BT).sum() for a in (loss_BT, hit_BT, z_BT)), loss_BT
 
 
-def _token_losses(vocab_size, kernel_DV, x_ND, targets_N):
+def _logits(x_ND, kernel_DV):
+    return jnp.matmul(x_ND, kernel_DV, preferred_element_type=wide(x_ND.dtype))
+
+
+def _token_losses(vocab_size, logits, targets_N):
     """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
-    logits = jnp.matmul(x_ND, kernel_DV, preferred_element_type=_wide(x_ND.dtype))
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:
         logits = jnp.where(column < vocab_size, logits, MASKED)
@@ -189,21 +186,14 @@ def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
 
 def _tiles(B: int, T: int, V: int) -> int:
     """The fewest tiles, a divisor of T, with at most TILE logits per device."""
-    needed = -(-B * T * V // (TILE * math.prod(_auto_axes().values())))
+    needed = -(-B * T * V // (TILE * split_over()[1]))
     return next(n for n in range(min(needed, T), T + 1) if T % n == 0)
 
 
 def _batch_shards(B: int) -> int:
     """Into how many parts the ambient mesh cuts the batch."""
-    axes = _auto_axes()
-    shards = math.prod(axes.get(name, 1) for name in BATCH_AXES)
+    _, shards = split_over("batch")
     return shards if B % shards == 0 else 1
-
-
-def _auto_axes() -> dict[str, int]:
-    """Axes of the ambient mesh that split these arrays; in manual code (a pipeline) not all do."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {axis: mesh.shape[axis] for axis in free_axes(mesh)}
 
 
 def _fixed_scale(dtype, mask_BT) -> jax.Array | float:
@@ -214,8 +204,3 @@ def _fixed_scale(dtype, mask_BT) -> jax.Array | float:
         return 1.0
     _, exponent = jnp.frexp(jnp.abs(mask_BT).max())
     return jnp.ldexp(jnp.float32(2048.0), -jnp.maximum(exponent, -100))
-
-
-def _wide(dtype) -> jnp.dtype:
-    """At least float32 (float64 stays)."""
-    return jnp.promote_types(dtype, jnp.float32)

@@ -17,6 +17,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.placement import free_axes
 
 
+def split_over(logical: str | None = None) -> tuple[tuple[str, ...], int]:
+    """Axes of the ambient mesh, free of surrounding ``shard_map`` code, and the product of their
+    sizes: those that carry a logical axis, or all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = free_axes(mesh, logical)
+    return axes, math.prod(mesh.shape[axis] for axis in axes)
+
+
 def obstacle(rows: int, heads: int) -> str | None:
     """Says what of the ambient mesh keeps a kernel from running, as the end of "splash needs ...".
 
@@ -24,12 +32,10 @@ def obstacle(rows: int, heads: int) -> str | None:
       rows: of the batch, B.
       heads: of the queries, H.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get("context", 1) > 1:
+    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
         return "whole rows on every device, and mesh axis 'context' splits them"
     for size, logical, name in ((rows, "batch", "rows"), (heads, "heads", "query heads")):
-        axes = free_axes(mesh, logical)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+        axes, parts = split_over(logical)
         if size % parts:
             return (
                 f"{name} that mesh axes {' x '.join(axes)} of size {parts} divide, and they are "
@@ -51,12 +57,13 @@ def on_each_device(
     every device to have those of its own query heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    free = _free(mesh)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = {axis for axis, kind in kinds if kind != AxisType.Manual}
     if not free:
         return kernel(q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    batch, heads = (free_axes(mesh, logical) or None for logical in ("batch", "heads"))
+    (batch, _), (heads, parts) = split_over("batch"), split_over("heads")
+    batch, heads, G = batch or None, heads or None, k_BSGK.shape[2]
     split = P(batch, None, heads, None)
-    G, parts = k_BSGK.shape[2], math.prod(mesh.shape[axis] for axis in heads or ())
     if G % parts:
         k_BSGK, v_BSGK = (jnp.repeat(x, math.lcm(G, parts) // G, axis=2) for x in (k_BSGK, v_BSGK))
     return jax.shard_map(
@@ -65,15 +72,7 @@ def on_each_device(
         out_specs=split,
         # All that surrounding code (a pipeline) has not taken: the kernel is compiled only where
         # no axis is left to the partitioner.
-        axis_names=set(free),
+        axis_names=free,
         # The kernel does not say over which axes its results differ.
         check_vma=False,
     )(q_BTHK, k_BSGK, v_BSGK, segments_BT)
-
-
-def _free(mesh) -> list[str]:
-    """Axes of the ambient mesh that surrounding ``shard_map`` code has not taken over."""
-    if mesh.empty:
-        return []
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [axis for axis, kind in kinds if kind != AxisType.Manual]

@@ -1,7 +1,9 @@
-"""The decoder written out in NumPy float64, layer by layer and head by head.
+"""The decoder, and any one block, written out in NumPy float64, layer by layer and head by head.
 
 Parameters are the nested dict of :mod:`jaxtrain.models.gpt`; nothing else of the package is used.
 """
+
+import math
 
 import numpy as np
 
@@ -19,12 +21,25 @@ def logits(config, params, tokens, segments=None, positions=None):
     if config.positions == "learned":
         x = x + np.asarray(params["embed"]["positions"])[positions]
     for l in range(config.layers):
-        p = _layer(params["blocks"], l)
-        x = x + _attention(config, p["attn"], _norm(config, p["norm_attn"], x), segments, positions)
-        x = x + _mlp(config, p["mlp"], _norm(config, p["norm_mlp"], x))
+        x = block(config.block, _layer(params["blocks"], l), x, segments, positions)
     x = _norm(config, params["final_norm"], x)
     table = params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
     return (x @ table)[:, : config.vocab_size]
+
+
+def block(config, p, x, segments, positions):
+    """One layer of one row, [T, D] to [T, D]."""
+    pre = config.norm_position == "pre"
+    for name in ("attn", "mlp"):
+        norm = p[f"norm_{name}"]
+        branch = _norm(config, norm, x) if pre else x
+        branch = (
+            _attention(config, p[name], branch, segments, positions)
+            if name == "attn"
+            else _mlp(config, p[name], branch)
+        )
+        x = x + branch if pre else _norm(config, norm, x + branch)
+    return x
 
 
 KEYS = ("tokens", "targets", "segments", "positions")
@@ -53,7 +68,8 @@ def _norm(config, p, x):
 def _attention(config, p, x, segments, positions):
     q, k, v = (_dense(p[name], x) for name in "qkv")
     width, shared = config.head_dim, config.heads // config.kv_heads
-    seen = np.tril(np.ones((len(x), len(x)), bool))
+    seen = np.ones((len(x), len(x)), bool)
+    seen = np.tril(seen) if config.causal else seen
     if segments is not None:
         seen &= segments[:, None] == segments[None, :]
     outs = []
@@ -62,7 +78,7 @@ def _attention(config, p, x, segments, positions):
             a[:, i * width : (i + 1) * width]
             for a, i in ((q, h), (k, h // shared), (v, h // shared))
         )
-        if config.positions == "rope":
+        if config.rope_theta is not None:
             q_h, k_h = (_turn(config, a, positions) for a in (q_h, k_h))
         weights = np.where(seen, np.exp(q_h @ k_h.T / np.sqrt(width)), 0.0)
         outs.append(weights / weights.sum(-1, keepdims=True) @ v_h)
@@ -81,6 +97,8 @@ def _mlp(config, p, x):
     if config.mlp == "swiglu":
         gate = _dense(p["gate"], x)
         hidden = gate / (1 + np.exp(-gate)) * up
+    elif config.mlp == "gelu_exact":
+        hidden = up / 2 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
     else:
         hidden = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
     return _dense(p["down"], hidden)

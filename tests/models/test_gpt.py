@@ -374,9 +374,10 @@ def test_every_parameter_has_a_rule_of_its_rank(form):
         assert split == path.endswith(("kernel", "embed/tokens", "embed/positions")) or (
             path.endswith("bias") and "norm" not in path
         ), path
+    (stacked,) = gpt.stages(FORMS[form]).stacked.axes
     for path in named_leaves(shapes):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in gpt.RULES) == 1, path
-        assert bool(re.search(gpt.STACKED[0], path)) == path.startswith("blocks/")
+        assert bool(re.search(stacked, path)) == path.startswith("blocks/")
 
 
 def test_presets_have_the_published_sizes():
@@ -403,7 +404,7 @@ def test_flops_are_counted_by_hand_for_llama():
             "width=18 is not divisible by heads=4; use a width that is a multiple of 4",
         ),
         ({"kv_heads": 3}, "heads=4 is not divisible by kv_heads=3"),
-        ({"positions": "rope", "width": 12}, "width / heads = 3 is odd"),
+        ({"positions": "rope", "width": 12}, "head_dim=3 is odd"),
         ({"positions": "alibi"}, "positions='alibi' is not one of learned, rope"),
         ({"attention": "flash"}, "attention='flash' is not one of auto, xla, cudnn"),
         ({"layers": 0}, "layers=0 must be a whole number"),
@@ -456,7 +457,7 @@ def program_sizes(layers, optimizer, **changes):
     config = gpt.GPTConfig(
         vocab_size=32, seq_len=16, layers=layers, width=16, heads=2, remat="dots", **changes
     )
-    chain = jt.make_optimizer(optimizer, 1e-3, clip_norm=1.0, stacked=gpt.STACKED)
+    chain = jt.make_optimizer(optimizer, 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     state = jt.abstract_state(lambda rng: gpt.init(config, rng), chain)
     tokens = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct((4, 16), "float32")}
