@@ -218,12 +218,10 @@ def blocks(
     *,
     first: int | jax.Array = 0,
 ) -> jax.Array:
-    """Consecutive layers, scanned ``scan_unroll`` at a time and rematerialised as ``remat`` says.
+    """Consecutive layers, all or a stage's, of which ``first`` is the number of the first.
 
-    Args:
-      stacked: parameters with a leading axis: all L layers, or a stage's.
-      rng: the step's key; layer l gets ``fold_in(rng, l)``.
-      first: the number of the first of these layers.
+    They are scanned ``scan_unroll`` at a time and rematerialised as ``remat`` says. Layer l gets
+    ``fold_in(rng, l)`` of the step's key.
     """
     return run_layers(stages(config), {"blocks": stacked}, x_BTD, batch, rng, first)
 

@@ -156,19 +156,17 @@ def _obstacle(
     kernel: str,
     *,
     backend: str,
-    dtype,
-    head_dim: int,
-    length: int | None = None,
     dropout: float = 0.0,
-    packed: bool = False,
     sizes: tuple[int, int, int] | None = None,
+    length: int | None = None,
+    **shape,
 ) -> str | None:
     """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ...".
 
     Args:
-      packed: whether rows hold several documents.
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
-      kernel, backend, dtype, head_dim, length, dropout: as for :func:`choose`.
+      shape: ``dtype`` and ``head_dim``, and ``packed`` where rows hold several documents.
+      kernel, backend, dropout, length: as for :func:`choose`.
     """
     fused = KERNELS[kernel]
     if fused.platform != backend:
@@ -176,7 +174,7 @@ def _obstacle(
         return f"{chip}, and the backend is {backend!r}"
     if dropout:
         return f"no dropout on attention weights, and its rate is {dropout}"
-    need = fused.obstacle(dtype=dtype, head_dim=head_dim, length=length, packed=packed)
+    need = fused.obstacle(length=length, **shape)
     if need is None and sizes is not None:
         rows, heads, keys = sizes
         if keys != length and kernel != "cudnn":
@@ -185,7 +183,7 @@ def _obstacle(
     return need
 
 
-def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool) -> str | None:
+def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = False):
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
