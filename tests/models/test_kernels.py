@@ -95,9 +95,9 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(form):
     assert len(named_leaves(grads)) > 20
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_generation_is_that_of_the_merged_weights(form):
-    config, tokens, lengths = FORMS[form], batch_of()["tokens"][:2, :4], np.array([4, 2])
+def test_generation_is_that_of_the_merged_weights():
+    form, tokens, lengths = "gpt2", batch_of()["tokens"][:2, :4], np.array([4, 2])
+    config = FORMS[form]
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def run(params):
