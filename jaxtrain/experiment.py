@@ -67,6 +67,9 @@ class Experiment:
         several of them by name, whose metrics are ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
+      params: returns weights to begin with, such as a file's, which :func:`jaxtrain.init_state` is
+        given as its ``params``; called where a run begins, and where it goes on from checkpoints
+        without the frozen ones (``RunOptions.save_frozen``).
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`.
@@ -106,6 +109,7 @@ class Experiment:
     steps: int
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
+    params: Callable[[], PyTree] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
     gather: Gather = "step"
@@ -173,6 +177,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
         experiment.init_fn,
         experiment.optimizer,
         jax.random.key(experiment.seed),
+        params=experiment.params and experiment.params(),
         **_state_options(experiment, mesh),
     )
 
@@ -185,16 +190,19 @@ def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
 
 
 def restore_state(
-    experiment: Experiment, abstract: TrainState, restore: Callable[[PyTree], PyTree]
+    experiment: Experiment, abstract: TrainState, restore: Callable[..., PyTree]
 ) -> TrainState:
     """Reads a state that has been saved as :func:`to_checkpoint` returns it.
+
+    What was left out of the checkpoint is made as the run has begun with it.
 
     Args:
       experiment: whose state it is.
       abstract: from :func:`make_abstract_state`.
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
-    return restore(to_checkpoint(experiment, abstract))
+    mesh = abstract.step.sharding.mesh
+    return restore(to_checkpoint(experiment, abstract), base=lambda: make_state(experiment, mesh))
 
 
 def compile_train(
