@@ -111,7 +111,8 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         place, arrays are written in the order in which they lie, and of equal shards on several
         devices one is copied whole. Each host holds what its devices write, once, until it is
         written: a share of the state, and all of it where no two processes share. (On a CPU it is
-        the buffers of ``state`` that are held, so that the next step makes new ones.)
+        the buffers of ``state`` that are held, so that the next step makes new ones; and a checksum
+        needs the room of its one array.)
 
         Args:
           step: the number of the step, from 0 and not below the latest one saved.
