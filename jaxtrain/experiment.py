@@ -21,7 +21,7 @@ from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
-from jaxtrain.parallel.stack import Stack, lay_out
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
@@ -67,6 +67,9 @@ class Experiment:
         several of them by name, whose metrics are ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
+      params: returns weights to begin with, such as a file's, which :func:`jaxtrain.init_state` is
+        given as its ``params``; called where a run begins, and where it goes on from checkpoints
+        without the frozen ones (``RunOptions.save_frozen``).
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`.
@@ -106,6 +109,7 @@ class Experiment:
     steps: int
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
+    params: Callable[[], PyTree] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
     gather: Gather = "step"
@@ -173,26 +177,32 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
         experiment.init_fn,
         experiment.optimizer,
         jax.random.key(experiment.seed),
+        params=experiment.params and experiment.params(),
         **_state_options(experiment, mesh),
     )
 
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
-    """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
-    return lay_out(state, experiment.stack.shapes(state))
+    """Returns the state as checkpoints hold it: layers in natural order, on any mesh.
+
+    Nothing is copied: see :meth:`jaxtrain.Stack.in_order`."""
+    return experiment.stack.in_order(state)
 
 
 def restore_state(
-    experiment: Experiment, abstract: TrainState, restore: Callable[[PyTree], PyTree]
+    experiment: Experiment, abstract: TrainState, restore: Callable[..., PyTree]
 ) -> TrainState:
-    """Reads a state that :func:`to_checkpoint` has written.
+    """Reads a state that has been saved as :func:`to_checkpoint` returns it.
+
+    What was left out of the checkpoint is made as the run has begun with it.
 
     Args:
       experiment: whose state it is.
       abstract: from :func:`make_abstract_state`.
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
-    return lay_out(restore(experiment.stack.shapes(abstract)), abstract)
+    mesh = abstract.step.sharding.mesh
+    return restore(to_checkpoint(experiment, abstract), base=lambda: make_state(experiment, mesh))
 
 
 def compile_train(

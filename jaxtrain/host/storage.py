@@ -94,74 +94,12 @@ def why(error: BaseException) -> str:
     return type(last).__name__
 
 
-class Patience:
-    """How long to go on trying: longer and longer pauses, at random so that hosts spread out.
-
-    Args:
-      what: what is tried, as the subject of a sentence (``"the manifest of checkpoint 3"``).
-      seconds: without success after which to give up; None for ``PATIENCE_SECONDS``.
-      clock: seconds, monotonic; None for the system's.
-      sleep: waits that many seconds; None for the system's.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        seconds: float | None = None,
-        clock: Callable[[], float] | None = None,
-        sleep: Callable[[float], None] | None = None,
-    ):
-        self._what, self._clock, self._sleep = what, clock or now, sleep or pause
-        self._seconds = PATIENCE_SECONDS if seconds is None else seconds
-        self._since: float | None = None
-        self._delay = FIRST_DELAY_SECONDS
-
-    def wait(self, error: BaseException) -> None:
-        """Waits after a failure, which is said once.
-
-        Raises:
-          StorageError: there is no more time.
-        """
-        at = self._clock()
-        if self._since is None:
-            self._since = at
-            logger.warning(
-                "%s: %s; trying again for up to %.0f s", self._what, why(error), self._seconds
-            )
-        left = self._since + self._seconds - at
-        if left <= 0:
-            raise StorageError(
-                f"{self._what}: {why(error)}, after tries for {at - self._since:.0f} s"
-            ) from error
-        self._sleep(min(self._delay * random.uniform(0.5, 1.0), left))
-        self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
-
-    def worked(self) -> None:
-        """Says that what failed works again, and starts anew."""
-        if self._since is not None:
-            logger.warning("%s: works again after %.0f s", self._what, self._clock() - self._since)
-        self._since, self._delay = None, FIRST_DELAY_SECONDS
-
-
-def retrying(
-    call: Callable[[], T],
-    what: str,
-    *,
-    passing: Callable[[BaseException], bool] | None = None,
-    **patience,
-) -> T:
+def retrying(call: Callable[[], T], what: str, **patience) -> T:
     """Returns ``call()``, tried again as long as it raises what passes by itself.
 
     Args:
       call: may be called any number of times.
-      what: what fails, as the subject of a sentence.
-      passing: which errors to try again after; None for those that pass by themselves, but for
-        a ``StorageError``, which has been tried for long enough further down.
-      patience: options of :class:`Patience`.
-
-    Raises:
-      StorageError: it went on failing. Any other error of ``call`` is raised as it is.
+      what, patience: as for :func:`iterating`, which says what is raised as well.
 
     >>> answers = iter([OSError(errno.EIO, "Input/output error"), "read"])
     >>> def read():
@@ -172,42 +110,59 @@ def retrying(
     >>> retrying(read, "the file", sleep=lambda seconds: None)
     'read'
     """
-    trials = Patience(what, **patience)
-    while True:
-        try:
-            result = call()
-        except Exception as error:
-            if not (_fresh(error) if passing is None else passing(error)):
-                raise
-            trials.wait(error)
-        else:
-            trials.worked()
-            return result
+    return next(iterating(lambda: [call()], what, **patience))
 
 
-def iterating(make: Callable[[], Iterable[T]], what: str, **patience) -> Iterator[T]:
+def iterating(
+    make: Callable[[], Iterable[T]],
+    what: str,
+    *,
+    passing: Callable[[BaseException], bool] | None = None,
+    seconds: float | None = None,
+    clock: Callable[[], float] | None = None,
+    sleep: Callable[[float], None] | None = None,
+) -> Iterator[T]:
     """Yields what ``make()`` yields, going on behind the last item after a failure that passes.
+
+    A failure is said once; the pauses grow longer, at random so that hosts spread out.
 
     Args:
       make: returns the same items in the same order every time.
-      what: what fails, as the subject of a sentence.
-      patience: options of :class:`Patience`.
+      what: what is tried, as the subject of a sentence (``"the manifest of checkpoint 3"``).
+      passing: which errors to try again after; None for those that pass by themselves, but for
+        a ``StorageError``, which has been tried for long enough further down.
+      seconds: without success after which to give up; None for ``PATIENCE_SECONDS``.
+      clock: seconds, monotonic; None for the system's.
+      sleep: waits that many seconds; None for the system's.
 
     Raises:
       StorageError: it went on failing. Any other error is raised as it is.
     """
-    trials, done = Patience(what, **patience), 0
+    passing, clock, sleep = passing or _fresh, clock or now, sleep or pause
+    seconds = PATIENCE_SECONDS if seconds is None else seconds
+    done, since, delay = 0, None, FIRST_DELAY_SECONDS
     while True:
         try:
             for item in islice(make(), done, None):
-                trials.worked()
+                if since is not None:
+                    logger.warning("%s: works again after %.0f s", what, clock() - since)
+                since, delay = None, FIRST_DELAY_SECONDS
                 yield item
                 done += 1
             return
         except Exception as error:
-            if not _fresh(error):
+            if not passing(error):
                 raise
-            trials.wait(error)
+            tried = 0.0 if since is None else clock() - since
+            if since is None:
+                since = clock()
+                logger.warning("%s: %s; trying again for up to %.0f s", what, why(error), seconds)
+            if tried >= seconds:
+                raise StorageError(
+                    f"{what}: {why(error)}, after tries for {tried:.0f} s"
+                ) from error
+            sleep(min(delay * random.uniform(0.5, 1.0), seconds - tried))
+            delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
 
 def _fresh(error: BaseException) -> bool:

@@ -9,14 +9,11 @@ Shapes: L layers, V chunks per device, S devices along ``pipe``, C = L / (S V) l
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.tree import LAYER_GROUP, map_named, named_leaves, owner_of
 
@@ -90,8 +87,9 @@ class Stack:
             return dict(params)
         return self._mapped(lambda x: x.reshape(-1, *x.shape[2:]), params)
 
-    def shapes(self, state: PyTree) -> PyTree:
-        """Returns the shapes and shardings of a train state in natural order.
+    def in_order(self, state: PyTree) -> PyTree:
+        """Returns a train state as checkpoints hold it, in natural order: each leaf that is cut as
+        a :class:`Cut`, and the others themselves. Nothing is copied.
 
         Args:
           state: arrays, or shapes with shardings; ``params`` in it says which leaves are stacked.
@@ -102,36 +100,31 @@ class Stack:
         params = named_leaves(state.params)
         layers = next((tuple(x.shape[:2]) for name, x in params.items() if self.holds(name)), ())
 
-        def shape(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        def joined(name: str, leaf: Any) -> Any:
             grouped = any(word.startswith(LAYER_GROUP) for word in name.split("/"))
-            shape, sharding = tuple(leaf.shape), leaf.sharding
-            if (grouped or self.holds(owner_of(name, params))) and shape[:2] == layers:
-                shape = (shape[0] * shape[1], *shape[2:])
-                sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            if (grouped or self.holds(owner_of(name, params))) and leaf.shape[:2] == layers:
+                return Cut(leaf, (layers[0] * layers[1], *leaf.shape[2:]))
+            return leaf
 
-        return map_named(shape, state)
+        return map_named(joined, state)
 
     def _mapped(self, function: Any, params: Mapping[str, Any]) -> dict:
         return dict(params) | {self.key: jax.tree.map(function, params[self.key])}
 
 
-def lay_out(state: PyTree, like: PyTree) -> PyTree:
-    """Returns a state in the shapes and shardings of ``like``, such as :meth:`Stack.shapes`.
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A leaf [V, L / V, ...] that stands for the one [L, ...], whose bytes in order are the same.
 
-    Leaves that have another shape there are copied, one after another; the others are those of
-    ``state`` themselves.
+    Args:
+      array: as it lies on the devices, or its shape, dtype and sharding.
+      shape: in natural order.
     """
-    return jax.tree.map(_reshaped, state, like)
 
+    array: Any
+    shape: tuple[int, ...]
 
-def _reshaped(leaf: jax.Array, like: Any) -> jax.Array:
-    if leaf is like or leaf.shape == like.shape:
-        return leaf
-    return _reshape_to(like.shape, like.sharding)(leaf)
-
-
-@functools.cache
-def _reshape_to(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Any:
-    # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
-    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding)
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self.array.dtype

@@ -41,6 +41,8 @@ class RunOptions:
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
       save_best: Save after every evaluation that is the best so far.
+      save_frozen: Write frozen parameters into checkpoints too. Otherwise these have the checksums
+        alone, and a resumed run takes the parameters from where it began.
       keep: Newest checkpoints to keep; the best one is kept as well.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
       watch_peers: Of several processes, end all where one has died, and stop all at the same step.
@@ -60,6 +62,7 @@ class RunOptions:
     save_every: int = 0
     save_minutes: float = 0.0
     save_best: bool = False
+    save_frozen: bool = True
     keep: int = 3
     handle_signals: bool = True
     watch_peers: bool = True

@@ -5,6 +5,7 @@ step, and the steps between, give the very state that the step met; without a ch
 does. On the mesh and machine of the run it is the same in every bit.
 """
 
+import functools
 import importlib
 import math
 
@@ -100,7 +101,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examina
         state = restore_state(
             experiment,
             make_abstract_state(experiment, mesh),
-            lambda abstract: checkpoints.restore(abstract, from_step),
+            functools.partial(checkpoints.restore, step=from_step),
         )
     start = int(state.step)
     origin = "the seed" if from_step is None else f"checkpoint {from_step}"

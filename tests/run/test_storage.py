@@ -23,6 +23,7 @@ from jaxtrain.run.refusal import refusing
 from tests.run.checkpoints.test_durability import small_disk
 from tests.run.observe.test_writers import read_curves
 from tests.run.storage_faults import Faults, HttpError
+from tests.run.streams import during
 from tests.run.survive.processes import PATIENCE, ROOT, Process, free_port
 from tests.run.test_loop import Rows, make_experiment
 
@@ -278,31 +279,6 @@ def test_processes_restore_one_and_the_same_or_fail_together(tmp_path, processes
 
 def unevaluated():
     return make_experiment(eval_batches=None)
-
-
-def during(experiment, actions):
-    """The experiment, which does something as its loop asks for the batch of a step."""
-    batches = experiment.train_batches
-
-    class Stream:
-        def __init__(self, start, sharding):
-            self.inner, self.step = batches(start, sharding), start
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.step += 1
-            actions.get(self.step, lambda: None)()
-            return next(self.inner)
-
-    return dataclasses.replace(experiment, train_batches=Stream)
 
 
 def until(path):

@@ -1,28 +1,22 @@
 """The leaves of a state between a checkpoint and the devices: by path, raw, and put back."""
 
+import functools
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from etils import epy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.stack import Cut
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.tree import path_name
 
-if TYPE_CHECKING:
+with epy.lazy_imports():  # a fifth of ``import jaxtrain``
     import orbax.checkpoint as ocp
-else:
-
-    class _Orbax:
-        """``orbax.checkpoint``, imported where it is first used: a fifth of ``import jaxtrain``."""
-
-        def __getattr__(self, name: str) -> Any:
-            import orbax.checkpoint
-
-            return getattr(orbax.checkpoint, name)
-
-    ocp = _Orbax()
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -42,40 +36,64 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return named
 
 
+def bare(leaf: Any) -> Any:
+    """Returns the array, concrete or abstract, that a leaf is or that a ``Cut`` stands for."""
+    return leaf.array if isinstance(leaf, Cut) else leaf
+
+
 def raw_array(leaf: Any) -> Any:
     """Returns the array whose bytes stand for the leaf: a PRNG key's words, else the leaf."""
+    leaf = bare(leaf)
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf) if manifests.is_key(leaf) else leaf
     return np.asarray(leaf)
 
 
-def gather_array(array: Any) -> np.ndarray:
-    """Returns a whole array on the host; all processes call it alike."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
+def shape_in_file(entry: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of a manifest entry's array as it was written."""
+    return tuple(entry.get("cut", entry["shape"]))
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where the leaf is to live; None for the host and for arrays bound to no device."""
-    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+def portions(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> list[dict[str, "ocp.RestoreArgs"]]:
+    """Returns what Orbax is to read at a time, and where to: all leaves at once, and each by itself
+    whose order in the file needs more room on a device than its own does."""
+    together: dict[str, Any] = {}
+    alone = []
+    for name, leaf in wanted.items():
+        args, spreads = _restore_args(saved[name], bare(leaf))
+        if spreads:
+            alone.append({name: args})
+        else:
+            together[name] = args
+    return [together, *alone] if together else alone
 
 
-def restore_args(entry: Mapping[str, Any], leaf: Any) -> "ocp.RestoreArgs":
-    """Tells Orbax where the array of a manifest's entry is to live: where ``leaf`` does."""
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    if manifests.is_key(leaf):
-        # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
-        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32"))
-    return ocp.ArrayRestoreArgs(
-        sharding=sharding, global_shape=tuple(entry["shape"]), dtype=leaf.dtype
-    )
+def laid_out(array: Any, leaf: Any) -> Any:
+    """Returns an array as read in the shape and place of ``leaf``: itself, or a copy."""
+    like = bare(leaf)
+    if manifests.is_key(like) or array.shape == like.shape:
+        return array
+    if isinstance(array, np.ndarray):
+        return array.reshape(like.shape)
+    return _reshape_to(like.shape, like.sharding)(array)
+
+
+@functools.cache
+def _reshape_to(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding)
+
+
+def placed_as(given: Any, leaf: Any) -> Any:
+    """Returns a given array where ``leaf`` is to live; on the host where that says nothing."""
+    sharding = _sharding(bare(leaf))
+    return np.asarray(given) if sharding is None else jax.device_put(given, sharding)
 
 
 def finish_leaf(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
     """Turns what was read into a leaf of the kind that ``leaf`` is."""
+    leaf = bare(leaf)
     if manifests.is_number(leaf):
         return manifests.decode(entry)
     if restored is None:  # not in the array file: a number, or an array without elements
@@ -84,10 +102,13 @@ def finish_leaf(entry: Mapping[str, Any], restored: Any, leaf: Any) -> Any:
         return np.asarray(restored)[()]
     if isinstance(leaf, np.ndarray):
         return restored
-    sharding = _sharding(leaf)
+    sharding, is_key = _sharding(leaf), manifests.is_key(leaf)
     if isinstance(restored, np.ndarray):
-        restored = _place(restored, sharding if not manifests.is_key(leaf) else None)
-    if not manifests.is_key(leaf):
+        if is_key or sharding is None:
+            restored = jax.numpy.array(restored)
+        else:
+            restored = jax.make_array_from_callback(leaf.shape, sharding, restored.__getitem__)
+    if not is_key:
         return restored
     keys = jax.random.wrap_key_data(restored, impl=entry["impl"])
     return keys if sharding is None else jax.device_put(keys, sharding)
@@ -102,7 +123,26 @@ def _from_manifest(entry: Mapping[str, Any], leaf: Any) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype)
 
 
-def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Where the leaf is to live; None for the host and for arrays bound to no device."""
+    return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+
+
+def _restore_args(entry: Mapping[str, Any], leaf: Any) -> tuple["ocp.RestoreArgs", bool]:
+    sharding, shape = _sharding(leaf), shape_in_file(entry)
     if sharding is None:
-        return jax.numpy.array(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return ocp.RestoreArgs(restore_type=np.ndarray), False
+    if manifests.is_key(leaf):
+        # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
+        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32")), False
+    spreads = False
+    if shape != leaf.shape and isinstance(sharding, NamedSharding):
+        # Split by layers there too, where they divide.
+        axis, axis_there = (len(x) - len(entry["shape"]) for x in (leaf.shape, shape))
+        spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
+        layers = spec[axis]
+        names = (layers,) if isinstance(layers, str) else layers or ()
+        spreads = shape[axis_there] % math.prod(sharding.mesh.shape[name] for name in names) != 0
+        spec = (*[None] * axis_there, None if spreads else layers, *spec[axis + 1 :])
+        sharding = NamedSharding(sharding.mesh, P(*spec))
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=leaf.dtype), spreads

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel.stack import Cut
+
 _SEAL = "sha256"
 
 
@@ -57,32 +59,35 @@ def check(content: Mapping[str, Any]) -> Mapping[str, Any]:
     leaves, metrics = content.get("leaves"), content.get("metrics")
     if not isinstance(leaves, dict) or not isinstance(metrics, dict):
         raise ValueError("it has no leaves and metrics")
-    for name, entry in leaves.items():
-        try:
-            if "value" in entry:
-                decode(entry)
-            else:
-                sound = all(type(size) is int and size >= 0 for size in entry["shape"])
-                if not sound or not isinstance(entry["dtype"], str):
-                    raise ValueError
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise ValueError(f"leaf {name!r} is {str(entry)[:100]}") from None
-    for name, value in metrics.items():
-        try:
-            float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"metric {name!r} is {str(value)[:100]}") from None
+    for what, values, read in (("leaf", leaves, _check_entry), ("metric", metrics, float)):
+        for name, value in values.items():
+            try:
+                read(value)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                raise ValueError(f"{what} {name!r} is {str(value)[:100]}") from None
     return content
 
 
-def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
+def _check_entry(entry: Mapping[str, Any]) -> None:
+    if "value" in entry:
+        decode(entry)
+        return
+    shape, cut = entry["shape"], entry.get("cut", entry["shape"])
+    sound = all(type(size) is int and size >= 0 for size in (*shape, *cut))
+    if not sound or math.prod(shape) != math.prod(cut) or not isinstance(entry["dtype"], str):
+        raise ValueError
+
+
+def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     """Returns a checksum of each array's 32-bit words and their places, from 0 to 2^32 - 1.
 
     JAX arrays are read where they are, with one program per set of devices; NumPy arrays on the
-    host. In a run of several processes all must call it alike, and get the same numbers.
+    host. In a run of several processes all must call it alike, and get the same numbers. TPUs and
+    GPUs need no memory for it. CPUs write the words of an array down, of one at a time.
 
     Args:
-      arrays: JAX or NumPy arrays with elements, by name; no PRNG keys.
+      leaves: JAX or NumPy arrays with elements, by name; no PRNG keys. A ``Cut`` has the checksum
+        of the array in natural order.
 
     >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
     >>> checksums({"x": x}) == checksums({"x": jnp.asarray(x)})
@@ -90,39 +95,54 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
     >>> checksums({"x": x}) == checksums({"x": x[::-1]})
     False
     """
-    sums: dict[str, Any] = {}
-    groups: dict[Any, dict[str, Any]] = {}
-    for name, array in arrays.items():
+
+    sums: dict[str, int] = {}
+    groups: dict[Any, dict[str, jax.Array]] = {}
+    for name, leaf in leaves.items():
+        cut = isinstance(leaf, Cut)
+        array = leaf.array if cut else leaf
         if isinstance(array, jax.Array):
-            key = frozenset(array.sharding.device_set), array.committed
+            devices = array.sharding.device_set
+            alone = name if next(iter(devices)).platform == "cpu" else ""
+            key = frozenset(devices), array.committed, alone, cut
             groups.setdefault(key, {})[name] = array
         else:
-            sums[name] = _checksum(np, np.asarray(array))
-    for group in groups.values():
-        sums |= _device_checksums(group)
-    return {name: int(x) for name, x in jax.device_get(sums).items()}
+            sums[name] = int(_checksum(np, np.asarray(array), cut))
+    for (*_, cut), group in groups.items():
+        found = jax.device_get(on_devices([*group.values()], cut))
+        sums |= zip(group, map(int, found), strict=True)
+    return sums
 
 
-@jax.jit
-def _device_checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _one(array) for name, array in arrays.items()}
+@functools.partial(jax.jit, static_argnums=1)
+def on_devices(arrays: list[jax.Array], cut: bool) -> list[jax.Array]:
+    """Returns the checksums of JAX arrays, uint32; of such as stand for a ``Cut``."""
+    return [_one(array, cut) for array in arrays]
 
 
-@jax.jit
-def _one(array: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _one(array: jax.Array, cut: bool) -> jax.Array:
     # A jit of its own: leaves of one shape are traced once.
-    return _checksum(jnp, array)
+    return _checksum(jnp, array, cut)
 
 
-def _checksum(xp: Any, array: Any) -> Any:
-    """The sum over all words of ``mix(word + place)``; ``mix`` is a bijection of 32-bit words."""
+def _checksum(xp: Any, array: Any, cut: bool) -> Any:
+    """The sum over all words of ``mix(word + place)``; ``mix`` is a bijection of 32-bit words.
+
+    Where the array is cut, its first two axes count as the one that they are in natural order.
+    """
     words = _words(xp, array)
     words = words if words.ndim else words.reshape(1)  # NumPy warns of overflow in scalars only
     place = xp.zeros((), np.uint32)
+    before: Any = 0
     for axis, size in enumerate(words.shape):
         shape = [1] * words.ndim
         shape[axis] = size
-        steps = xp.arange(size, dtype=np.uint32).reshape(shape)
+        steps = xp.arange(size, dtype=np.uint32).reshape(shape) + before
+        if cut and axis == 0:
+            before = steps * np.uint32(words.shape[1])
+            continue
+        before = 0
         place = place * np.uint32(0x9E3779B1) + (steps + np.uint32(1)) * np.uint32(0x85EBCA77)
     # The last steps of MurmurHash3 (Appleby), which spread every bit over the word.
     h = words + place
@@ -134,12 +154,12 @@ def _checksum(xp: Any, array: Any) -> Any:
 def _words(xp: Any, array: Any) -> Any:
     """The bits of an array as uint32; wider elements get one more axis, low word first."""
     dtype = array.dtype
-    view = _bitcast if xp is jnp else _view
+    view = jax.lax.bitcast_convert_type if xp is jnp else _view
     if jax.dtypes.issubdtype(dtype, np.bool_):
         return array.astype(np.uint32)
     if jax.dtypes.issubdtype(dtype, np.complexfloating):
         return _words(xp, xp.stack([array.real, array.imag], axis=-1))
-    if _bits(dtype) < 8:  # int4 and such, whose layout in memory is the backend's own
+    if jax.dtypes.itemsize_bits(dtype) < 8:  # int4 and such, which backends lay out as they like
         exact = np.int8 if jax.dtypes.issubdtype(dtype, np.integer) else np.float32
         return _words(xp, array.astype(exact))
     if dtype.itemsize < 4:
@@ -147,20 +167,10 @@ def _words(xp: Any, array: Any) -> Any:
     return view(array, np.dtype(np.uint32))
 
 
-def _bitcast(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    return jax.lax.bitcast_convert_type(array, dtype)
-
-
 def _view(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if array.dtype.itemsize == dtype.itemsize:
-        return np.ascontiguousarray(array).view(dtype).reshape(array.shape)
-    return np.ascontiguousarray(array)[..., None].view(dtype)
-
-
-@functools.cache
-def _bits(dtype: np.dtype) -> int:
-    info = jnp.iinfo if jax.dtypes.issubdtype(dtype, np.integer) else jnp.finfo
-    return info(dtype).bits
+    """``bitcast_convert_type`` of NumPy."""
+    words = np.ascontiguousarray(array).reshape(*array.shape, 1).view(dtype)
+    return words[..., 0] if array.dtype.itemsize == dtype.itemsize else words
 
 
 def _sha256(content: Mapping[str, Any]) -> str:
@@ -183,8 +193,13 @@ def is_stored(leaf: Any) -> bool:
 
 
 def in_file(entry: Mapping[str, Any]) -> bool:
-    """``is_stored`` of a manifest entry."""
-    return "value" not in entry and math.prod(entry["shape"]) > 0
+    """``is_stored`` of a manifest entry; False as well for what was left out."""
+    return "value" not in entry and math.prod(entry["shape"]) > 0 and not is_left_out(entry)
+
+
+def is_left_out(entry: Mapping[str, Any]) -> bool:
+    """Whether the manifest has the checksum of an array of which the file has none."""
+    return bool(entry.get("left_out"))
 
 
 def describe(name: str, leaf: Any) -> dict[str, Any]:
@@ -225,6 +240,43 @@ def agree(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return "value" not in wanted and all(saved[k] == wanted[k] for k in ("shape", "dtype"))
 
 
+def difference(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, whole: bool) -> str | None:
+    """Says how saved entries differ from the wanted ones, by their first path; None if they agree.
+
+    Args:
+      saved, wanted: entries by path.
+      whole: whether all that is saved must be wanted.
+    """
+    other = [name for name in wanted if name not in saved or not agree(saved[name], wanted[name])]
+    other += [name for name in saved if whole and name not in wanted]
+    if not other:
+        return None
+    first = other[0]
+    # A training state in which all but the optimizer's part is the same.
+    of = "optimizer" if all(name.startswith("opt_state/") for name in other) else "model"
+    if first not in saved:
+        missing = sum(name not in saved for name in other)
+        what = f"lacks {first!r} {kind(wanted[first])}, which the state has ({missing} such paths)"
+    elif first not in wanted:
+        extra = sum(name not in wanted for name in other)
+        what = f"holds {first!r} {kind(saved[first])}, which the state lacks ({extra} such paths)"
+    else:
+        kinds = f"{kind(saved[first])} there and {kind(wanted[first])} in the state"
+        return f"is of another {of}: {first!r} is {kinds}"
+    return f"is of another {of}: it {what}"
+
+
+def in_saved_precision(entry: Mapping[str, Any], leaf: Any) -> Any:
+    """Returns a wanted leaf, abstract in the saved dtype where both are of floating point."""
+    saved = entry.get("dtype", "key<")
+    if saved.startswith("key<") or saved == str(leaf.dtype):
+        return leaf
+    dtypes = jnp.dtype(saved), leaf.dtype
+    if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in dtypes):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, dtypes[0], sharding=getattr(leaf, "sharding", None))
+
+
 def encode(value: bool | int | float) -> bool | int | float | str:
     """Returns a number as strict JSON has it: NaN and infinities become words for ``float()``."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -252,14 +304,10 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _holds(dtype_name: str, value: bool | int | float) -> bool:
     """Whether a scalar array of this dtype is what JAX would make of the Python number."""
-    if dtype_name == "bool" or isinstance(value, bool):
-        return dtype_name == "bool" and isinstance(value, bool)
+    kinds = {bool: np.bool_, int: np.integer, float: np.floating}
     if dtype_name.startswith("key<"):
         return False
-    dtype = jax.numpy.dtype(dtype_name)
-    if isinstance(value, float):
-        return jax.dtypes.issubdtype(dtype, np.floating)
-    if not jax.dtypes.issubdtype(dtype, np.integer):
-        return False
-    info = jax.numpy.iinfo(dtype)
-    return int(info.min) <= value <= int(info.max)
+    dtype = jnp.dtype(dtype_name)
+    if type(value) is not int or not jax.dtypes.issubdtype(dtype, np.integer):
+        return jax.dtypes.issubdtype(dtype, kinds[type(value)])
+    return int(jnp.iinfo(dtype).min) <= value <= int(jnp.iinfo(dtype).max)

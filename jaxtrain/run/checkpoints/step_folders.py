@@ -6,7 +6,7 @@ one host, or a file that it cannot read, cannot make processes choose different 
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 
-ITEMS = ("state", "manifest", "config")
 _JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
+_PARTS = ("state", f"manifest/{_JSON_FILE}", "config")
 
 
 class StepFolders:
@@ -55,7 +55,7 @@ class StepFolders:
         def read() -> list[tuple[int, dict[str, float]]]:
             whole = []
             for step, path in sorted(self._paths().items()):
-                if all((path / item).exists() for item in ITEMS):
+                if all((path / part).exists() for part in _PARTS):
                     with contextlib.suppress(DamagedCheckpointError):
                         whole.append((step, self._metrics(step)))
             return whole
@@ -69,11 +69,18 @@ class StepFolders:
           DamagedCheckpointError: it is missing, or is not what was saved.
           StorageError: storage went on failing.
         """
-        return self._sound(step, item, lambda: self._json(step, item))
 
-    def manifest(self, step: int) -> dict[str, Any]:
-        """Returns the manifest of a step; raises as ``json``."""
-        return self._sound(step, "manifest", lambda: self._manifest(step))
+        def read() -> list[Any]:
+            try:
+                return [self._json(step, item), None]
+            except DamagedCheckpointError as damage:
+                return [None, str(damage)]
+
+        what = f"the {item} of checkpoint {step} in {self.directory}"
+        content, damage = self._from_first(read, what)
+        if damage is not None:
+            raise DamagedCheckpointError(damage)
+        return content
 
     def set_aside(self, step: int) -> None:
         """Renames a folder without a sound checkpoint to ``damaged-9``; deletes it where it holds
@@ -121,45 +128,23 @@ class StepFolders:
         return {entry.step: entry.path for entry in found}
 
     def _metrics(self, step: int) -> dict[str, float]:
-        path = self.directory / str(step) / "manifest" / _JSON_FILE
-        if not path.exists():
-            raise self.damage(step, "its manifest is missing")
-        stat = path.stat()
+        stat = (self.directory / str(step) / "manifest" / _JSON_FILE).stat()
         stamp = (stat.length, stat.mtime)
         if step not in self._read or self._read[step][0] != stamp:
-            self._read[step] = stamp, self._manifest(step)["metrics"]
+            self._read[step] = stamp, self._json(step, "manifest")["metrics"]
         return self._read[step][1]
 
     def _json(self, step: int, item: str) -> dict[str, Any]:
         path = self.directory / str(step) / item / _JSON_FILE
         try:
-            return manifests.unseal(json.loads(path.read_bytes()))
+            content = manifests.unseal(json.loads(path.read_bytes()))
+            return manifests.check(content) if item == "manifest" else content
         except (FileNotFoundError, NotADirectoryError):
             raise self.damage(step, f"its {item} is missing") from None
         except (ValueError, RecursionError) as error:
             raise self.damage(step, f"its {item} cannot be read ({storage.why(error)})") from None
 
-    def _manifest(self, step: int) -> Mapping[str, Any]:
-        content = self._json(step, "manifest")
-        try:
-            return manifests.check(content)
-        except ValueError as error:
-            raise self.damage(step, f"its manifest is not one ({error})") from None
-
-    def _sound(self, step: int, item: str, read: Callable[[], Any]) -> Any:
-        def read_or_damage() -> list[Any]:
-            try:
-                return [read(), None]
-            except DamagedCheckpointError as damage:
-                return [None, str(damage)]
-
-        what = f"the {item} of checkpoint {step} in {self.directory}"
-        content, damage = self._from_first(read_or_damage, what, None)
-        if damage is not None:
-            raise DamagedCheckpointError(damage)
-        return content
-
-    def _from_first(self, read: Callable[[], Any], what: str, seconds: float | None) -> Any:
+    def _from_first(self, read: Callable[[], Any], what: str, seconds: float | None = None) -> Any:
         """What ``read`` returns in the first process, as JSON has it."""
         return json.loads(
             from_first_process(lambda: json.dumps(storage.retrying(read, what, seconds=seconds)))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain import optim
 from jaxtrain.experiment import to_checkpoint
 from jaxtrain.host import storage
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
@@ -149,12 +150,14 @@ class Saving(Hook):
         self.run.owner.check()
         evaluated, means = self.evaluated
         metrics = {f"eval/{name}": value for name, value in means.items()}
+        frozen = () if self.run.options.save_frozen else optim.frozen(state.opt_state)
         since = self.clock()
         started = self.checkpoints.save(
             step,
             to_checkpoint(self.run.experiment, state),
             metrics=metrics if evaluated == step else None,
             config=self.run.experiment.config,
+            leave_out=[f"params/{name}" for name in frozen],
         )
         if started:
             self.writing = (step, since)

@@ -17,11 +17,10 @@ import pytest
 
 from jaxtrain.run.checkpoints.checkpointer import (
     Checkpointer,
-    DamagedCheckpointError,
     SaveError,
     digest,
 )
-from jaxtrain.run.checkpoints.manifest import checksums
+from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError, checksums
 
 ROOT = pathlib.Path(__file__).parents[3]
 

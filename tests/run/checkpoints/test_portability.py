@@ -12,6 +12,7 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt
+from experiments.gpt.generate import load
 from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
@@ -19,6 +20,8 @@ from jaxtrain.experiment import (
     restore_state,
     to_checkpoint,
 )
+from jaxtrain.models import gpt as gpt_model
+from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
 
@@ -94,6 +97,22 @@ def test_every_layout_holds_the_same_bits_and_gives_them_on(texts, tmp_path, opt
             natural = to_checkpoint(experiment, state)
             assert digest(natural) == expected, name
             checkpoints.save(step, natural)
+
+
+def test_a_run_kept_in_bfloat16_is_read_and_generates_in_it(texts, tmp_path):
+    experiment = experiment_of(texts, "--mesh.data 1", "--precision", "pure_bf16")
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    state = make_state(experiment, mesh)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, config=json.loads(json.dumps(experiment.config)))
+    model, params, _ = load(str(tmp_path), 1)
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16"}
+    assert digest({"params": params}) == digest({"params": state.params})
+    ((token,),) = generate(
+        model, params, [[1, 2]], max_new_tokens=1, rng=jax.random.key(0), temperature=0.0
+    )
+    logits = gpt_model.logits(model, params, np.array([[1, 2]]))[0, -1]
+    assert logits[token] == pytest.approx(float(logits.max()), abs=0.02)  # of rounding
 
 
 def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) -> list[str]:

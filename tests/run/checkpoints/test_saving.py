@@ -40,7 +40,7 @@ class Stub:
         if step in self.losses:
             saving.on_evaluation(step, {"loss": self.losses[step]})
 
-    def save(self, step, state, *, metrics, config):
+    def save(self, step, state, *, metrics, config, leave_out):
         self.before_save()
         if step in self.fail:
             raise SaveError(f"no room for {step}")
@@ -145,8 +145,8 @@ def test_a_failing_save_is_noted_once_and_made_again_a_minute_later():
 
 def test_a_checkpoint_is_told_when_it_is_there():
     class Writing(Stub):
-        def save(self, step, state, *, metrics, config):
-            super().save(step, state, metrics=metrics, config=config)
+        def save(self, step, state, *, metrics, config, leave_out):
+            super().save(step, state, metrics=metrics, config=config, leave_out=leave_out)
             self.asked = 0
             return True
 

@@ -15,7 +15,8 @@ import pytest
 from experiments.gpt import generate
 from jaxtrain import data
 from jaxtrain.run.checkpoints import manifest
-from jaxtrain.run.checkpoints.checkpointer import Checkpointer, DamagedCheckpointError
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 
 
 class Bomb:

@@ -19,6 +19,7 @@ from jaxtrain.run.survive import lifeline
 from jaxtrain.run.survive.lifeline import Lifeline
 from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.preemption import Preempted
+from tests.run.streams import during
 from tests.run.test_loop import make_experiment
 
 
@@ -89,31 +90,12 @@ def test_another_thread_leaves_signals_alone():
 
 def signalled(at: int, **changes):
     """The toy experiment, which is sent SIGTERM as its loop asks for the batch of a step."""
-    experiment = make_experiment(**changes)
-    batches = experiment.train_batches
 
-    class Stream:
-        def __init__(self, start, sharding):
-            self.inner, self.step = batches(start, sharding), start
+    def send():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
 
-        def __enter__(self):
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.step += 1
-            if self.step == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.3)
-            return next(self.inner)
-
-    return dataclasses.replace(experiment, train_batches=Stream)
+    return during(make_experiment(**changes), {at: send})
 
 
 def test_a_signal_saves_and_ends_the_run_which_goes_on_as_if_nothing_had_been(tmp_path, capfd):

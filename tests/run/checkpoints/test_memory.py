@@ -1,0 +1,106 @@
+"""What a save and a restore allocate on the devices."""
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtrain as jt
+from jaxtrain.planning.targets import parse_target
+from jaxtrain.run.checkpoints import manifest
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.checkpoints.reader import Reader
+
+LAYERS, WIDTH = 8, 96
+LAYER = WIDTH * WIDTH * 4
+
+
+def make_state(virtual, **axes):
+    """Two stacked leaves of float32 and one that is not, on a mesh; and how they are stacked."""
+    mesh, stack = jt.make_mesh(**axes), jt.Stack(virtual=virtual)
+    r = np.random.default_rng(0)
+    params = {
+        "blocks": {"w": r.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)},
+        "head": r.normal(size=(WIDTH,)).astype(np.float32),
+    }
+    pipe = "pipe" if axes.get("pipe") else None
+    specs = {"blocks": P(pipe) if virtual == 1 else P(None, pipe), "head": P()}
+    placed = {
+        key: jax.device_put(leaf, NamedSharding(mesh, specs[key]))
+        for key, leaf in stack.cut(params).items()
+    }
+    moments = jax.tree.map(lambda x: x + 1, placed)
+    whole = jax.device_put(np.int32(0), NamedSharding(mesh, P()))
+    return jt.TrainState(whole, placed, {"mu": moments}, None, None, None, whole), stack
+
+
+def on_devices() -> int:
+    """The bytes of all buffers that arrays hold, each once."""
+    gc.collect()
+    shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards]
+    return sum({(s.device, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in shards}.values())
+
+
+@pytest.mark.parametrize(
+    ("virtual", "axes"),
+    [(2, {"pipe": 2, "data": 4}), (4, {"pipe": 2, "data": 4}), (1, {"data": 8})],
+)
+def test_a_save_allocates_less_than_a_layer_on_the_devices(tmp_path, monkeypatch, virtual, axes):
+    state, stack = make_state(virtual, **axes)
+    asarray, seen = np.asarray, []
+
+    def watched(array, *args, **kwargs):
+        if isinstance(array, jax.Array) and array.ndim > 1:  # Orbax copies to the host
+            seen.append(on_devices())
+        return asarray(array, *args, **kwargs)
+
+    with Checkpointer(tmp_path) as checkpoints:
+        before = on_devices()
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "asarray", watched)
+            checkpoints.save(0, stack.in_order(state))
+        assert len(seen) >= 2
+        assert max(seen) - before < LAYER
+        checkpoints.wait()
+        restored = checkpoints.restore(stack.in_order(state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("target", "package"), [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda12_plugin")]
+)
+def test_checksums_take_no_memory_on_accelerators(target, package, dtype):
+    pytest.importorskip(package)
+    mesh = jt.make_mesh(pipe=2, data=4, devices=parse_target(target).devices())
+    place = NamedSharding(mesh, P(None, "pipe"))
+    leaf = jax.ShapeDtypeStruct((2, 8, 1024, 1024), dtype, sharding=place)
+    memory = manifest.on_devices.lower([leaf], True).compile().memory_analysis()
+    assert memory.argument_size_in_bytes == 8 * 1024 * 1024 * leaf.dtype.itemsize
+    assert memory.temp_size_in_bytes < 2**17
+
+
+def test_a_leaf_in_another_order_is_alone_on_the_devices_twice(tmp_path, monkeypatch):
+    """[V, L / V] over 8 devices is read whole where 4 layers cannot be split by 8."""
+    state, stack = make_state(2, pipe=2, data=4)
+    natural, _ = make_state(1, pipe=8)
+    most, read = [], Reader._read_file
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, stack.in_order(state))
+        checkpoints.wait()
+        before = on_devices()
+
+        def watched(self, step, args):
+            arrays = read(self, step, args)
+            most.append(on_devices() - before)
+            return arrays
+
+        monkeypatch.setattr(Reader, "_read_file", watched)
+        restored = checkpoints.restore(natural)
+    jax.tree.map(np.testing.assert_array_equal, restored, natural)
+    leaf = LAYERS * LAYER
+    assert len(most) == 3  # what lies as it did, and each of two leaves by itself
+    assert max(most) < 8 * leaf + leaf + LAYER  # one whole on each device, and what has been read
