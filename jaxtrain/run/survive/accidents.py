@@ -23,7 +23,7 @@ from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.hooks import Hook
 from jaxtrain.state import TrainState
-from jaxtrain.step import normalize_loss, with_policy
+from jaxtrain.step import build_engine
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -122,31 +122,36 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     another than in training; otherwise both are as in training.
     """
     piped = mesh.shape.get("pipe", 1) > 1
-    loss_fn = with_policy(
-        normalize_loss(experiment.loss_fn, experiment.has_model_state),
-        experiment.policy,
-        experiment.gather,
-    )
     microbatches = 1 if piped else experiment.accumulate
 
-    def recording(params, carried, batch, rng):
-        """The loss; its means wait in a model state that goes from microbatch to microbatch."""
-        model_state, losses = carried
-        loss, model_state = loss_fn(params, model_state, batch, rng)
-        losses = jnp.roll(losses, -1).at[-1].set(loss.total / loss.weight)
-        return loss, (model_state, losses)
+    def recording(loss_fn):
+        each = experiment.engine(loss_fn)
 
-    if microbatches == 1:
-        engine = gradients.plain(recording)
-    else:
-        engine = gradients.accumulated(recording, microbatches)
+        def engine(params, carried, batch, rng, loss_scale, frozen=frozenset()):
+            """Losses wait in a model state that goes from microbatch to microbatch."""
+            model_state, losses = carried
+            given = (params, model_state, batch, rng, loss_scale)
+            sums = gradients.run(each, *given, frozen=frozen)
+            losses = jnp.roll(losses, -1).at[-1].set(sums.loss.total / sums.loss.weight)
+            return dataclasses.replace(sums, model_state=(sums.model_state, losses))
+
+        return engine
+
+    engine = build_engine(
+        experiment.loss_fn,
+        policy=experiment.policy,
+        accumulate=microbatches,
+        has_model_state=experiment.has_model_state,
+        gather=experiment.gather,
+        engine=recording,
+    )
 
     def whole(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         carried = (state.model_state, jnp.zeros(microbatches))
         still = frozen(state.opt_state)
-        sums = engine(state.params, carried, batch, rng, scale, frozen=still)
+        sums = gradients.run(engine, state.params, carried, batch, rng, scale, frozen=still)
         model_state, losses = sums.model_state
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)
