@@ -40,7 +40,7 @@ class Reduction:
     """A metric of :class:`WeightedLoss` that is no mean: a ``Max``, ``Sum`` or ``Last``.
 
     Args:
-      value: scalar, of one part of the data.
+      value: of one part of the data; an array is reduced entry by entry.
       parts: scalar, of how many parts; 0 is nothing yet, whatever the value. So zeros begin every
         sum, and add nothing to it, as for what a pipeline adds over its stages.
     """
@@ -90,9 +90,10 @@ class WeightedLoss:
     Args:
       total: scalar, the loss summed over everything that counts (tokens, examples).
       weight: scalar, how much counts; the reported loss is ``total / weight``.
-      metrics: name to scalar. A bare scalar is summed like ``total`` and divided by ``weight``; a
-        pair ``(total, weight)`` brings a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and
-        ``jt.Last(x)`` are reduced so over microbatches and batches of an evaluation.
+      metrics: name to scalar, or to an array of one shape in all parts (a load per expert). A bare
+        value is summed like ``total`` and divided by ``weight``; a pair ``(total, weight)`` brings
+        a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and ``jt.Last(x)`` are reduced so over
+        microbatches and batches of an evaluation.
 
     >>> a = WeightedLoss(total=6.0, weight=3.0, metrics={"correct": 1.0})
     >>> (a + WeightedLoss(total=2.0, weight=1.0, metrics={"correct": 1.0})).means()
@@ -104,6 +105,14 @@ class WeightedLoss:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: "WeightedLoss") -> "WeightedLoss":
+        others = named_leaves(other.metrics)
+        for name, value in named_leaves(self.metrics).items():
+            shapes = jnp.shape(value), jnp.shape(others.get(name, value))
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"metric {name!r} has shape {shapes[0]} in one part of the data and "
+                    f"{shapes[1]} in another: parts are added, so give it one shape"
+                )
         return jax.tree.map(lambda a, b: a + b, self, other, is_leaf=_is_reduction)
 
     def means(self) -> dict[str, jax.Array]:

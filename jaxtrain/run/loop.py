@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from jaxtrain.experiment import (
@@ -40,7 +39,7 @@ from jaxtrain.run.folder import (
     has_checkpoint,
     write_text,
 )
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
@@ -89,8 +88,7 @@ def train_loop(
       The last state.
 
     Raises:
-      ValueError: where the batches end before ``steps``, when the hooks have had all metrics; and
-        for a metric that is no scalar.
+      ValueError: where the batches end before ``steps``, when the hooks have had all metrics.
     """
     pending: tuple[range, Mapping[str, jax.Array]] | None = None
 
@@ -101,7 +99,7 @@ def train_loop(
         metrics = jax.device_get(metrics)
         for i, number in enumerate(numbers):
             values = {
-                name: _number(name, value if steps_per_call == 1 else value[i])
+                name: as_value(value if steps_per_call == 1 else value[i])
                 for name, value in metrics.items()
             }
             for hook in hooks:
@@ -129,15 +127,6 @@ def train_loop(
     return state
 
 
-def _number(name: str, value: Any) -> float:
-    if np.size(value) != 1:
-        raise ValueError(
-            f"metric {name!r} has shape {np.shape(value)}: hooks and logs take scalars, so report "
-            "each entry under a name of its own"
-        )
-    return float(np.reshape(value, ()))
-
-
 @dataclasses.dataclass(frozen=True)
 class FitResult:
     """What a run leaves: the last state, its evaluation, and the folder with everything else.
@@ -146,7 +135,7 @@ class FitResult:
     """
 
     state: TrainState
-    evaluation: dict[str, float]
+    evaluation: dict[str, Value]
     run_dir: str
     stopped: str | None = None
 
@@ -297,7 +286,7 @@ def fit(
 
 def _finish(
     run: Run, state: TrainState, evaluation: Evaluation, saving: Saving, skips: ConsecutiveSkips
-) -> tuple[dict[str, float], str | None]:
+) -> tuple[dict[str, Value], str | None]:
     """Evaluates and saves the last state; returns its means, and why a hook has ended the run.
 
     Raises:
@@ -311,7 +300,7 @@ def _finish(
         write_text(run_dir / STOPPED, json.dumps({"step": last, "reason": reason}) + "\n")
         run.progress.note(f"stopped on purpose after step {last} of {experiment.steps}: {reason}")
     interrupted = diverged or (early and reason is None)
-    means: dict[str, float] = {}
+    means: dict[str, Value] = {}
     if not interrupted:
         try:
             means = evaluation.at(last, state, after=last)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxtrain.experiment import call_end
 from jaxtrain.host import memory
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value
 from jaxtrain.run.observe import throughput
 from jaxtrain.run.survive.pace import Pace
 
@@ -17,7 +17,7 @@ class Logging(Hook):
         self.run, self.pace = run, pace
         self.timed_to = 0
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         experiment, rate = self.run.experiment, self.run.rate
         if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
             self.timed_to = call_end(step - 1, experiment.steps, experiment.steps_per_call)

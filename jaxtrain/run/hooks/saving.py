@@ -148,7 +148,7 @@ class Saving(Hook):
     def _start(self, step: int, state: TrainState) -> None:
         self.run.owner.check()
         evaluated, means = self.evaluated
-        metrics = {f"eval/{name}": value for name, value in means.items()}
+        metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
         since = self.clock()
         started = self.checkpoints.save(
             step,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.run.folder import Ownership
+from jaxtrain.run.hooks import Value
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.survive.lifeline import Lifeline
 
@@ -27,7 +28,7 @@ class OwnLog:
         self._log, self._owner, self._peers = log, owner, peers
         self._taken, self._looked_at = False, -math.inf
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         if not self._is_taken():
             self._log.write(step, values)
 

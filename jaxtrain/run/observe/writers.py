@@ -13,9 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
+from jaxtrain.run.hooks import Value
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,13 @@ CLOSE_SECONDS = 10.0
 class Writer(Protocol):
     """Takes the values of a step: the logs of a run, and what ``jaxtrain.fit(writers=)`` adds."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes named numbers under a step.
 
         Args:
           step: from 1; it may come several times, with other names each time.
-          values: by name, such as ``train/loss``, ``eval/loss`` and ``time/step_seconds``.
+          values: by name, such as ``train/loss``, ``eval/loss`` and ``time/step_seconds``; a metric
+            that has axes is an array.
         """
         ...
 
@@ -48,9 +51,9 @@ class JSONLWriter:
     """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
     2.5}``.
 
-    Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
-    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns; in a bucket, and
-    where storage fails, as :class:`_GrowingFile` says.
+    Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
+    strings ``"nan"``, ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write``
+    returns; in a bucket, and where storage fails, as :class:`_GrowingFile` says.
 
     Args:
       path: the file, on a disk or in a bucket.
@@ -78,7 +81,7 @@ class JSONLWriter:
 
         self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line.
 
         Raises:
@@ -87,7 +90,7 @@ class JSONLWriter:
         if "step" in values:
             raise ValueError("a value is named 'step', like the step itself; give it another name")
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        named = {name: _plain(x) for name, x in values.items()}
+        named = {name: _plain(np.asarray(x, float).tolist()) for name, x in values.items()}
         self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
 
     def close(self) -> None:
@@ -96,7 +99,8 @@ class JSONLWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, in an event file of its own.
+    """Scalars for TensorBoard, in an event file of its own; an array is one for each of its entries
+    (``train/load/0``).
 
     On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
     :class:`_GrowingFile` says.
@@ -129,12 +133,16 @@ class TensorBoardWriter:
         self._append(Event(file_version="brain.Event:2"))
         self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds a point to each curve."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        points = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+        points = [
+            Summary.Value(tag="/".join([name, *map(str, index)]), simple_value=float(x))
+            for name, value in values.items()
+            for index, x in np.ndenumerate(value)
+        ]
         self._append(Event(step=step, summary=Summary(value=points)))
 
     def close(self) -> None:
@@ -255,7 +263,7 @@ class Fanout:
     def __init__(self, writers: Sequence[Writer]):
         self._writers = tuple(writers)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes to each."""
         for writer in self._writers:
             writer.write(step, values)
@@ -285,8 +293,9 @@ def make_writers(run_dir: epath.PathLike, *, resume_step: int | None = None) -> 
     )
 
 
-def _plain(value: float) -> float | str:
-    value = float(value)
+def _plain(value: float | list) -> float | str | list:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     return value if math.isfinite(value) else str(value)
 
 

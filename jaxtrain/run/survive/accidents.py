@@ -21,7 +21,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_engine
 from jaxtrain.tree import named_leaves
@@ -55,7 +55,7 @@ class ConsecutiveSkips(Hook):
         self.count = 0
         self.too_many_at: int | None = None
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Counts the step."""
         nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
         self.count = self.count + 1 if nothing else 0

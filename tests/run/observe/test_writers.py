@@ -96,6 +96,19 @@ def test_numbers_that_are_not_finite_are_words(tmp_path):
     assert read_lines(tmp_path / "log.jsonl") == [{"step": 1, "a": "nan", "b": "inf", "c": "-inf"}]
 
 
+def test_an_array_is_a_list_and_a_curve_for_each_entry(tmp_path):
+    values = {"load": np.array([0.25, np.nan]), "norms": jnp.ones((2, 1)), "loss": 1.5}
+    both = make_writers(tmp_path)
+    both.write(3, values)
+    both.close()
+    expected = {"step": 3, "load": [0.25, "nan"], "norms": [[1.0], [1.0]], "loss": 1.5}
+    assert read_lines(tmp_path / "log.jsonl") == [expected]
+    curves = read_curves(tmp_path / "tensorboard")
+    assert math.isnan(curves.pop("load/1")[3])
+    one = {"load/0": 0.25, "norms/0/0": 1.0, "norms/1/0": 1.0, "loss": 1.5}
+    assert curves == {name: {3: x} for name, x in one.items()}
+
+
 def test_resuming_drops_later_and_broken_lines_and_appends(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(
