@@ -348,6 +348,7 @@ def _changes(
     then = json.loads(text) or {}
     if not then and saved:
         then = checkpoints.config()  # of all processes together
+    provenance.check_accepted(options.accept_changes, then, experiment.config)
     changes = provenance.compare(then, experiment.config, experiment.may_change)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxtrain import optim
+from jaxtrain.optim.numerics import check_number
 from jaxtrain.run.provenance import ROUNDED
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -173,9 +174,10 @@ def make_optimizer(
     updates = max(1, steps // options.accumulate)
     warmup = options.warmup_steps
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
+    peak = peak if options.learning_rate is None else options.learning_rate
     rate = optim.make_schedule(
         options.schedule,
-        peak if options.learning_rate is None else options.learning_rate,
+        check_number("learning_rate", peak, low=0.0),
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
     )
