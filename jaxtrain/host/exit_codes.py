@@ -42,6 +42,11 @@ STORAGE = 79
 SUPERSEDED = 80
 ABORTED = 134
 
+
+class Ended(SystemExit):
+    """An end that all processes of a run come to alike; uncaught, it is the exit code."""
+
+
 # After these, the same command with --resume goes on from the last checkpoint.
 RESTARTABLE = frozenset({PREEMPTED, HUNG, PEER_LOST, STORAGE, ABORTED})
 

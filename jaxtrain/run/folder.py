@@ -20,7 +20,7 @@ import jax
 from etils import epath
 
 from jaxtrain.host import distributed, storage
-from jaxtrain.host.exit_codes import SUPERSEDED
+from jaxtrain.host.exit_codes import SUPERSEDED, Ended
 from jaxtrain.host.paths import as_path, check_writable
 
 RUNS = "runs"
@@ -35,7 +35,7 @@ _WRITTEN = re.compile(
 )
 
 
-class Superseded(SystemExit):
+class Superseded(Ended):
     """Ends the process with ``SUPERSEDED`` where nobody catches it: its folder is another's now."""
 
     def __init__(self, message: str):

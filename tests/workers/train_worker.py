@@ -9,6 +9,7 @@ hang or fail.
 
 import argparse
 import os
+import sys
 import time
 
 import jax
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
     parser.add_argument("--end-at", type=int, help="the last process's hook ends the run here")
     parser.add_argument("--raise-at", type=int, help="the last process's hook fails here")
+    parser.add_argument("--exit-at", type=int, help="the last process's hook calls sys.exit here")
     parser.add_argument("--hang-seconds", type=float, default=0.0)
     parser.add_argument("--chdir", default=".")
     parser.add_argument("--eval-every", type=int, default=0)
@@ -93,6 +95,8 @@ def main() -> None:
             last = args.process == args.processes - 1
             if last and step == args.raise_at:
                 raise KeyError("a hole in the hook")
+            if last and step == args.exit_at:
+                sys.exit(3)
             return "it is late" if last and step == args.end_at else False
 
     experiment = jt.Experiment(

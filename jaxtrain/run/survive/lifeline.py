@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain.host.distributed import broadcast_text, coordinator_host
-from jaxtrain.host.exit_codes import PEER_LOST
+from jaxtrain.host.exit_codes import PEER_LOST, Ended
 from jaxtrain.host.signals import say
 
 # A host that lost its power or its network closes no connection: silence tells. Together with the
@@ -313,18 +313,16 @@ def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
       OSError: where a process cannot reach the first.
     """
     lifeline = _connect() if connect else Lifeline(0, 1, {}, {})
+    error: BaseException | None = None
     try:
         yield lifeline
-    except Exception as error:
+    except BaseException as raised:
+        error = None if isinstance(raised, Ended) else raised
         if isinstance(error, jax.errors.JaxRuntimeError):
             lifeline.explain()
+        raise
+    finally:
         lifeline.close(error)
-        raise
-    except BaseException:  # an orderly end by SystemExit, in all processes alike
-        lifeline.close()
-        raise
-    else:
-        lifeline.close()
 
 
 def _connect() -> Lifeline:

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Callable
 from types import TracebackType
 
-from jaxtrain.host.exit_codes import PREEMPTED
+from jaxtrain.host.exit_codes import PREEMPTED, Ended
 from jaxtrain.host.signals import SignalWatch, say
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
-class Preempted(SystemExit):
+class Preempted(Ended):
     """Ends the process with ``PREEMPTED`` where nobody catches it: the state is saved.
 
     Attributes:

@@ -95,14 +95,17 @@ def test_a_hook_of_one_process_ends_all_at_one_step_and_no_restart_trains_on(tmp
 
 
 @pytest.mark.slow
-def test_a_hook_that_raises_in_one_process_ends_the_others_with_its_words(tmp_path):
-    arguments = ("--steps", "100", "--raise-at", "6")
-    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+@pytest.mark.parametrize(
+    ("way", "words", "code"),
+    [("--raise-at", "KeyError: 'a hole in the hook'", 1), ("--exit-at", "SystemExit: 3", 3)],
+)
+def test_a_hook_that_ends_one_process_ends_the_others_with_its_words(tmp_path, way, words, code):
+    with workers(tmp_path, "--steps", "100", way, "6", count=2, devices=1) as processes:
         codes = [p.code(timeout=60) for p in processes]
         assert codes[0] == 1
-        assert codes[1] in (1, -signal.SIGABRT)  # as below
+        assert codes[1] in (code, -signal.SIGABRT)  # as below
         assert "process 1 of 2 (host " in processes[0].errors
-        assert "has ended with KeyError: 'a hole in the hook'" in processes[0].errors
+        assert f"has ended with {words}" in processes[0].errors
 
 
 def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):
