@@ -68,7 +68,8 @@ class RunOptions:
     max_consecutive_skips: int = 20
 
     def __post_init__(self) -> None:
-        least = {"log_every": 1, "eval_every": 0, "save_every": 0, "save_minutes": 0, "keep": 1}
+        least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
+        least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:

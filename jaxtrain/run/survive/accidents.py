@@ -1,4 +1,4 @@
-"""Steps that came to nothing: counting them, ending a run of them, and saying what was not finite.
+"""Steps that came to nothing: counted, the end of a run of them, and what was not finite.
 
 A step is skipped where something in it was not finite, and where ``skip_spikes`` left its update
 out. One now and then is the ordinary course of things; many in a row mean that the run learns
@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import gradients
 from jaxtrain.experiment import Experiment
+from jaxtrain.host.exit_codes import DIVERGED
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.hooks import Hook, Value
+from jaxtrain.run.hooks.stopping import Ending
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_engine
 from jaxtrain.tree import named_leaves
@@ -42,30 +44,26 @@ class Diverged(RuntimeError):
 
 
 class ConsecutiveSkips(Hook):
-    """Counts skipped steps in a row, and ends the loop where they are too many.
+    """Counts skipped steps in a row.
 
     Args:
       limit: how many are too many; 0 for no limit.
+
+    Attributes:
+      ending: of the run, where there were too many.
     """
 
     def __init__(self, limit: int):
-        if limit < 0:
-            raise ValueError(f"max_consecutive_skips is {limit}: give 0 (no limit) or more")
         self._limit = limit
         self.count = 0
-        self.too_many_at: int | None = None
+        self.ending: Ending | None = None
 
     def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Counts the step."""
         nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
         self.count = self.count + 1 if nothing else 0
-        if self._limit and self.count >= self._limit and self.too_many_at is None:
-            self.too_many_at = step
-
-    def stops(self, step: int) -> bool:
-        """Whether there have been too many."""
-        del step
-        return self.too_many_at is not None
+        if self._limit and self.count >= self._limit and self.ending is None:
+            self.ending = Ending(DIVERGED, step)
 
 
 @dataclasses.dataclass(frozen=True)
