@@ -359,9 +359,17 @@ def compile_eval(
 
 
 def evaluate(
-    step: CompiledStep, state: TrainState, batches: Iterable[PyTree]
+    step: Callable[[TrainState, PyTree], WeightedLoss],
+    state: TrainState,
+    batches: Iterable[PyTree],
+    *,
+    named: str = "loss",
 ) -> dict[str, jax.Array]:
-    """Runs the evaluation over all batches and returns means weighted over all of them."""
+    """Runs the evaluation over all batches and returns means weighted over all of them.
+
+    Raises:
+      ValueError: there is no batch for the loss that is ``named`` so.
+    """
     total: WeightedLoss | None = None
     for batch in batches:
         part = step(state, batch)
@@ -369,7 +377,7 @@ def evaluate(
         jax.block_until_ready(total)
         total = part if total is None else total + part
     if total is None:
-        raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")
+        raise ValueError(f"there is no held-out batch to evaluate {named} on")
     return jax.device_get(total).means()
 
 

@@ -85,20 +85,17 @@ def build_train_step(
         divide, a metric with a reserved name or that of a report, a complex parameter, or a state
         without the loss scale that ``policy`` asks for.
     """
-    constrain = (
-        constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
-    )
-    whole = build_engine(
+    built = build_engine(
         loss_fn,
         policy=policy,
         accumulate=accumulate,
         has_model_state=has_model_state,
         gradient_shardings=gradient_shardings,
-        constrain=constrain,
         gather=gather,
         engine=engine,
     )
-    return build_update(whole, optimizer, policy=policy, constrain=constrain, norms=norms)
+    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
+    return build_update(built, optimizer, policy=policy, norms=norms, **pinned)
 
 
 def build_engine(
@@ -110,7 +107,6 @@ def build_engine(
     gather: Gather,
     engine: Callable[[LossFn], GradientEngine],
     gradient_shardings: PyTree | None = None,
-    constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> GradientEngine:
     """Builds the gradient engine of :func:`build_train_step`, which takes the same arguments."""
     if accumulate < 1:
@@ -125,7 +121,8 @@ def build_engine(
     )
     if accumulate == 1:
         return engine(loss_fn)
-    return gradients.accumulated(loss_fn, accumulate, constrain, engine=engine)
+    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
+    return gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
 
 
 def build_update(

@@ -12,13 +12,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.host import quiet
 from jaxtrain.host.storage import StorageError
+
+T = TypeVar("T")
 
 # What `jaxtrain launch` and the Kubernetes manifests set.
 COORDINATOR = "JAXTRAIN_COORDINATOR"
@@ -125,8 +128,8 @@ def facts() -> dict[str, str]:
     return {"processes": f"{jax.process_count()}, found from {source}"}
 
 
-def from_first_process(make: Callable[[], str]) -> str:
-    """Calls ``make`` in the first process alone and returns its text in all of them.
+def from_first_process(make: Callable[[], T]) -> T:
+    """Calls ``make`` in the first process alone and returns in all of them what JSON makes of it.
 
     Every process must call this.
 
@@ -139,10 +142,10 @@ def from_first_process(make: Callable[[], str]) -> str:
     if jax.process_count() == 1:
         return make()
     first = jax.process_index() == 0
-    error, text = json.loads(broadcast_text(json.dumps(_result_or_error(make)) if first else ""))
+    error, result = json.loads(broadcast_text(json.dumps(_result_or_error(make)) if first else ""))
     if error is not None:
-        raise _ERRORS[error](text)
-    return text
+        raise _ERRORS[error](result)
+    return result
 
 
 def broadcast_text(text: str) -> str:
@@ -155,7 +158,7 @@ def broadcast_text(text: str) -> str:
     return bytes(multihost_utils.broadcast_one_to_all(padded))[:size].decode()
 
 
-def _result_or_error(make: Callable[[], str]) -> tuple[str | None, str]:
+def _result_or_error(make: Callable[[], Any]) -> tuple[str | None, Any]:
     try:
         return None, make()
     except tuple(_ERRORS.values()) as error:
@@ -209,7 +212,7 @@ method='deactivate')
         # Before Slurm, as in JAX: under mpirun the variables of Slurm describe mpirun's daemons.
         lambda: _open_mpi(environ, gpus),
         lambda: _slurm(environ, gpus),
-        lambda: _tpu(environ, on_tpu or _has_tpu),
+        lambda: _tpu(environ, on_tpu or _uses_tpu),
         lambda: _kubernetes(environ),
     )
     cluster = next((found for find in finders if (found := find()) is not None), None)
@@ -310,12 +313,11 @@ def _tpu(environ: Mapping[str, str], on_tpu: Callable[[], bool]) -> Cluster | No
     return Cluster("the TPU VM's metadata")
 
 
-def _has_tpu() -> bool:
+def _uses_tpu() -> bool:
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return False
-    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")]
-    return bool(chips) and importlib.util.find_spec("libtpu") is not None
+    return quiet.has_tpu() and importlib.util.find_spec("libtpu") is not None
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:

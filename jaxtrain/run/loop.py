@@ -362,8 +362,7 @@ def _changes(
     """
     saved = has_checkpoint(run_dir / "checkpoints")
 
-    text = distributed.from_first_process(lambda: json.dumps(provenance.read_record(run_dir)))
-    then = json.loads(text) or {}
+    then = distributed.from_first_process(lambda: provenance.read_record(run_dir)) or {}
     if not then and saved:
         then = checkpoints.config()  # of all processes together
     provenance.check_accepted(options.accept_changes, then, experiment.config)

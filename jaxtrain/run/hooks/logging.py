@@ -32,20 +32,10 @@ class Logging(Hook):
             values["time/step_seconds"] = seconds
             values[f"time/{experiment.item}_per_second"] = rate.items_per_second
             values |= self.pace.report(seconds)
-            utilisation = self._mfu(seconds)
+            devices, dtype = self.run.mesh.devices.flat, experiment.policy.compute_dtype
+            utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
         self.run.log.write(step, values)
-
-    def _mfu(self, seconds: float) -> float | None:
-        experiment = self.run.experiment
-        if experiment.flops_per_step is None:
-            return None
-        return throughput.mfu(
-            experiment.flops_per_step,
-            seconds,
-            self.run.mesh.devices.flat,
-            dtype=experiment.policy.compute_dtype,
-        )

@@ -55,19 +55,17 @@ def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None
       go_on: forgets it, and returns None.
     """
 
-    def read() -> str:
+    def read() -> dict | None:
         path = run_dir / STOPPED
-        if not path.exists():
-            return "{}"
-        text = path.read_text()
+        stop = json.loads(path.read_text()) if path.exists() else None
         # What is forgotten is not to be found where the run, on its way on, comes to that step.
-        if go_on or json.loads(text).get("step") != step:
+        if stop is not None and (go_on or stop.get("step") != step):
             path.unlink()
-            return "{}"
-        return text
+            return None
+        return stop
 
-    stop = json.loads(distributed.from_first_process(read))
-    if not stop:
+    stop = distributed.from_first_process(read)
+    if stop is None:
         return None
     terminal.print_lines(
         [

@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
+from jaxtrain.host.paths import is_remote, write_whole
 from jaxtrain.run.hooks import Value
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,17 @@ class Writer(Protocol):
         ...
 
 
-class JSONLWriter:
+class _FileWriter:
+    """A writer of one file."""
+
+    _file: "_GrowingFile"
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        self._file.close()
+
+
+class JSONLWriter(_FileWriter):
     """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
     2.5}``.
 
@@ -76,7 +87,7 @@ class JSONLWriter:
         def start() -> bytes:
             lines = [] if resume_step is None else _lines_up_to(path, resume_step)
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, "".join(lines))
+            write_whole(path, "".join(lines))
             return "".join(lines).encode()
 
         self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
@@ -93,12 +104,8 @@ class JSONLWriter:
         named = {name: _plain(np.asarray(x, float).tolist()) for name, x in values.items()}
         self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
 
-    def close(self) -> None:
-        """Writes what is pending and lets go."""
-        self._file.close()
 
-
-class TensorBoardWriter:
+class TensorBoardWriter(_FileWriter):
     """Scalars for TensorBoard, in an event file of its own; an array is one for each of its entries
     (``train/load/0``).
 
@@ -145,10 +152,6 @@ class TensorBoardWriter:
         ]
         self._append(Event(step=step, summary=Summary(value=points)))
 
-    def close(self) -> None:
-        """Writes what is pending and lets go."""
-        self._file.close()
-
     def _append(self, event: Any) -> None:
         """Appends a record: the length, its checksum, the event, its checksum."""
         event.wall_time = time.time()
@@ -180,7 +183,7 @@ class _GrowingFile:
         self._thread: ThreadPoolExecutor | None = None
         self._upload: Future[float] | None = None
         self._next_upload = clock() + UPLOAD_SECONDS
-        if _is_remote(path):
+        if is_remote(path):
             self._chunks = [content]
             self._thread = ThreadPoolExecutor(1, "jaxtrain-log")
 
@@ -311,20 +314,6 @@ def _lines_up_to(path: epath.Path, step: int) -> list[str]:
         if keep:
             kept.append(line + "\n")
     return kept
-
-
-def _is_remote(path: epath.PathLike) -> bool:
-    return "://" in str(path)
-
-
-def _replace(path: epath.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    if _is_remote(path):  # as every object is
-        path.write_text(text)
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -86,25 +86,22 @@ class Examination:
 
     def first_not_finite(self) -> str | None:
         """Says which leaf is not finite: of parameters, else of gradients, else of model state."""
-        for name, (number, size) in self.params.items():
-            if number:
-                return f"parameter {name!r} has {number:,} of {size:,} values that are not finite"
-        losses = [
-            f"the loss of microbatch {j} is {loss}"
-            for j, loss in enumerate(self.losses)
-            if not math.isfinite(loss)
-        ]
-        grads = [
-            f"the gradient of {name!r} has {number:,} of {size:,} values that are not finite"
-            for name, (number, size) in self.grads.items()
-            if number
-        ]
-        after = [
-            f"model state {name!r} would get {number:,} of {size:,} values that are not finite"
-            for name, (number, size) in self.model_state.items()
-            if number
-        ]
-        return ", and ".join(losses[:1] + grads[:1]) or next(iter(after), None)
+
+        def first(what: str, counts: Mapping[str, tuple[int, int]], has: str = "has") -> list[str]:
+            return [
+                f"{what} {name!r} {has} {number:,} of {size:,} values that are not finite"
+                for name, (number, size) in counts.items()
+                if number
+            ][:1]
+
+        losses = [(j, loss) for j, loss in enumerate(self.losses) if not math.isfinite(loss)]
+        of_step = [f"the loss of microbatch {j} is {loss}" for j, loss in losses[:1]]
+        of_step += first("the gradient of", self.grads)
+        after = first("model state", self.model_state, has="would get")
+        for found in (first("parameter", self.params), of_step, after):
+            if found:
+                return ", and ".join(found)
+        return None
 
 
 def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Examination:

@@ -150,7 +150,7 @@ def test_a_value_may_not_be_named_step(tmp_path):
 
 
 def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "_is_remote", lambda path: True)
+    monkeypatch.setattr(writers, "is_remote", lambda path: True)
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     now, uploads = [0.0], []

@@ -150,7 +150,7 @@ def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path
         ("{", "config.json or changes.jsonl in", MODULE),
         ("[]", "it holds a list", MODULE),
         ('{"flags": 3}', "does not tell how to build its experiment", MODULE),
-        ('{"flags": {}}', "module 'no.such' cannot be imported here", "no.such"),
+        ('{"flags": {}}', "there is no module 'no.such' here", "no.such"),
         ('{"flags": {}}', "module 'os' has no Config", "os"),
         ('{"flags": {"stops": 3}}', "Config has no field 'stops'", MODULE),
         ('{"flags": {"steps": [3]}}', "Config takes no steps [3]", MODULE),
