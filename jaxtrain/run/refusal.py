@@ -43,12 +43,10 @@ def refusing(*config_types: type) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        if isinstance(error, ValueError) and called_back(error):
-            raise
-        raise refuse(error, *config_types) from None
-    except ImportError as error:
-        if error.name is not None:  # a failed import statement: a bug, or a broken installation
+    except (ValueError, OSError, ImportError) as error:
+        # A failed import statement is a bug, or a broken installation.
+        failed_import = isinstance(error, ImportError) and error.name is not None
+        if failed_import or (isinstance(error, ValueError) and called_back(error)):
             raise
         raise refuse(error, *config_types) from None
 
