@@ -359,17 +359,9 @@ def compile_eval(
 
 
 def evaluate(
-    step: Callable[[TrainState, PyTree], WeightedLoss],
-    state: TrainState,
-    batches: Iterable[PyTree],
-    *,
-    named: str = "loss",
+    step: CompiledStep, state: TrainState, batches: Iterable[PyTree]
 ) -> dict[str, jax.Array]:
-    """Runs the evaluation over all batches and returns means weighted over all of them.
-
-    Raises:
-      ValueError: there is no batch for the loss that is ``named`` so.
-    """
+    """Runs the evaluation over all batches and returns means weighted over all of them."""
     total: WeightedLoss | None = None
     for batch in batches:
         part = step(state, batch)
@@ -377,7 +369,7 @@ def evaluate(
         jax.block_until_ready(total)
         total = part if total is None else total + part
     if total is None:
-        raise ValueError(f"there is no held-out batch to evaluate {named} on")
+        raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")
     return jax.device_get(total).means()
 
 

@@ -205,20 +205,36 @@ method='deactivate')
     given = {name: ours[name] if flag is None else flag for name, flag in by_flag.items()}
     if given["processes"] == 1:
         return None
-    if None not in given.values():
-        return _as_given(Cluster(""), given, by_flag, environ)
-    gpus = count_gpus(environ) if gpus is None else gpus
-    finders = (
-        # Before Slurm, as in JAX: under mpirun the variables of Slurm describe mpirun's daemons.
-        lambda: _open_mpi(environ, gpus),
-        lambda: _slurm(environ, gpus),
-        lambda: _tpu(environ, on_tpu or _uses_tpu),
-        lambda: _kubernetes(environ),
-    )
-    cluster = next((found for find in finders if (found := find()) is not None), None)
-    if all(value is None for value in given.values()):
+    cluster = None
+    if None in given.values():
+        gpus = count_gpus(environ) if gpus is None else gpus
+        finders = (
+            # Before Slurm, as in JAX: under mpirun its variables describe mpirun's daemons.
+            lambda: _open_mpi(environ, gpus),
+            lambda: _slurm(environ, gpus),
+            lambda: _tpu(environ, on_tpu or _uses_tpu),
+            lambda: _kubernetes(environ),
+        )
+        cluster = next((found for find in finders if (found := find()) is not None), None)
+    if set(given.values()) == {None}:
         return _checked(cluster, environ)
-    return _as_given(cluster or Cluster(""), given, by_flag, environ)
+    # A coordinator alone is welcome where the rest is found: Open MPI 5 does not name a host.
+    merged = {n: getattr(cluster, n, None) if v is None else v for n, v in given.items()}
+    if merged["processes"] == 1:
+        return None
+    _check_complete(merged)
+    by_environ = set(by_flag.values()) == {None}
+    return Cluster(
+        f"{PROCESSES} in the environment" if by_environ else "the flags",
+        **merged,
+        local_device_ids=_local_ids(environ) or getattr(cluster, "local_device_ids", ()),
+        method=_NOTHING_TO_DETECT,
+    )
+
+
+def _local_ids(environ: Mapping[str, str]) -> tuple[int, ...]:
+    ids = environ.get(LOCAL_DEVICE_IDS)
+    return tuple(map(int, ids.split(","))) if ids else ()
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -332,28 +348,6 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
             "pod read its job"
         )
     return Cluster("the Kubernetes job")
-
-
-def _as_given(
-    around: Cluster,
-    given: Mapping[str, Any],
-    by_flag: Mapping[str, Any],
-    environ: Mapping[str, str],
-) -> Cluster | None:
-    """The settings given, and of ``around`` what is left out of them."""
-    # A coordinator alone is welcome where the rest is found: Open MPI 5 does not name a host.
-    merged = {n: getattr(around, n) if v is None else v for n, v in given.items()}
-    if merged["processes"] == 1:
-        return None
-    _check_complete(merged)
-    ids = environ.get(LOCAL_DEVICE_IDS)
-    flags_given = any(value is not None for value in by_flag.values())
-    return Cluster(
-        "the flags" if flags_given else f"{PROCESSES} in the environment",
-        **merged,
-        local_device_ids=tuple(map(int, ids.split(","))) if ids else around.local_device_ids,
-        method=_NOTHING_TO_DETECT,
-    )
 
 
 def _checked(cluster: Cluster | None, environ: Mapping[str, str]) -> Cluster | None:

@@ -38,13 +38,6 @@ _WRITTEN = re.compile(
 class Superseded(Ended):
     """Ends the process with ``SUPERSEDED`` where nobody catches it: its folder is another's now."""
 
-    def __init__(self, message: str):
-        super().__init__(SUPERSEDED)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
 
 class Ownership:
     """The claim of this start to a run's folder; see :func:`claim_run_dir`.
@@ -73,8 +66,9 @@ class Ownership:
         """
         if taken := distributed.from_first_process(self.taken_by):
             error = Superseded(
+                SUPERSEDED,
                 f"{self.path} belongs to another start of the run now ({taken}): this one has "
-                f"stopped and writes nothing more (exit code {SUPERSEDED})"
+                f"stopped and writes nothing more (exit code {SUPERSEDED})",
             )
             if jax.process_index() == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)

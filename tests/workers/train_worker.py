@@ -8,6 +8,7 @@ hang or fail.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -74,6 +75,10 @@ def main() -> None:
         time.sleep(args.start_seconds)
         return problems.init(rng)
 
+    def loss_fn(params, batch, rng):
+        metrics = {"columns": batch["x"].sum(0)}
+        return dataclasses.replace(problems.loss_fn(params, batch, rng), metrics=metrics)
+
     batches = data.Batches(Rows(), global_batch=args.global_batch, seed=0)
 
     def make(step, sharding):
@@ -102,7 +107,7 @@ def main() -> None:
     experiment = jt.Experiment(
         name="worker",
         init_fn=init,
-        loss_fn=problems.loss_fn,
+        loss_fn=loss_fn,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
         train_batches=lambda start, sharding: data.BatchStream(

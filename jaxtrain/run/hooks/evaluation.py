@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import compile_eval, evaluate
-from jaxtrain.gradients import WeightedLoss
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook, Value, as_value
@@ -60,8 +59,9 @@ class Evaluation(Hook):
             return self.latest[1]
         means, numbers = {}, itertools.count()
         for prefix, opened in sets.items():
-            batches = self._watched(step, after, opened(batch_sharding(run.mesh)), numbers)
-            found = evaluate(self._one, state, batches, named=f"{prefix}loss")
+            batches = opened(batch_sharding(run.mesh))
+            first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
+            found = evaluate(self._step_for(state, first), state, batches)
             means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
         if shape := np.shape(means.get(name := run.experiment.best_metric)):
             raise ValueError(f"best_metric {name!r} has shape {shape}: name a metric of one number")
@@ -75,13 +75,13 @@ class Evaluation(Hook):
             hook.on_evaluation(step, means)
         return means
 
-    def _one(self, state: TrainState, batch: PyTree) -> WeightedLoss:
-        """Evaluates a batch; batches of equal shapes share a program."""
+    def _step_for(self, state: TrainState, batch: PyTree) -> CompiledStep:
+        """The evaluation of batches like this one; sets of equal shapes share it."""
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, *map(jax.typeof, leaves))
         if shapes not in self._steps:
             self._steps[shapes] = compile_eval(self.run.experiment, state, batch, self.run.mesh)
-        return self._steps[shapes](state, batch)
+        return self._steps[shapes]
 
     def _watched(
         self, step: int, after: int, batches: Iterable[PyTree], numbers: Iterator[int]
@@ -97,3 +97,10 @@ class Evaluation(Hook):
                 raise Interrupted
             if batch is not None:
                 yield batch
+
+
+def _peek(prefix: str, batches: Iterator[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:
+    first = next(batches, None)
+    if first is None:
+        raise ValueError(f"there is no held-out batch to evaluate {prefix}loss on")
+    return first, itertools.chain([first], batches)

@@ -19,14 +19,12 @@ class Preempted(Ended):
     """
 
     def __init__(self, step: int, run_dir: str):
-        super().__init__(PREEMPTED)
-        self.step, self.run_dir = step, run_dir
-
-    def __str__(self) -> str:
-        return (
-            f"stopped after step {self.step}, which is saved in {self.run_dir}: go on with "
-            f"--resume --run-dir {self.run_dir} (exit code {PREEMPTED})"
+        super().__init__(
+            PREEMPTED,
+            f"stopped after step {step}, which is saved in {run_dir}: go on with "
+            f"--resume --run-dir {run_dir} (exit code {PREEMPTED})",
         )
+        self.step, self.run_dir = step, run_dir
 
 
 def ending_at_sigterm(

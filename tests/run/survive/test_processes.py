@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from jaxtrain import data
 from jaxtrain.host import exit_codes
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from tests import problems
 from tests.run.survive.processes import (
     WORKER,
     Process,
@@ -78,6 +80,15 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
         assert [p.code() for p in processes] == [0, 0], processes[0].errors
         assert processes[0].output.splitlines()[-1] == digest
         assert digest.startswith("digest ")
+    # A metric that is an array is that of the whole batch, whoever has its rows.
+    batch = problems.make_batch(0, rows=64)
+    order = data.Batches(
+        [{k: v[i] for k, v in batch.items()} for i in range(64)], global_batch=8, seed=0
+    )
+    for line in [x for x in logged(other / "run") if "train/loss" in x]:
+        rows = [order.source_index(8 * (line["step"] - 1) + i) for i in range(8)]
+        expected = batch["x"][rows].sum(0) / batch["mask"][rows].sum()
+        assert line["train/columns"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
 
 
 def test_a_hook_of_one_process_ends_all_at_one_step_and_no_restart_trains_on(tmp_path):
