@@ -5,7 +5,6 @@ them. What cannot be done is one sentence on standard error and exit status 2.
 """
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from jaxtrain.planning import search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
-from jaxtrain.run.main import Config
+from jaxtrain.run.main import Config, experiment_module
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.refusal import refusing
 
@@ -234,21 +233,7 @@ def load_experiment(
 
 def _load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
     """Imports an experiment's module and reads its config from the flags."""
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"there is no module {module_name!r} here: name it as `python -m` would, such as "
-            "experiments.gpt, from the folder that holds it"
-        ) from None
-    for name in ("Config", "build"):
-        if not hasattr(module, name):
-            raise ValueError(
-                f"module {module_name!r} has no {name}: an experiment has a dataclass Config and "
-                "build(config) -> jaxtrain.Experiment"
-            )
+    module = experiment_module(module_name)
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
     return module, config
 

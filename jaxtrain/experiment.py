@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.gradients import GradientEngine, LossFn, WeightedLoss, plain
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
@@ -39,6 +39,7 @@ class BatchStream(Protocol):
         ...
 
 
+Step = Callable[[TrainState, PyTree], tuple[TrainState, Any]]
 EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree]]
 
 
@@ -75,10 +76,15 @@ class Experiment:
       gather: as for :func:`jaxtrain.build_train_step`.
       policy: dtypes; a policy's name will do.
       accumulate: microbatches per step.
-      steps_per_call: train steps that :func:`jaxtrain.run.loop` runs in one compiled call.
+      steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
+      engine: makes the gradient engine of a loss, as for :func:`jaxtrain.build_train_step`: what
+        happens to gradients before they are summed, such as clipping those of every example. No
+        mesh axis ``pipe`` goes with it.
+      transform: ``step -> step``, applied to the train step before it is compiled; evaluation is
+        not part of it.
       has_model_state: which form the losses and ``init_fn`` have.
       seed: of parameters and of the randomness of steps.
       items_per_step: how many tokens (or images) one global batch holds.
@@ -119,6 +125,8 @@ class Experiment:
     zero: int = 0
     stages: Stages | None = None
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    engine: Callable[[LossFn], GradientEngine] = plain
+    transform: Callable[[Step], Step] = lambda step: step
     has_model_state: bool = False
     seed: int = 0
     items_per_step: int = 0
@@ -224,15 +232,20 @@ def compile_train(
     )
 
 
-def build_step(
-    experiment: Experiment, state: TrainState, mesh: Mesh
-) -> Callable[[TrainState, PyTree], tuple[TrainState, Any]]:
+def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
     """Builds the train step: pipelined where the mesh has an axis ``pipe`` above 1.
 
     Raises:
-      ValueError: for a pipeline of an experiment without stages, with model state, or with
-        ``accumulate`` (a pipeline's microbatches are that).
+      ValueError: for a pipeline of an experiment without stages, with model state or an engine of
+        its own, or with ``accumulate`` (a pipeline's microbatches are that).
     """
+    step = experiment.transform(_untransformed(experiment, state, mesh))
+    if not callable(step):
+        raise ValueError(f"transform returned {step!r}: return a step (state, batch) -> ...")
+    return step
+
+
+def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
     shardings = gradient_shardings(state, zero=experiment.zero)
     if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
@@ -243,12 +256,15 @@ def build_step(
             has_model_state=experiment.has_model_state,
             gradient_shardings=shardings,
             gather=experiment.gather,
+            engine=experiment.engine,
             norms=True,
         )
-    if experiment.stages is None or experiment.has_model_state:
+    own = experiment.engine is not plain
+    if experiment.stages is None or experiment.has_model_state or own:
         raise ValueError(
             f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
-            "cannot be pipelined: it needs Experiment(stages=...) and no model state"
+            "cannot be pipelined: it needs Experiment(stages=...), no model state and no engine of "
+            "its own"
         )
     if experiment.accumulate != 1:
         raise ValueError(

@@ -5,6 +5,9 @@ sums run over tokens (or examples: whatever the loss calls its weight), are kept
 wider, and are divided once, by the global weight, in the train step. So a microbatch with few
 tokens counts for few, on any number of microbatches and on any mesh.
 
+:func:`plain` makes the usual one of a loss. ``build_train_step(engine=)`` takes another that makes
+one of a loss (gradients clipped for every example, say); accumulation goes around either.
+
 An engine that has an argument ``frozen`` is given the paths of the parameters that do not train,
 and splits them off before it differentiates (:func:`trainable`): they cost no gradient.
 
@@ -14,6 +17,7 @@ train step then leaves out the whole batch (:func:`jaxtrain.step.build_update`).
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -36,7 +40,7 @@ class Reduction:
     """A metric of :class:`WeightedLoss` that is no mean: a ``Max``, ``Sum`` or ``Last``.
 
     Args:
-      value: scalar, of one part of the data.
+      value: of one part of the data; an array is reduced entry by entry.
       parts: scalar, of how many parts; 0 is nothing yet, whatever the value. So zeros begin every
         sum, and add nothing to it, as for what a pipeline adds over its stages.
     """
@@ -86,9 +90,10 @@ class WeightedLoss:
     Args:
       total: scalar, the loss summed over everything that counts (tokens, examples).
       weight: scalar, how much counts; the reported loss is ``total / weight``.
-      metrics: name to scalar. A bare scalar is summed like ``total`` and divided by ``weight``; a
-        pair ``(total, weight)`` brings a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and
-        ``jt.Last(x)`` are reduced so over microbatches and batches of an evaluation.
+      metrics: name to scalar, or to an array of one shape in all parts (a load per expert). A bare
+        value is summed like ``total`` and divided by ``weight``; a pair ``(total, weight)`` brings
+        a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and ``jt.Last(x)`` are reduced so over
+        microbatches and batches of an evaluation.
 
     >>> a = WeightedLoss(total=6.0, weight=3.0, metrics={"correct": 1.0})
     >>> (a + WeightedLoss(total=2.0, weight=1.0, metrics={"correct": 1.0})).means()
@@ -100,6 +105,14 @@ class WeightedLoss:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: "WeightedLoss") -> "WeightedLoss":
+        others = named_leaves(other.metrics)
+        for name, value in named_leaves(self.metrics).items():
+            shapes = jnp.shape(value), jnp.shape(others.get(name, value))
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"metric {name!r} has shape {shapes[0]} in one part of the data and "
+                    f"{shapes[1]} in another: parts are added, so give it one shape"
+                )
         return jax.tree.map(lambda a, b: a + b, self, other, is_leaf=_is_reduction)
 
     def means(self) -> dict[str, jax.Array]:
@@ -180,7 +193,11 @@ def plain(loss_fn: LossFn) -> GradientEngine:
 
 
 def accumulated(
-    loss_fn: LossFn, microbatches: int, constrain: Callable[[PyTree], PyTree] = lambda grads: grads
+    loss_fn: LossFn,
+    microbatches: int,
+    constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
+    *,
+    engine: Callable[[LossFn], GradientEngine] = plain,
 ) -> GradientEngine:
     """Gradients of ``microbatches`` equal slices of the batch, one after the other in a scan.
 
@@ -188,13 +205,16 @@ def accumulated(
       loss_fn: as in :func:`plain`.
       microbatches: how many; see :func:`split_microbatches`.
       constrain: applied to the running sum of gradients (its sharding, under ZeRO-2).
+      engine: makes of the loss the engine of one microbatch.
 
     Microbatch j holds rows j, j + k, j + 2k, ...: each device then slices the rows it already has,
     where contiguous microbatches would move every row to another device.
     """
 
-    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
-        one = functools.partial(plain(loss_fn), frozen=frozen)
+    each = engine(loss_fn)
+
+    def accumulating(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+        one = functools.partial(run, each, frozen=frozen)
         slices = split_microbatches(batch, microbatches)
         _check_shared(batch, microbatches)
 
@@ -214,7 +234,30 @@ def accumulated(
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))
         return dataclasses.replace(sums, microbatches=microbatches)
 
-    return engine
+    return accumulating
+
+
+def run(engine: GradientEngine, *given: Any, frozen: Collection[str] = ()) -> GradientSums:
+    """Calls an engine; one that has no argument ``frozen`` differentiates everything.
+
+    Raises:
+      ValueError: it returns something else than ``GradientSums``.
+    """
+    sums = engine(*given, **taken(engine, {"frozen": frozen} if frozen else {}))
+    if not isinstance(sums, GradientSums):
+        raise ValueError(
+            f"the gradient engine returned {type(sums).__name__}: return jaxtrain.gradients."
+            "GradientSums(grads, loss, model_state)"
+        )
+    return sums
+
+
+def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` takes."""
+    takes = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in takes}
 
 
 def seed_and_factor(

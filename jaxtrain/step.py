@@ -5,6 +5,7 @@ population, ``jax.lax.scan`` it, differentiate through it, or hand it to
 :func:`jaxtrain.compile_step`.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +17,14 @@ import optax
 from jaxtrain import gradients
 from jaxtrain.gradients import (
     GradientEngine,
+    LossFn,
     WeightedLoss,
     all_finite,
     as_weighted,
     check_metrics,
     scaled,
     select,
+    taken,
     trainable,
     widen,
 )
@@ -45,6 +48,7 @@ def build_train_step(
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
     gather: Gather = "step",
+    engine: Callable[[LossFn], GradientEngine] = gradients.plain,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds ``step(state, batch) -> (state, metrics)``.
@@ -64,6 +68,9 @@ def build_train_step(
         (:func:`jaxtrain.parallel.placement.entered_specs` says which and why): ``"step"``, all as
         they enter the loss, or ``"model"``, which calls :func:`jaxtrain.gather` layer by layer or
         :func:`jaxtrain.constrain` on its activations.
+      engine: makes a gradient engine (:mod:`jaxtrain.gradients`) of a loss ``(params, model_state,
+        batch, rng) -> (WeightedLoss, model_state)``, which brings ``policy`` and ``gather`` along;
+        it is called once per microbatch.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
@@ -78,19 +85,44 @@ def build_train_step(
         divide, a metric with a reserved name or that of a report, a complex parameter, or a state
         without the loss scale that ``policy`` asks for.
     """
+    built = build_engine(
+        loss_fn,
+        policy=policy,
+        accumulate=accumulate,
+        has_model_state=has_model_state,
+        gradient_shardings=gradient_shardings,
+        gather=gather,
+        engine=engine,
+    )
+    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
+    return build_update(built, optimizer, policy=policy, norms=norms, **pinned)
+
+
+def build_engine(
+    loss_fn: Callable[..., Any],
+    *,
+    policy: Policy | str | None,
+    accumulate: int,
+    has_model_state: bool,
+    gather: Gather,
+    engine: Callable[[LossFn], GradientEngine],
+    gradient_shardings: PyTree | None = None,
+) -> GradientEngine:
+    """Builds the gradient engine of :func:`build_train_step`, which takes the same arguments."""
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
-    constrain = (
-        constrain_tree(gradient_shardings) if gradient_shardings is not None else lambda x: x
-    )
+    if not _takes(engine, 1):
+        raise ValueError(
+            f"engine is {engine!r}: give a function of a loss that returns a gradient engine, as "
+            "jaxtrain.gradients.plain is"
+        )
     loss_fn = with_policy(
         normalize_loss(loss_fn, has_model_state), as_policy(policy), gather, gradient_shardings
     )
     if accumulate == 1:
-        engine = gradients.plain(loss_fn)
-    else:
-        engine = gradients.accumulated(loss_fn, accumulate, constrain)
-    return build_update(engine, optimizer, policy=policy, constrain=constrain, norms=norms)
+        return engine(loss_fn)
+    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
+    return gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
 
 
 def build_update(
@@ -129,8 +161,8 @@ def build_update(
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
         still = frozen(state.opt_state)
-        named = _taken(engine, {"frozen": still} if still else {})
-        sums = engine(state.params, state.model_state, batch, rng, scale, **named)
+        given = (state.params, state.model_state, batch, rng, scale)
+        sums = gradients.run(engine, *given, frozen=still)
         check_metrics(sums.loss)
 
         counts = sums.loss.weight > 0
@@ -138,6 +170,7 @@ def build_update(
         # An engine that does not take ``frozen`` has differentiated everything.
         trains = named_leaves(trainable(state.params, still)[0])
         training, _ = partition(lambda name, _: name in trains, sums.grads)
+        _check_gradients(named_leaves(training), trains)
         training = constrain(scaled(training, per_token))
         finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
@@ -154,7 +187,8 @@ def build_update(
             training,
         )
         weight = jnp.where(finite, loss.weight, jnp.nan)
-        extras = _taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
+        # Some transformations refuse what they do not use.
+        extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
         opt_state = hold_state(~usable, state.opt_state, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
@@ -171,18 +205,18 @@ def build_update(
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
         told = reports(opt_state, since=state.opt_state)
-        if taken := sorted(told.keys() & metrics.keys()):
+        if both := sorted(told.keys() & metrics.keys()):
             raise ValueError(
-                f"the optimizer reports {taken[0]!r}, as a metric of the loss or the step is "
+                f"the optimizer reports {both[0]!r}, as a metric of the loss or the step is "
                 "called: give one of them another name"
             )
         metrics |= told
-        return TrainState(
+        return dataclasses.replace(
+            state,
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
             model_state=select(finite, sums.model_state, state.model_state),
-            rng=state.rng,
             loss_scale=state.loss_scale and state.loss_scale.updated(~finite),
             skipped=state.skipped + metrics["skipped"],
         ), metrics
@@ -313,14 +347,6 @@ def with_policy(
     return entered
 
 
-def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` takes: some transformations refuse all others."""
-    takes = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in takes}
-
-
 def _norm(tree: PyTree) -> jax.Array:
     return optax.tree.norm(widen(tree))
 
@@ -331,6 +357,16 @@ def _check_real(params: PyTree) -> None:
             raise ValueError(
                 f"parameter {name!r} is {leaf.dtype}: optimizers here take real gradients; keep "
                 "its real and imaginary parts as two parameters"
+            )
+
+
+def _check_gradients(found: dict[str, jax.Array], params: dict[str, jax.Array]) -> None:
+    for name, param in params.items():
+        shape = jnp.shape(found[name]) if name in found else None
+        if shape != jnp.shape(param):
+            raise ValueError(
+                f"the gradient engine gives {'none' if shape is None else f'shape {shape}'} for "
+                f"parameter {name!r} of shape {jnp.shape(param)}: a gradient has that shape"
             )
 
 
@@ -350,6 +386,8 @@ def _check_arguments(loss_fn: Callable[..., Any], has_model_state: bool) -> None
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
+    if not callable(function):
+        return False
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some builtins have none.

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from tests.test_left_out import ROWS, block, embed, init, make_batch
+from tests.test_left_out import ROWS, D, block, embed, init, make_batch
 
 PARTS = 4
 TX = optax.sgd(0.1)
@@ -20,6 +20,10 @@ def head_loss(params, x, batch):
         "rows": jt.Sum(batch["mask"].sum()),
         "first_y": jt.Last(batch["y"][0]),
         "mean": error.sum(),
+        # One entry for each input of the head.
+        "largest_of": jt.Max(x.max(0)),
+        "load": jnp.abs(x).sum(0),
+        "share": ((jnp.abs(x) * batch["mask"][:, None]).sum(0), batch["mask"].sum() * jnp.ones(D)),
     }
     return jt.WeightedLoss(error.sum(), jnp.float32(len(error)), metrics)
 
@@ -34,6 +38,8 @@ def definition(params, batch):
         x = x + np.tanh(x @ w)
     error = (x @ np.float64(params["out"]) - batch["y"]) ** 2
     means = {"best": -error.min(), "rows": batch["mask"].sum(), "mean": error.mean()}
+    means |= {"largest_of": x.max(0), "load": np.abs(x).mean(0)}
+    means["share"] = np.average(np.abs(x), 0, batch["mask"])
     return means | {"first_y": batch["y"][PARTS - 1]}  # microbatch j holds rows j, j + k, ...
 
 
@@ -53,9 +59,10 @@ def test_each_metric_has_its_own_reduction(way):
     after_first, _ = jax.jit(build(way))(state, batches[0])
     expected = [definition(state.params, batches[0]), definition(after_first.params, batches[2])]
     for name in expected[0]:
-        found = [float(x) for x in metrics[name]]
-        assert np.isnan(found[1]), name  # left out
-        assert found[::2] == pytest.approx([e[name] for e in expected], rel=1e-5), name
+        found = np.asarray(metrics[name])
+        assert np.isnan(found[1]).all(), name  # left out
+        wanted = np.stack([e[name] for e in expected])
+        np.testing.assert_allclose(found[::2], wanted, rtol=1e-5, err_msg=name)
     assert int(after.skipped) == PARTS
 
 
@@ -71,14 +78,18 @@ def test_an_evaluation_reduces_over_its_batches(way):
     first, *rest = [jax.device_get(step(state, batch)) for batch in batches]
     means = sum(rest, start=first).means()
     each = [definition(state.params, batch) for batch in batches]
-    found = {name: float(means[name]) for name in each[0]}
-    last = batches[-1]["y"][0] if way == "plain" else each[-1]["first_y"]
-    assert found == pytest.approx(
-        {
-            "best": max(e["best"] for e in each),
-            "rows": sum(e["rows"] for e in each),
-            "mean": np.mean([e["mean"] for e in each]),
-            "first_y": last,
-        },
-        rel=1e-5,
-    )
+    every = {name: np.stack([e[name] for e in each]) for name in each[0]}
+    expected = {name: x.mean(0) for name, x in every.items()}
+    expected |= {"best": every["best"].max(), "rows": every["rows"].sum()}
+    expected["largest_of"] = every["largest_of"].max(0)
+    expected["first_y"] = batches[-1]["y"][0] if way == "plain" else every["first_y"][-1]
+    for name, value in expected.items():
+        np.testing.assert_allclose(means[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_metric_whose_shape_changes_with_the_batch_is_named():
+    step = jt.build_eval_step(lambda w, x, rng: jt.WeightedLoss(x.sum(), 1.0, {"rows": jt.Max(x)}))
+    state = jt.init_state(lambda rng: jnp.ones(()), TX, jax.random.key(0))
+    parts = [step(state, jnp.ones(rows)) for rows in (4, 1)]
+    with pytest.raises(ValueError, match=r"metric 'rows/value' has shape \(4,\) in one part .*1,"):
+        sum(parts[1:], start=parts[0])

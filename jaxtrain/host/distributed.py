@@ -12,13 +12,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.host import quiet
 from jaxtrain.host.storage import StorageError
+
+T = TypeVar("T")
 
 # What `jaxtrain launch` and the Kubernetes manifests set.
 COORDINATOR = "JAXTRAIN_COORDINATOR"
@@ -125,8 +128,8 @@ def facts() -> dict[str, str]:
     return {"processes": f"{jax.process_count()}, found from {source}"}
 
 
-def from_first_process(make: Callable[[], str]) -> str:
-    """Calls ``make`` in the first process alone and returns its text in all of them.
+def from_first_process(make: Callable[[], T]) -> T:
+    """Calls ``make`` in the first process alone and returns in all of them what JSON makes of it.
 
     Every process must call this.
 
@@ -139,10 +142,10 @@ def from_first_process(make: Callable[[], str]) -> str:
     if jax.process_count() == 1:
         return make()
     first = jax.process_index() == 0
-    error, text = json.loads(broadcast_text(json.dumps(_result_or_error(make)) if first else ""))
+    error, result = json.loads(broadcast_text(json.dumps(_result_or_error(make)) if first else ""))
     if error is not None:
-        raise _ERRORS[error](text)
-    return text
+        raise _ERRORS[error](result)
+    return result
 
 
 def broadcast_text(text: str) -> str:
@@ -155,7 +158,7 @@ def broadcast_text(text: str) -> str:
     return bytes(multihost_utils.broadcast_one_to_all(padded))[:size].decode()
 
 
-def _result_or_error(make: Callable[[], str]) -> tuple[str | None, str]:
+def _result_or_error(make: Callable[[], Any]) -> tuple[str | None, Any]:
     try:
         return None, make()
     except tuple(_ERRORS.values()) as error:
@@ -202,20 +205,36 @@ method='deactivate')
     given = {name: ours[name] if flag is None else flag for name, flag in by_flag.items()}
     if given["processes"] == 1:
         return None
-    if None not in given.values():
-        return _as_given(Cluster(""), given, by_flag, environ)
-    gpus = count_gpus(environ) if gpus is None else gpus
-    finders = (
-        # Before Slurm, as in JAX: under mpirun the variables of Slurm describe mpirun's daemons.
-        lambda: _open_mpi(environ, gpus),
-        lambda: _slurm(environ, gpus),
-        lambda: _tpu(environ, on_tpu or _has_tpu),
-        lambda: _kubernetes(environ),
-    )
-    cluster = next((found for find in finders if (found := find()) is not None), None)
-    if all(value is None for value in given.values()):
+    cluster = None
+    if None in given.values():
+        gpus = count_gpus(environ) if gpus is None else gpus
+        finders = (
+            # Before Slurm, as in JAX: under mpirun its variables describe mpirun's daemons.
+            lambda: _open_mpi(environ, gpus),
+            lambda: _slurm(environ, gpus),
+            lambda: _tpu(environ, on_tpu or _uses_tpu),
+            lambda: _kubernetes(environ),
+        )
+        cluster = next((found for find in finders if (found := find()) is not None), None)
+    if set(given.values()) == {None}:
         return _checked(cluster, environ)
-    return _as_given(cluster or Cluster(""), given, by_flag, environ)
+    # A coordinator alone is welcome where the rest is found: Open MPI 5 does not name a host.
+    merged = {n: getattr(cluster, n, None) if v is None else v for n, v in given.items()}
+    if merged["processes"] == 1:
+        return None
+    _check_complete(merged)
+    by_environ = set(by_flag.values()) == {None}
+    return Cluster(
+        f"{PROCESSES} in the environment" if by_environ else "the flags",
+        **merged,
+        local_device_ids=_local_ids(environ) or getattr(cluster, "local_device_ids", ()),
+        method=_NOTHING_TO_DETECT,
+    )
+
+
+def _local_ids(environ: Mapping[str, str]) -> tuple[int, ...]:
+    ids = environ.get(LOCAL_DEVICE_IDS)
+    return tuple(map(int, ids.split(","))) if ids else ()
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -310,12 +329,11 @@ def _tpu(environ: Mapping[str, str], on_tpu: Callable[[], bool]) -> Cluster | No
     return Cluster("the TPU VM's metadata")
 
 
-def _has_tpu() -> bool:
+def _uses_tpu() -> bool:
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return False
-    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")]
-    return bool(chips) and importlib.util.find_spec("libtpu") is not None
+    return quiet.has_tpu() and importlib.util.find_spec("libtpu") is not None
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
@@ -330,28 +348,6 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
             "pod read its job"
         )
     return Cluster("the Kubernetes job")
-
-
-def _as_given(
-    around: Cluster,
-    given: Mapping[str, Any],
-    by_flag: Mapping[str, Any],
-    environ: Mapping[str, str],
-) -> Cluster | None:
-    """The settings given, and of ``around`` what is left out of them."""
-    # A coordinator alone is welcome where the rest is found: Open MPI 5 does not name a host.
-    merged = {n: getattr(around, n) if v is None else v for n, v in given.items()}
-    if merged["processes"] == 1:
-        return None
-    _check_complete(merged)
-    ids = environ.get(LOCAL_DEVICE_IDS)
-    flags_given = any(value is not None for value in by_flag.values())
-    return Cluster(
-        "the flags" if flags_given else f"{PROCESSES} in the environment",
-        **merged,
-        local_device_ids=tuple(map(int, ids.split(","))) if ids else around.local_device_ids,
-        method=_NOTHING_TO_DETECT,
-    )
 
 
 def _checked(cluster: Cluster | None, environ: Mapping[str, str]) -> Cluster | None:

@@ -42,6 +42,18 @@ STORAGE = 79
 SUPERSEDED = 80
 ABORTED = 134
 
+
+class Ended(SystemExit):
+    """An end that all processes of a run come to alike; uncaught, it is the exit code."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 # After these, the same command with --resume goes on from the last checkpoint.
 RESTARTABLE = frozenset({PREEMPTED, HUNG, PEER_LOST, STORAGE, ABORTED})
 

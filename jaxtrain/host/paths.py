@@ -31,11 +31,24 @@ def as_path(path: epath.PathLike) -> epath.Path:
         ) from None
 
 
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path is in a bucket, where every object is whole and none can be appended to."""
+    return "://" in str(path)
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path if is_remote(path) else path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    if partial != path:
+        partial.replace(path)
+
+
 def absolute(path: epath.PathLike) -> epath.Path:
     """Returns a path that changing the working directory does not change."""
     # A remote path must not be resolved: that would turn gs://bucket into a local directory.
     path = as_path(path)
-    return path if "://" in str(path) else path.expanduser().resolve()
+    return path if is_remote(path) else path.expanduser().resolve()
 
 
 def check_writable(path: epath.Path) -> None:
@@ -44,7 +57,7 @@ def check_writable(path: epath.Path) -> None:
     Raises:
       NotADirectoryError, PermissionError: it cannot; buckets say so themselves, later.
     """
-    if "://" in str(path):
+    if is_remote(path):
         return
     path = absolute(path)
     there = next(each for each in (path, *path.parents) if each.exists())

@@ -20,8 +20,8 @@ import jax
 from etils import epath
 
 from jaxtrain.host import distributed, storage
-from jaxtrain.host.exit_codes import SUPERSEDED
-from jaxtrain.host.paths import as_path, check_writable
+from jaxtrain.host.exit_codes import SUPERSEDED, Ended
+from jaxtrain.host.paths import as_path, check_writable, is_remote, write_whole
 
 RUNS = "runs"
 OWNER = "owner.json"
@@ -35,15 +35,8 @@ _WRITTEN = re.compile(
 )
 
 
-class Superseded(SystemExit):
+class Superseded(Ended):
     """Ends the process with ``SUPERSEDED`` where nobody catches it: its folder is another's now."""
-
-    def __init__(self, message: str):
-        super().__init__(SUPERSEDED)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class Ownership:
@@ -71,10 +64,11 @@ class Ownership:
         Raises:
           Superseded: another start has claimed the folder.
         """
-        if taken := json.loads(distributed.from_first_process(lambda: json.dumps(self.taken_by()))):
+        if taken := distributed.from_first_process(self.taken_by):
             error = Superseded(
+                SUPERSEDED,
                 f"{self.path} belongs to another start of the run now ({taken}): this one has "
-                f"stopped and writes nothing more (exit code {SUPERSEDED})"
+                f"stopped and writes nothing more (exit code {SUPERSEDED})",
             )
             if jax.process_index() == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -117,7 +111,7 @@ def find_run_dir(
     if auto_resume and (run_dir is None or overwrite):
         raise ValueError("auto_resume needs a run_dir, and does not go with `overwrite`")
 
-    def find() -> str:
+    def find() -> tuple[str, bool]:
         if run_dir is not None:
             found = as_path(run_dir)
         else:
@@ -142,10 +136,10 @@ def find_run_dir(
                 "`overwrite`, or choose another run_dir"
             )
         check_writable(found)
-        return json.dumps([str(found), resumable and not overwrite])
+        return str(found), resumable and not overwrite
 
     # The first process decides for all: one that comes later might find what it has made by then.
-    folder, resumes = json.loads(distributed.from_first_process(find))
+    folder, resumes = distributed.from_first_process(find)
     return epath.Path(folder), resumes
 
 
@@ -175,7 +169,7 @@ def claim_run_dir(
       FileExistsError: another start was faster.
     """
 
-    def claim() -> str:
+    def claim() -> tuple[str, str]:
         path, token = run_dir, secrets.token_hex(8)
         while name is not None and not resumes:
             try:
@@ -186,7 +180,7 @@ def claim_run_dir(
         path.mkdir(parents=True, exist_ok=True)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         owner = {"token": token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        if resumes or overwrite or "://" in str(path):
+        if resumes or overwrite or is_remote(path):
             write_text(path / OWNER, json.dumps(owner) + "\n")
         else:
             try:
@@ -198,9 +192,9 @@ def claim_run_dir(
                 ) from None
         if overwrite:
             _delete_written(path, files)
-        return json.dumps([str(path), token])
+        return str(path), token
 
-    path, token = json.loads(distributed.from_first_process(claim))
+    path, token = distributed.from_first_process(claim)
     return Ownership(epath.Path(path), token)
 
 
@@ -211,10 +205,8 @@ def has_checkpoint(directory: epath.Path) -> bool:
     """
 
     what = f"the listing of {directory}"
-    return bool(
-        distributed.from_first_process(
-            lambda: "yes" if storage.retrying(lambda: _holds_step(directory), what) else ""
-        )
+    return distributed.from_first_process(
+        lambda: storage.retrying(lambda: _holds_step(directory), what)
     )
 
 
@@ -225,9 +217,7 @@ def _holds_step(directory: epath.Path) -> bool:
 def write_text(path: epath.Path, text: str) -> None:
     """Writes a file of the run, whole or not at all, and once: the first process does."""
     if jax.process_index() == 0:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        write_whole(path, text)
 
 
 def runs() -> Iterator[epath.Path]:

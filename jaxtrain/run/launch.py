@@ -132,14 +132,11 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
             "there is no command to launch: write it after --, as in "
             "jaxtrain launch --processes 8 -- python -m experiments.gpt"
         )
-    for name in ("processes", "hosts"):
-        if getattr(options, name) < 1:
+    least = {"processes": 1, "hosts": 1, "max_restarts": 0, "grace_seconds": 0}
+    for name, low in (least | {"simulate_devices_per_process": 0}).items():
+        if getattr(options, name) < low:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least 1")
-    for name in ("max_restarts", "simulate_devices_per_process", "grace_seconds"):
-        if getattr(options, name) < 0:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least 0")
+            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least {low}")
     if not 0 <= options.host_index < options.hosts:
         raise ValueError(
             f"--host-index {options.host_index} is not one of {options.hosts} hosts: count them "

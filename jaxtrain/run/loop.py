@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from jaxtrain.experiment import (
@@ -26,6 +25,7 @@ from jaxtrain.experiment import (
     restore_state,
 )
 from jaxtrain.host import distributed, storage
+from jaxtrain.host.exit_codes import DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
@@ -40,11 +40,11 @@ from jaxtrain.run.folder import (
     has_checkpoint,
     write_text,
 )
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
-from jaxtrain.run.hooks.stopping import Agreeing, stopped_before
+from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
@@ -53,7 +53,7 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.accidents import ConsecutiveSkips, diagnose
 from jaxtrain.run.survive.lifeline import open_lifeline
 from jaxtrain.run.survive.pace import Pace
-from jaxtrain.run.survive.preemption import Preempted, Preemption, ending_at_sigterm
+from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.watchdog import Watchdog
 from jaxtrain.state import TrainState
 
@@ -89,9 +89,30 @@ def train_loop(
       The last state.
 
     Raises:
-      ValueError: where the batches end before ``steps``, when the hooks have had all metrics; and
-        for a metric that is no scalar.
+      ValueError: where the batches end before ``steps``, when the hooks have had all metrics.
     """
+    return _run_steps(
+        train,
+        state,
+        batches,
+        steps=steps,
+        steps_per_call=steps_per_call,
+        hooks=hooks,
+        ends=lambda step: any([hook.stops(step) for hook in hooks]),
+    )[0]
+
+
+def _run_steps(
+    train: Callable[..., Any],
+    state: TrainState,
+    batches: Iterable[PyTree],
+    *,
+    steps: int,
+    steps_per_call: int,
+    hooks: Sequence[Hook],
+    ends: Callable[[int], Any],
+) -> tuple[TrainState, Any]:
+    """:func:`train_loop`; also returns what ``ends`` has answered last, which ends it if true."""
     pending: tuple[range, Mapping[str, jax.Array]] | None = None
 
     def read() -> None:
@@ -101,13 +122,13 @@ def train_loop(
         metrics = jax.device_get(metrics)
         for i, number in enumerate(numbers):
             values = {
-                name: _number(name, value if steps_per_call == 1 else value[i])
+                name: as_value(value if steps_per_call == 1 else value[i])
                 for name, value in metrics.items()
             }
             for hook in hooks:
                 hook.on_metrics(number, values)
 
-    done, batches = int(state.step), iter(batches)
+    done, batches, answer = int(state.step), iter(batches), None
     while done < steps:
         numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
         given = list(itertools.islice(batches, len(numbers)))
@@ -123,19 +144,10 @@ def train_loop(
         done = numbers[-1]
         for hook in hooks:
             hook.on_step(done, state)
-        if any([hook.stops(done) for hook in hooks]):
+        if answer := ends(done):
             break
     read()
-    return state
-
-
-def _number(name: str, value: Any) -> float:
-    if np.size(value) != 1:
-        raise ValueError(
-            f"metric {name!r} has shape {np.shape(value)}: hooks and logs take scalars, so report "
-            "each entry under a name of its own"
-        )
-    return float(np.reshape(value, ()))
+    return state, answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +158,7 @@ class FitResult:
     """
 
     state: TrainState
-    evaluation: dict[str, float]
+    evaluation: dict[str, Value]
     run_dir: str
     stopped: str | None = None
 
@@ -201,8 +213,6 @@ def fit(
         abstract = make_abstract_state(experiment, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = dataclasses.replace(experiment, config=record)
-        skips = ConsecutiveSkips(options.max_consecutive_skips)
-        watchdog = Watchdog(60 * options.hang_minutes, process=jax.process_index())
         run_dir, resume = find_run_dir(
             experiment.name,
             options.run_dir,
@@ -258,80 +268,77 @@ def fit(
             mesh=mesh,
             owner=owner,
             peers=peers,
-            watchdog=watchdog,
+            watchdog=stack.enter_context(
+                Watchdog(60 * options.hang_minutes, run_dir=run_dir, process=jax.process_index())
+            ),
             log=log,
             progress=stack.enter_context(
                 terminal.Progress(experiment.steps, start=start, item=experiment.item)
             ),
             rate=throughput.Throughput(experiment.items_per_step),
         )
-        watchdog.run_dir = run_dir
-        stack.enter_context(watchdog)
         stack.enter_context(storage.restartable())
-        preemption = stack.enter_context(Preemption(peers, handle_signals=handle_signals))
+        stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
         pace = Pace(peers)
+        skips = ConsecutiveSkips(options.max_consecutive_skips)
         saving = Saving(run, checkpoints)
-        own_hooks = [Agreeing(hook, peers) for hook in hooks]
-        evaluation = Evaluation(run, [saving, *own_hooks])
+        evaluation = Evaluation(run, [saving, *hooks])
+        early: Ending | None = None
         if start < experiment.steps:
             if options.eval_first and start == 0:
                 evaluation.on_step(0, state)
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            state = train_loop(
+            state, early = _run_steps(
                 train,
                 state,
                 pace.timed(batches),
                 steps=experiment.steps,
                 steps_per_call=experiment.steps_per_call,
-                hooks=[
-                    *(watchdog, Logging(run, pace), evaluation, saving),
-                    *(*own_hooks, skips, preemption),
-                ],
+                hooks=[run.watchdog, Logging(run, pace), evaluation, saving, *hooks, skips],
+                ends=lambda step: skips.ending or ending(step, hooks, peers),
             )
-        means, reason = _finish(run, state, evaluation, saving, skips)
+            early = early if int(state.step) < experiment.steps else None
+        means = _finish(run, state, skips.ending or early, evaluation, saving)
     if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(lines)
     print_conclusion(experiment, averaged(state), means, str(run_dir))
-    return FitResult(state, means, str(run_dir), reason or stopped)
+    return FitResult(state, means, str(run_dir), early.reason if early else stopped)
 
 
 def _finish(
-    run: Run, state: TrainState, evaluation: Evaluation, saving: Saving, skips: ConsecutiveSkips
-) -> tuple[dict[str, float], str | None]:
-    """Evaluates and saves the last state; returns its means, and why a hook has ended the run.
+    run: Run, state: TrainState, end: Ending | None, evaluation: Evaluation, saving: Saving
+) -> dict[str, Value]:
+    """Evaluates and saves the last state; returns its means.
+
+    Args:
+      end: how the run ends before its last step; None where it has come to that.
 
     Raises:
       Preempted, Diverged: the run was interrupted.
     """
     experiment, run_dir, last = run.experiment, run.owner.path, int(state.step)
-    diverged, early = skips.too_many_at is not None, last < experiment.steps
-    reason = run.peers.reason if early and not diverged else None
-    if reason is not None:
+    end, means = end or Ending(DONE, last), {}
+    if end.reason is not None:
         run.owner.check()
-        write_text(run_dir / STOPPED, json.dumps({"step": last, "reason": reason}) + "\n")
-        run.progress.note(f"stopped on purpose after step {last} of {experiment.steps}: {reason}")
-    interrupted = diverged or (early and reason is None)
-    means: dict[str, float] = {}
-    if not interrupted:
+        write_text(run_dir / STOPPED, json.dumps({"step": last, "reason": end.reason}) + "\n")
+        early = f"stopped on purpose after step {last} of {experiment.steps}: {end.reason}"
+        run.progress.note(early)
+    if end.code == DONE:
         try:
             means = evaluation.at(last, state, after=last)
         except Interrupted:
-            interrupted = True
-    saving.finish(last, state, seconds=STOPPED_SAVE_SECONDS if interrupted else LAST_SAVE_SECONDS)
-    if diverged:
-        raise diagnose(
-            experiment,
-            run.mesh,
-            state,
-            step=skips.too_many_at,
-            skips=run.options.max_consecutive_skips,
-            run_dir=str(run_dir),
-        )
-    if interrupted:
-        end = Preempted(last, str(run_dir))
-        run.progress.note(str(end))
-        raise end
-    return means, reason
+            end = Ending(PREEMPTED, last)
+    seconds = LAST_SAVE_SECONDS if end.code == DONE else STOPPED_SAVE_SECONDS
+    saving.finish(last, state, seconds=seconds)
+    if end.code == DIVERGED:
+        skips = run.options.max_consecutive_skips
+        given = {"step": end.step, "skips": skips, "run_dir": str(run_dir)}
+        raise diagnose(experiment, run.mesh, state, **given)
+    if end.code == PREEMPTED:
+        preempted = Preempted(last, str(run_dir))
+        run.progress.note(str(preempted))
+        raise preempted
+    return means
 
 
 def _open_checkpoints(
@@ -355,10 +362,10 @@ def _changes(
     """
     saved = has_checkpoint(run_dir / "checkpoints")
 
-    text = distributed.from_first_process(lambda: json.dumps(provenance.read_record(run_dir)))
-    then = json.loads(text) or {}
+    then = distributed.from_first_process(lambda: provenance.read_record(run_dir)) or {}
     if not then and saved:
         then = checkpoints.config()  # of all processes together
+    provenance.check_accepted(options.accept_changes, then, experiment.config)
     changes = provenance.compare(then, experiment.config, experiment.may_change)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))

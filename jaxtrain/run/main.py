@@ -7,8 +7,10 @@ build)``.
 
 import contextlib
 import dataclasses
+import importlib
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -199,15 +201,6 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """The flags that say which run is resumed; see RunOptions."""
-
-    run_dir: str | None = None
-    resume: bool = False
-    auto_resume: bool = False
-
-
 def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
     """Returns the config of the run that the flags resume, as last started; None for a new run.
 
@@ -218,7 +211,7 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
       ValueError: the run's folder holds flags that cannot be.
     """
     start, _ = tyro.cli(
-        _Start, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
+        RunOptions, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
     )
     if not (start.resume or start.auto_resume):
         return None
@@ -236,6 +229,30 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     run = {name: value for name, value in flags["run"].items() if name not in OF_START}
     flags["run"] = run | {"run_dir": str(path)}
     return from_plain(config_type, known_fields(config_type, flags))
+
+
+def experiment_module(name: str) -> types.ModuleType:
+    """Imports the module of an experiment.
+
+    Raises:
+      ValueError: there is none of that name, or it has no ``Config`` and ``build(config)``.
+    """
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"there is no module {name!r} here: name it as `python -m` would, such as "
+            "experiments.gpt, from the folder that holds it"
+        ) from None
+    for attribute in ("Config", "build"):
+        if not hasattr(module, attribute):
+            raise ValueError(
+                f"module {name!r} has no {attribute}: an experiment has a dataclass Config and "
+                "build(config) -> jaxtrain.Experiment"
+            )
+    return module
 
 
 def module_name(config_type: type) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxtrain import optim
+from jaxtrain.optim.numerics import check_number
 from jaxtrain.run.provenance import ROUNDED
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -70,7 +71,8 @@ class RunOptions:
     max_consecutive_skips: int = 20
 
     def __post_init__(self) -> None:
-        least = {"log_every": 1, "eval_every": 0, "save_every": 0, "save_minutes": 0, "keep": 1}
+        least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
+        least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:
@@ -176,9 +178,10 @@ def make_optimizer(
     updates = max(1, steps // options.accumulate)
     warmup = options.warmup_steps
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
+    peak = peak if options.learning_rate is None else options.learning_rate
     rate = optim.make_schedule(
         options.schedule,
-        peak if options.learning_rate is None else options.learning_rate,
+        check_number("learning_rate", peak, low=0.0),
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
     )

@@ -9,6 +9,7 @@ checkpoint its own. All of it is data: nothing that is named there is imported o
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import fnmatch
 import importlib.metadata
 import json
@@ -144,7 +145,7 @@ def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -
     Raises:
       ValueError: they are not.
     """
-    accepted = {name.removeprefix("--").replace("_", "-") for name in accepted}
+    accepted = set(map(_typed, accepted))
     broken = [c for c in changes if c.meaning is None and not {c.name, "all"} & accepted]
     if broken:
         told = " and ".join(f"{c.name} {_shown(c.then)} (now {_shown(c.now)})" for c in broken)
@@ -152,6 +153,20 @@ def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -
             f"the run in {run_dir} had {told}: leave it as it was, or accept a run that goes on as "
             f"another with accept_changes {' '.join(c.name for c in broken)}"
         )
+
+
+def check_accepted(accepted: Iterable[str], *records: Any) -> None:
+    """Refuses a name in ``accept_changes`` that neither a run nor its resumption has.
+
+    Raises:
+      ValueError: for the first of them.
+    """
+    flat = (flatten(record.get(part, {})) for record in records for part in ("flags", "provenance"))
+    names = {"stopped", "all"}.union(*(map(_short, each) for each in flat))
+    for name in map(_typed, accepted):
+        if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.0)
+            raise ValueError(f"accept_changes has {name!r}, and a run has no such: try {near[0]!r}")
 
 
 def table(changes: Sequence[Change], *, title: str) -> list[str]:
@@ -269,6 +284,10 @@ def _meaning(name: str, meanings: Mapping[str, str]) -> str | None:
 
 def _short(name: str) -> str:
     return name.removeprefix("run.").removeprefix("versions.").replace("_", "-")
+
+
+def _typed(name: str) -> str:
+    return name.removeprefix("--").replace("_", "-")
 
 
 def _shown(value: Any) -> str:

@@ -2,13 +2,17 @@
 
 What is refused is what the user can mend: a value, a file, a folder, a package that is missing.
 Storage that fails for a while is a sentence too, with a status that launchers restart on. Anything
-else is a bug and keeps its traceback. The library speaks of arguments; here they become flags.
+else is a bug and keeps its traceback; so does a ``ValueError`` of the user's own code where that is
+called back (a loss, a hook, a writer, data), for its sentence was not written for this. The library
+speaks of arguments; here they become flags.
 """
 
 import contextlib
 import dataclasses
 import re
 import sys
+import sysconfig
+import traceback
 import typing
 from collections.abc import Iterator, Mapping
 
@@ -19,6 +23,12 @@ from jaxtrain.host import exit_codes, storage
 _ARGUMENT = re.compile(
     r"""`(?P<marked>\w+?)(?P<off>=False)?`|(?<![\w./'"`-])(?P<name>\w+_\w+)(?![\w/'"`(=]|\.\w)"""
 )
+
+# What calls a user's Config, build(config) and main: a ValueError of theirs refuses, as ours do.
+_STARTING = {
+    *("jaxtrain.cli", "jaxtrain.run.main", "jaxtrain.run.provenance", "jaxtrain.run.refusal"),
+    *("jaxtrain.run.replay", "jaxtrain.planning.search"),
+}
 
 
 @contextlib.contextmanager
@@ -33,12 +43,28 @@ def refusing(*config_types: type) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise refuse(error, *config_types) from None
-    except ImportError as error:
-        if error.name is not None:  # a failed import statement: a bug, or a broken installation
+    except (ValueError, OSError, ImportError) as error:
+        # A failed import statement is a bug, or a broken installation.
+        failed_import = isinstance(error, ImportError) and error.name is not None
+        if failed_import or (isinstance(error, ValueError) and called_back(error)):
             raise
         raise refuse(error, *config_types) from None
+
+
+def called_back(error: BaseException) -> bool:
+    """Whether an error comes from code of the user's that was called back, or what that called."""
+    foreign = False
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] == "jaxtrain":
+            return foreign and module not in _STARTING
+        foreign = foreign or not _is_library(frame.f_code.co_filename)
+    return False
+
+
+def _is_library(filename: str) -> bool:
+    stdlib = filename.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+    return stdlib or "-packages" in filename
 
 
 def refuse(error: Exception, *config_types: type) -> SystemExit:
@@ -86,10 +112,11 @@ def with_flags(text: str, *config_types: type) -> str:
     '--optimizer.clip-norm is 0; --no-resume'
     """
     flags = {name: flag for kind in config_types for name, flag in _flags(kind).items()}
+    values = {word.rpartition("=")[2] for word in sys.argv}  # a folder called as a flag is
 
     def flag(found: re.Match[str]) -> str:
         name = flags.get(found["marked"] or found["name"])
-        if name is None:
+        if name is None or found[0] in values:
             return found[0]
         return f"--{'no-' if found['off'] else ''}{name}"
 

@@ -6,10 +6,8 @@ does. On the mesh and machine of the run it is the same in every bit.
 """
 
 import functools
-import importlib
 import math
 
-import jax
 from etils import epath
 
 from jaxtrain.experiment import (
@@ -23,6 +21,7 @@ from jaxtrain.experiment import (
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import train_loop
+from jaxtrain.run.main import experiment_module, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.provenance import CONFIG, from_plain, read_record
 from jaxtrain.run.survive.accidents import Examination, examine
@@ -57,23 +56,13 @@ def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = 
             f"no code is run because a file names it: {run_dir} says it is of module "
             f"{stored.get('module')!r}; name the one you trust with `module`"
         )
-    try:
-        experiment = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"module {module!r} cannot be imported here ({error}): go to the folder from which the "
-            "run was started"
-        ) from None
-    for attribute in ("Config", "build"):
-        if not hasattr(experiment, attribute):
-            raise ValueError(f"module {module!r} has no {attribute}: it is no experiment")
+    experiment = experiment_module(module)
     flags = dict(stored["flags"])
     if isinstance(flags.get("run"), dict):  # What the run keeps is read there, and not made anew.
         flags["run"] = flags["run"] | {"run_dir": str(run_dir), "resume": True}
     config = from_plain(experiment.Config, flags)
     if count := getattr(config, "simulate_devices", 0):
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        simulate_devices(count)
     return experiment.build(config)
 
 

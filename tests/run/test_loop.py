@@ -130,13 +130,41 @@ def test_batches_that_end_too_early_lose_no_metrics(steps_per_call):
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)][: 3 if steps_per_call == 1 else 2]
 
 
-def test_a_metric_that_is_no_scalar_is_named():
-    def train(state, batch):
-        return state, {"loss": 1.0, "per_class": np.ones(3)}
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, steps_per_call):
+    def loss_fn(params, batch, rng):
+        loss = problems.loss_fn(params, batch, rng)
+        highest = jt.Max(batch["x"].reshape(-1, 4, 2).max(0))
+        return dataclasses.replace(loss, metrics={"columns": batch["x"].sum(0), "highest": highest})
 
-    state = dataclasses.make_dataclass("State", ["step"])(0)
-    with pytest.raises(ValueError, match=r"metric 'per_class' has shape \(3,\): hooks and logs"):
-        jt.train_loop(train, state, [1], steps=1)
+    class Record(jt.Hook):
+        def on_metrics(self, step, metrics):
+            assert metrics["columns"].shape == (problems.INPUTS,)
+            assert isinstance(metrics["loss"], float)
+
+        def on_evaluation(self, step, means):
+            self.means = means
+
+    hook = Record()
+    experiment = make_experiment(4, loss_fn=loss_fn, steps_per_call=steps_per_call)
+    options = jt.RunOptions(run_dir=str(tmp_path), log_every=1)
+    result = jt.fit(experiment, options, hooks=[hook])
+    with experiment.train_batches(0, None) as batches:
+        for line in [x for x in lines(tmp_path) if "train/loss" in x]:
+            batch = next(batches)
+            expected = batch["x"].sum(0) / batch["mask"].sum()
+            np.testing.assert_allclose(line["train/columns"], expected, rtol=1e-5)
+            assert line["train/highest"] == batch["x"].reshape(-1, 4, 2).max(0).tolist()
+    held_out = problems.make_batch(1, ROWS)
+    expected = held_out["x"].sum(0) / held_out["mask"].sum()
+    for means in (result.evaluation, hook.means):
+        np.testing.assert_allclose(means["columns"], expected, rtol=1e-5, atol=1e-6)
+    (evaluated,) = [x for x in lines(tmp_path) if "eval/loss" in x]
+    assert evaluated["eval/columns"] == hook.means["columns"].tolist()
+    assert set(Checkpointer(tmp_path / "checkpoints").metrics()) == {"eval/loss"}
+    options = jt.RunOptions(run_dir=str(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"best_metric 'columns' has shape \(8,\)"):
+        jt.fit(dataclasses.replace(experiment, best_metric="columns"), options)
 
 
 def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):

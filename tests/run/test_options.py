@@ -35,6 +35,12 @@ def test_flags_reach_the_rule(flags, message):
         options.make_optimizer(config.optimizer, steps=4)
 
 
+def test_a_rate_that_cannot_be_is_named_as_its_flag():
+    config = parse(gpt.Config, ["--optimizer.learning-rate", "-1"])
+    with pytest.raises(ValueError, match="learning_rate is -1; it must be at least 0"):
+        options.make_optimizer(config.optimizer, steps=4)
+
+
 def test_the_rate_is_the_rules_unless_the_experiment_or_a_flag_says_another():
     def rate(name, **more):
         chosen = options.OptimizerOptions(name=name, schedule="constant", warmup_steps=0, **more)

@@ -9,7 +9,16 @@ from experiments import gpt, vision
 from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
 from jaxtrain.run.main import parse, run_to_resume
-from jaxtrain.run.provenance import ROUNDED, SAME, check, compare, from_plain, read_record, table
+from jaxtrain.run.provenance import (
+    ROUNDED,
+    SAME,
+    check,
+    check_accepted,
+    compare,
+    from_plain,
+    read_record,
+    table,
+)
 
 MAY_CHANGE = gpt.outline(gpt.Config()).may_change
 
@@ -53,6 +62,15 @@ def test_every_kind_of_change_has_its_meaning(now, name, meaning):
             check([change], (), run_dir="r")
     for accepted in ([f"--{name}"], [name.replace("-", "_")], ["all"]):
         check([change], accepted, run_dir="r")
+
+
+def test_a_name_to_accept_that_no_run_has_is_refused_with_the_nearest():
+    then, now = record(fields="a"), record(changed(seed=1))
+    check_accepted(
+        ["seed", "--fields", "jax", "mesh.fsdp", "log_every", "stopped", "all"], then, now
+    )
+    with pytest.raises(ValueError, match=r"accept_changes has 'sede', .*: try 'seed'"):
+        check_accepted(["sede"], then, now)
 
 
 def test_what_is_of_a_start_is_no_change_and_more_steps_are_none_at_a_constant_rate():

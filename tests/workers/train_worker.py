@@ -8,7 +8,9 @@ hang or fail.
 """
 
 import argparse
+import dataclasses
 import os
+import sys
 import time
 
 import jax
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="the batch that fails, in the last process")
     parser.add_argument("--end-at", type=int, help="the last process's hook ends the run here")
     parser.add_argument("--raise-at", type=int, help="the last process's hook fails here")
+    parser.add_argument("--exit-at", type=int, help="the last process's hook calls sys.exit here")
     parser.add_argument("--hang-seconds", type=float, default=0.0)
     parser.add_argument("--chdir", default=".")
     parser.add_argument("--eval-every", type=int, default=0)
@@ -72,6 +75,10 @@ def main() -> None:
         time.sleep(args.start_seconds)
         return problems.init(rng)
 
+    def loss_fn(params, batch, rng):
+        metrics = {"columns": batch["x"].sum(0)}
+        return dataclasses.replace(problems.loss_fn(params, batch, rng), metrics=metrics)
+
     batches = data.Batches(Rows(), global_batch=args.global_batch, seed=0)
 
     def make(step, sharding):
@@ -93,12 +100,14 @@ def main() -> None:
             last = args.process == args.processes - 1
             if last and step == args.raise_at:
                 raise KeyError("a hole in the hook")
+            if last and step == args.exit_at:
+                sys.exit(3)
             return "it is late" if last and step == args.end_at else False
 
     experiment = jt.Experiment(
         name="worker",
         init_fn=init,
-        loss_fn=problems.loss_fn,
+        loss_fn=loss_fn,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
         train_batches=lambda start, sharding: data.BatchStream(

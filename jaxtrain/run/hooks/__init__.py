@@ -11,8 +11,19 @@ those that every run has; :func:`jaxtrain.fit` takes more of them.
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from jaxtrain.state import TrainState
+
+# A metric on the host.
+Value = float | np.ndarray
+
+
+def as_value(metric: Any) -> Value:
+    """Brings a metric to a number, or to an array where it has axes."""
+    return np.asarray(metric) if np.ndim(metric) else float(metric)
 
 
 class Hook:
@@ -25,11 +36,11 @@ class Hook:
         """Called when the call that ends with step number ``step`` is dispatched; reading ``state``
         waits for it."""
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Called with the metrics of ``step``, of every step in order, when the call after its own
         has been dispatched."""
 
-    def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
+    def on_evaluation(self, step: int, means: Mapping[str, Value]) -> None:
         """Called by :func:`jaxtrain.fit` with the held-out means of ``step``, before the
         ``on_step`` of that step."""
 

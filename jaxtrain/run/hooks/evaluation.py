@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import compile_eval, evaluate
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.state import TrainState
 
 PyTree = Any
@@ -33,7 +34,7 @@ class Evaluation(Hook):
 
     def __init__(self, run: Run, hooks: Sequence[Hook]):
         self.run, self.hooks = run, hooks
-        self.latest: tuple[int, dict[str, float]] = (-1, {})
+        self.latest: tuple[int, dict[str, Value]] = (-1, {})
         self._steps: dict[Any, CompiledStep] = {}
 
     def on_step(self, step: int, state: TrainState) -> None:
@@ -42,7 +43,7 @@ class Evaluation(Hook):
             with contextlib.suppress(Interrupted):  # the loop is about to be stopped
                 self.at(step, state, after=max(step - 1, 0))
 
-    def at(self, step: int, state: TrainState, *, after: int) -> dict[str, float]:
+    def at(self, step: int, state: TrainState, *, after: int) -> dict[str, Value]:
         """Returns the means at ``step``, evaluated once.
 
         Args:
@@ -61,7 +62,9 @@ class Evaluation(Hook):
             batches = opened(batch_sharding(run.mesh))
             first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
             found = evaluate(self._step_for(state, first), state, batches)
-            means |= {f"{prefix}{name}": float(x) for name, x in found.items()}
+            means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
+        if shape := np.shape(means.get(name := run.experiment.best_metric)):
+            raise ValueError(f"best_metric {name!r} has shape {shape}: name a metric of one number")
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         losses = ", ".join(f"{name} {means[name]:.4f}" for name in (f"{x}loss" for x in sets))

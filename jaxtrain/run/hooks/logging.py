@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxtrain.experiment import call_end
 from jaxtrain.host import memory
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value
 from jaxtrain.run.observe import throughput
 from jaxtrain.run.survive.pace import Pace
 
@@ -17,7 +17,7 @@ class Logging(Hook):
         self.run, self.pace = run, pace
         self.timed_to = 0
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         experiment, rate = self.run.experiment, self.run.rate
         if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
             self.timed_to = call_end(step - 1, experiment.steps, experiment.steps_per_call)
@@ -32,20 +32,10 @@ class Logging(Hook):
             values["time/step_seconds"] = seconds
             values[f"time/{experiment.item}_per_second"] = rate.items_per_second
             values |= self.pace.report(seconds)
-            utilisation = self._mfu(seconds)
+            devices, dtype = self.run.mesh.devices.flat, experiment.policy.compute_dtype
+            utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
         self.run.log.write(step, values)
-
-    def _mfu(self, seconds: float) -> float | None:
-        experiment = self.run.experiment
-        if experiment.flops_per_step is None:
-            return None
-        return throughput.mfu(
-            experiment.flops_per_step,
-            seconds,
-            self.run.mesh.devices.flat,
-            dtype=experiment.policy.compute_dtype,
-        )

@@ -149,7 +149,7 @@ class Saving(Hook):
     def _start(self, step: int, state: TrainState) -> None:
         self.run.owner.check()
         evaluated, means = self.evaluated
-        metrics = {f"eval/{name}": value for name, value in means.items()}
+        metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
         frozen = () if self.run.options.save_frozen else optim.frozen(state.opt_state)
         since = self.clock()
         started = self.checkpoints.save(

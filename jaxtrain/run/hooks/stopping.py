@@ -1,29 +1,49 @@
-"""A run that a hook has ended on purpose: agreed on by all processes, and known when resumed."""
+"""How a run ends early: agreed on by all processes, and known when it is resumed."""
 
+import dataclasses
 import json
+from collections.abc import Sequence
 
 from etils import epath
 
 from jaxtrain.host import distributed
+from jaxtrain.host.exit_codes import DONE, PREEMPTED
 from jaxtrain.run.folder import STOPPED
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
-class Agreeing(Hook):
-    """A user's hook, whose wish to end the run becomes the agreement of all processes."""
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How all processes end a run before its last step.
 
-    def __init__(self, hook: Hook, peers: Lifeline):
-        self.on_step, self.on_metrics = hook.on_step, hook.on_metrics
-        self.on_evaluation = hook.on_evaluation
-        self.hook, self.peers = hook, peers
+    Args:
+      code: what it ends with: DONE where it was stopped on purpose, PREEMPTED, or DIVERGED.
+      step: after which step; for DIVERGED the last one that was skipped.
+      reason: why it was stopped on purpose.
+    """
 
-    def stops(self, step: int) -> bool:
-        if answer := self.hook.stops(step):
-            named = f"{type(self.hook).__name__} asked for it"
-            self.peers.want_stop(answer if isinstance(answer, str) else named)
-        return False  # Preemption hears of it, in all processes.
+    code: int
+    step: int
+    reason: str | None = None
+
+
+def ending(step: int, hooks: Sequence[Hook], peers: Lifeline) -> Ending | None:
+    """How the loop ends with ``step``, if it does; all processes ask alike and are answered alike.
+
+    Args:
+      step: the one that was just dispatched.
+      hooks: of the user's; the wish of one in any process becomes the agreement of all.
+      peers: joins the processes; hears of signals too.
+    """
+    for hook in hooks:
+        if answer := hook.stops(step):
+            named = f"{type(hook).__name__} asked for it"
+            peers.want_stop(answer if isinstance(answer, str) else named)
+    if not peers.stops(step):
+        return None
+    return Ending(PREEMPTED if peers.reason is None else DONE, step, peers.reason)
 
 
 def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None:
@@ -35,19 +55,17 @@ def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None
       go_on: forgets it, and returns None.
     """
 
-    def read() -> str:
+    def read() -> dict | None:
         path = run_dir / STOPPED
-        if not path.exists():
-            return "{}"
-        text = path.read_text()
+        stop = json.loads(path.read_text()) if path.exists() else None
         # What is forgotten is not to be found where the run, on its way on, comes to that step.
-        if go_on or json.loads(text).get("step") != step:
+        if stop is not None and (go_on or stop.get("step") != step):
             path.unlink()
-            return "{}"
-        return text
+            return None
+        return stop
 
-    stop = json.loads(distributed.from_first_process(read))
-    if not stop:
+    stop = distributed.from_first_process(read)
+    if stop is None:
         return None
     terminal.print_lines(
         [

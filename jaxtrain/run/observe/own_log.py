@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxtrain.host.paths import is_remote
 from jaxtrain.run.folder import Ownership
+from jaxtrain.run.hooks import Value
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.survive.lifeline import Lifeline
 
@@ -27,7 +29,7 @@ class OwnLog:
         self._log, self._owner, self._peers = log, owner, peers
         self._taken, self._looked_at = False, -math.inf
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         if not self._is_taken():
             self._log.write(step, values)
 
@@ -36,7 +38,7 @@ class OwnLog:
             self._log.close()
 
     def _is_taken(self) -> bool:
-        seconds = self.LOOK_SECONDS if "://" in str(self._owner.path) else 0.0
+        seconds = self.LOOK_SECONDS if is_remote(self._owner.path) else 0.0
         if jax.process_index() == 0 and time.monotonic() - self._looked_at >= seconds:
             self._looked_at = time.monotonic()
             if not self._taken and self._owner.taken_by() is not None:

@@ -12,7 +12,7 @@ from jaxtrain.planning.chips import peak_flops
 
 
 def mfu(
-    flops_per_step: float,
+    flops_per_step: float | None,
     step_seconds: float,
     devices: Iterable[jax.Device],
     *,
@@ -21,16 +21,17 @@ def mfu(
     """Model FLOPs utilisation: FLOPs the model needs, over what the devices could have done.
 
     Args:
-      flops_per_step: of the model, recomputation not counted (Chowdhery et al. 2022, appendix B).
+      flops_per_step: of the model, recomputation not counted (Chowdhery et al. 2022, appendix B);
+        None where unknown.
       step_seconds: of one step.
       devices: all that the step runs on.
       dtype: of the operands.
 
     Returns:
-      A fraction, or None where a device's peak is not known: never a guess.
+      A fraction, or None where that or a device's peak is not known: never a guess.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
-    if not peaks or None in peaks or step_seconds <= 0:
+    if not peaks or None in (*peaks, flops_per_step) or step_seconds <= 0:
         return None
     return flops_per_step / (step_seconds * sum(peaks))
 

@@ -13,9 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
+from jaxtrain.host.paths import is_remote, write_whole
+from jaxtrain.run.hooks import Value
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,13 @@ CLOSE_SECONDS = 10.0
 class Writer(Protocol):
     """Takes the values of a step: the logs of a run, and what ``jaxtrain.fit(writers=)`` adds."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes named numbers under a step.
 
         Args:
           step: from 1; it may come several times, with other names each time.
-          values: by name, such as ``train/loss``, ``eval/loss`` and ``time/step_seconds``.
+          values: by name, such as ``train/loss``, ``eval/loss`` and ``time/step_seconds``; a metric
+            that has axes is an array.
         """
         ...
 
@@ -44,13 +48,23 @@ class Writer(Protocol):
         ...
 
 
-class JSONLWriter:
+class _FileWriter:
+    """A writer of one file."""
+
+    _file: "_GrowingFile"
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        self._file.close()
+
+
+class JSONLWriter(_FileWriter):
     """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
     2.5}``.
 
-    Every line is valid JSON: numbers that are not finite are written as the strings ``"nan"``,
-    ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write`` returns; in a bucket, and
-    where storage fails, as :class:`_GrowingFile` says.
+    Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
+    strings ``"nan"``, ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write``
+    returns; in a bucket, and where storage fails, as :class:`_GrowingFile` says.
 
     Args:
       path: the file, on a disk or in a bucket.
@@ -73,12 +87,12 @@ class JSONLWriter:
         def start() -> bytes:
             lines = [] if resume_step is None else _lines_up_to(path, resume_step)
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, "".join(lines))
+            write_whole(path, "".join(lines))
             return "".join(lines).encode()
 
         self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line.
 
         Raises:
@@ -87,16 +101,13 @@ class JSONLWriter:
         if "step" in values:
             raise ValueError("a value is named 'step', like the step itself; give it another name")
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        named = {name: _plain(x) for name, x in values.items()}
+        named = {name: _plain(np.asarray(x, float).tolist()) for name, x in values.items()}
         self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
 
-    def close(self) -> None:
-        """Writes what is pending and lets go."""
-        self._file.close()
 
-
-class TensorBoardWriter:
-    """Scalars for TensorBoard, in an event file of its own.
+class TensorBoardWriter(_FileWriter):
+    """Scalars for TensorBoard, in an event file of its own; an array is one for each of its entries
+    (``train/load/0``).
 
     On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
     :class:`_GrowingFile` says.
@@ -129,17 +140,17 @@ class TensorBoardWriter:
         self._append(Event(file_version="brain.Event:2"))
         self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds a point to each curve."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        points = [Summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+        points = [
+            Summary.Value(tag="/".join([name, *map(str, index)]), simple_value=float(x))
+            for name, value in values.items()
+            for index, x in np.ndenumerate(value)
+        ]
         self._append(Event(step=step, summary=Summary(value=points)))
-
-    def close(self) -> None:
-        """Writes what is pending and lets go."""
-        self._file.close()
 
     def _append(self, event: Any) -> None:
         """Appends a record: the length, its checksum, the event, its checksum."""
@@ -172,7 +183,7 @@ class _GrowingFile:
         self._thread: ThreadPoolExecutor | None = None
         self._upload: Future[float] | None = None
         self._next_upload = clock() + UPLOAD_SECONDS
-        if _is_remote(path):
+        if is_remote(path):
             self._chunks = [content]
             self._thread = ThreadPoolExecutor(1, "jaxtrain-log")
 
@@ -255,7 +266,7 @@ class Fanout:
     def __init__(self, writers: Sequence[Writer]):
         self._writers = tuple(writers)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes to each."""
         for writer in self._writers:
             writer.write(step, values)
@@ -285,8 +296,9 @@ def make_writers(run_dir: epath.PathLike, *, resume_step: int | None = None) -> 
     )
 
 
-def _plain(value: float) -> float | str:
-    value = float(value)
+def _plain(value: float | list) -> float | str | list:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     return value if math.isfinite(value) else str(value)
 
 
@@ -302,20 +314,6 @@ def _lines_up_to(path: epath.Path, step: int) -> list[str]:
         if keep:
             kept.append(line + "\n")
     return kept
-
-
-def _is_remote(path: epath.PathLike) -> bool:
-    return "://" in str(path)
-
-
-def _replace(path: epath.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    if _is_remote(path):  # as every object is
-        path.write_text(text)
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _checksum(data: bytes) -> bytes:

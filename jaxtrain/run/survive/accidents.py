@@ -1,4 +1,4 @@
-"""Steps that came to nothing: counting them, ending a run of them, and saying what was not finite.
+"""Steps that came to nothing: counted, the end of a run of them, and what was not finite.
 
 A step is skipped where something in it was not finite, and where ``skip_spikes`` left its update
 out. One now and then is the ordinary course of things; many in a row mean that the run learns
@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import gradients
 from jaxtrain.experiment import Experiment
+from jaxtrain.host.exit_codes import DIVERGED
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hooks import Hook, Value
+from jaxtrain.run.hooks.stopping import Ending
 from jaxtrain.state import TrainState
-from jaxtrain.step import normalize_loss, with_policy
+from jaxtrain.step import build_engine
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -42,30 +44,26 @@ class Diverged(RuntimeError):
 
 
 class ConsecutiveSkips(Hook):
-    """Counts skipped steps in a row, and ends the loop where they are too many.
+    """Counts skipped steps in a row.
 
     Args:
       limit: how many are too many; 0 for no limit.
+
+    Attributes:
+      ending: of the run, where there were too many.
     """
 
     def __init__(self, limit: int):
-        if limit < 0:
-            raise ValueError(f"max_consecutive_skips is {limit}: give 0 (no limit) or more")
         self._limit = limit
         self.count = 0
-        self.too_many_at: int | None = None
+        self.ending: Ending | None = None
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Counts the step."""
         nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
         self.count = self.count + 1 if nothing else 0
-        if self._limit and self.count >= self._limit and self.too_many_at is None:
-            self.too_many_at = step
-
-    def stops(self, step: int) -> bool:
-        """Whether there have been too many."""
-        del step
-        return self.too_many_at is not None
+        if self._limit and self.count >= self._limit and self.ending is None:
+            self.ending = Ending(DIVERGED, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +86,22 @@ class Examination:
 
     def first_not_finite(self) -> str | None:
         """Says which leaf is not finite: of parameters, else of gradients, else of model state."""
-        for name, (number, size) in self.params.items():
-            if number:
-                return f"parameter {name!r} has {number:,} of {size:,} values that are not finite"
-        losses = [
-            f"the loss of microbatch {j} is {loss}"
-            for j, loss in enumerate(self.losses)
-            if not math.isfinite(loss)
-        ]
-        grads = [
-            f"the gradient of {name!r} has {number:,} of {size:,} values that are not finite"
-            for name, (number, size) in self.grads.items()
-            if number
-        ]
-        after = [
-            f"model state {name!r} would get {number:,} of {size:,} values that are not finite"
-            for name, (number, size) in self.model_state.items()
-            if number
-        ]
-        return ", and ".join(losses[:1] + grads[:1]) or next(iter(after), None)
+
+        def first(what: str, counts: Mapping[str, tuple[int, int]], has: str = "has") -> list[str]:
+            return [
+                f"{what} {name!r} {has} {number:,} of {size:,} values that are not finite"
+                for name, (number, size) in counts.items()
+                if number
+            ][:1]
+
+        losses = [(j, loss) for j, loss in enumerate(self.losses) if not math.isfinite(loss)]
+        of_step = [f"the loss of microbatch {j} is {loss}" for j, loss in losses[:1]]
+        of_step += first("the gradient of", self.grads)
+        after = first("model state", self.model_state, has="would get")
+        for found in (first("parameter", self.params), of_step, after):
+            if found:
+                return ", and ".join(found)
+        return None
 
 
 def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Examination:
@@ -122,31 +117,36 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     another than in training; otherwise both are as in training.
     """
     piped = mesh.shape.get("pipe", 1) > 1
-    loss_fn = with_policy(
-        normalize_loss(experiment.loss_fn, experiment.has_model_state),
-        experiment.policy,
-        experiment.gather,
-    )
     microbatches = 1 if piped else experiment.accumulate
 
-    def recording(params, carried, batch, rng):
-        """The loss; its means wait in a model state that goes from microbatch to microbatch."""
-        model_state, losses = carried
-        loss, model_state = loss_fn(params, model_state, batch, rng)
-        losses = jnp.roll(losses, -1).at[-1].set(loss.total / loss.weight)
-        return loss, (model_state, losses)
+    def recording(loss_fn):
+        each = experiment.engine(loss_fn)
 
-    if microbatches == 1:
-        engine = gradients.plain(recording)
-    else:
-        engine = gradients.accumulated(recording, microbatches)
+        def engine(params, carried, batch, rng, loss_scale, frozen=frozenset()):
+            """Losses wait in a model state that goes from microbatch to microbatch."""
+            model_state, losses = carried
+            given = (params, model_state, batch, rng, loss_scale)
+            sums = gradients.run(each, *given, frozen=frozen)
+            losses = jnp.roll(losses, -1).at[-1].set(sums.loss.total / sums.loss.weight)
+            return dataclasses.replace(sums, model_state=(sums.model_state, losses))
+
+        return engine
+
+    engine = build_engine(
+        experiment.loss_fn,
+        policy=experiment.policy,
+        accumulate=microbatches,
+        has_model_state=experiment.has_model_state,
+        gather=experiment.gather,
+        engine=recording,
+    )
 
     def whole(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         carried = (state.model_state, jnp.zeros(microbatches))
         still = frozen(state.opt_state)
-        sums = engine(state.params, carried, batch, rng, scale, frozen=still)
+        sums = gradients.run(engine, state.params, carried, batch, rng, scale, frozen=still)
         model_state, losses = sums.model_state
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)

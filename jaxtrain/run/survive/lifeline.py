@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain.host.distributed import broadcast_text, coordinator_host
-from jaxtrain.host.exit_codes import PEER_LOST
+from jaxtrain.host.exit_codes import PEER_LOST, Ended
 from jaxtrain.host.signals import say
 
 # A host that lost its power or its network closes no connection: silence tells. Together with the
@@ -62,6 +62,10 @@ class Lifeline:
       hosts: names of their machines, for messages.
       exit: ends the process at once, given an exit code.
       clock: seconds, monotonic.
+
+    Attributes:
+      stop_wanted: whether some process has been asked to stop.
+      shared: what the processes have shared last, by number; in process 0.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Lifeline:
         self.shared: dict[int, dict[str, Any]] = {}
         self._peers, self._hosts, self._exit, self._clock = peers, hosts, exit, clock
         self._changed = threading.Condition(threading.RLock())
-        self._stop_wanted = False
+        self.stop_wanted = False
         self._reason: str | None = None
         # The last step that this process has gone on from, and in an agreement that of each.
         self._passed = -1.0
@@ -97,11 +101,6 @@ class Lifeline:
                 target=self._watch, name="jaxtrain-lifeline", daemon=True
             )
             self._thread.start()
-
-    @property
-    def stop_wanted(self) -> bool:
-        """Whether some process has been asked to stop."""
-        return self._stop_wanted
 
     @property
     def reason(self) -> str | None:
@@ -137,7 +136,7 @@ class Lifeline:
 
     def _agree(self, step: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stop_at is not None or not self._stop_wanted)
+            self._changed.wait_for(lambda: self._stop_at is not None or not self.stop_wanted)
             self._passed = step
 
     def share(self, **values: Any) -> None:
@@ -190,7 +189,7 @@ class Lifeline:
             elif "bye" in message:
                 self._bye(sender, message["bye"], message["code"])
             all_there = len(self._at) == self.processes
-            if first and self._stop_wanted and self._stop_at is None and all_there:
+            if first and self.stop_wanted and self._stop_at is None and all_there:
                 decided = {"stop_at": max(self._at.values()), "reason": self._reason}
                 self._send_all(decided)
                 self._decide(**decided)
@@ -198,10 +197,10 @@ class Lifeline:
 
     def _want(self, reason: str | None) -> None:
         """Begins an agreement; an interruption takes precedence over an end on purpose."""
-        again = self._stop_wanted and (self._reason is None or reason is not None)
+        again = self.stop_wanted and (self._reason is None or reason is not None)
         if again or (reason is not None and self._ended is not None):
             return
-        answered, self._stop_wanted, self._reason = self._stop_wanted, True, reason
+        answered, self.stop_wanted, self._reason = self.stop_wanted, True, reason
         self._send_all({"stop": reason})
         # Answered here and not by the loop, which may be in a collective with a process that waits
         # for the answer. It stays true: the loop goes on from no other step before the decision.
@@ -214,7 +213,7 @@ class Lifeline:
             return
         # The run goes on to its last evaluation, which may be interrupted: that is agreed on anew.
         self._ended = (stop_at, reason)
-        self._stop_wanted = False
+        self.stop_wanted = False
         self._at.clear()
 
     def _bye(self, sender: int, reason: str | None, code: int) -> None:
@@ -313,18 +312,16 @@ def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
       OSError: where a process cannot reach the first.
     """
     lifeline = _connect() if connect else Lifeline(0, 1, {}, {})
+    error: BaseException | None = None
     try:
         yield lifeline
-    except Exception as error:
+    except BaseException as raised:
+        error = None if isinstance(raised, Ended) else raised
         if isinstance(error, jax.errors.JaxRuntimeError):
             lifeline.explain()
+        raise
+    finally:
         lifeline.close(error)
-        raise
-    except BaseException:  # an orderly end by SystemExit, in all processes alike
-        lifeline.close()
-        raise
-    else:
-        lifeline.close()
 
 
 def _connect() -> Lifeline:

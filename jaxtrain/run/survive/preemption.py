@@ -1,18 +1,16 @@
-"""Stopping where all processes agree to, because one of them was told to by a signal."""
+"""What a signal does: before training it ends the process, then it asks all of them to stop."""
 
 import contextlib
 import os
 import signal
 from collections.abc import Callable
-from types import TracebackType
 
-from jaxtrain.host.exit_codes import PREEMPTED
+from jaxtrain.host.exit_codes import PREEMPTED, Ended
 from jaxtrain.host.signals import SignalWatch, say
-from jaxtrain.run.hooks import Hook
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
-class Preempted(SystemExit):
+class Preempted(Ended):
     """Ends the process with ``PREEMPTED`` where nobody catches it: the state is saved.
 
     Attributes:
@@ -21,14 +19,12 @@ class Preempted(SystemExit):
     """
 
     def __init__(self, step: int, run_dir: str):
-        super().__init__(PREEMPTED)
-        self.step, self.run_dir = step, run_dir
-
-    def __str__(self) -> str:
-        return (
-            f"stopped after step {self.step}, which is saved in {self.run_dir}: go on with "
-            f"--resume --run-dir {self.run_dir} (exit code {PREEMPTED})"
+        super().__init__(
+            PREEMPTED,
+            f"stopped after step {step}, which is saved in {run_dir}: go on with "
+            f"--resume --run-dir {run_dir} (exit code {PREEMPTED})",
         )
+        self.step, self.run_dir = step, run_dir
 
 
 def ending_at_sigterm(
@@ -53,44 +49,22 @@ def ending_at_sigterm(
     return SignalWatch(leave, signals=(signal.SIGTERM,))
 
 
-class Preemption(Hook):
-    """Listens for SIGTERM and SIGINT while it is open, and tells the loop where to stop.
+def stopping_at_signals(
+    peers: Lifeline, *, handle_signals: bool = True
+) -> contextlib.AbstractContextManager:
+    """While this lasts, SIGTERM and SIGINT ask all processes to stop, at a step they agree on.
 
     Args:
-      lifeline: joins the processes.
+      peers: joins the processes.
       handle_signals: False leaves signals alone here; another process may still ask for a stop.
     """
 
-    def __init__(self, lifeline: Lifeline, *, handle_signals: bool = True):
-        self._lifeline = lifeline
-        self._watch = SignalWatch(self._on_signal) if handle_signals else None
-        self.stopped_at: int | None = None
-
-    def __enter__(self) -> "Preemption":
-        if self._watch is not None:
-            self._watch.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(kind, error, traceback)
-
-    def stops(self, step: int) -> bool:
-        """Whether all processes stop after ``step``, which they have just dispatched."""
-        if not self._lifeline.stops(step):
-            return False
-        self.stopped_at = step
-        return True
-
-    def _on_signal(self, number: int) -> None:
-        if not self._lifeline.stop_wanted:
+    def ask(number: int) -> None:
+        if not peers.stop_wanted:
             say(
                 f"{signal.Signals(number).name}: finishing the step in flight and saving it, then "
                 f"exiting with code {PREEMPTED}; a second signal stops at once"
             )
-        self._lifeline.want_stop()
+        peers.want_stop()
+
+    return SignalWatch(ask) if handle_signals else contextlib.nullcontext()

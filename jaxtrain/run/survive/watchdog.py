@@ -23,26 +23,22 @@ class Watchdog(Hook):
 
     Args:
       seconds: without a beat after which the process ends; 0 for no end.
+      run_dir: where the stacks are written besides standard error; None for nowhere.
       process: this process's number, for the message.
       exit: ends the process at once, given an exit code.
       clock: seconds, monotonic.
-
-    Attributes:
-      run_dir: where the stacks are written besides standard error; None for nowhere.
     """
 
     def __init__(
         self,
         seconds: float,
         *,
+        run_dir: epath.Path | None = None,
         process: int = 0,
         exit: Callable[[int], None] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not seconds >= 0:
-            raise ValueError(f"hang_minutes is {seconds / 60:g}: give 0 (never) or more")
-        self._limit, self._process = seconds, process
-        self.run_dir: epath.PathLike | None = None
+        self._limit, self._run_dir, self._process = seconds, run_dir, process
         self._exit, self._clock = exit, clock
         self._beat_at, self._doing = clock(), "before its first step"
         self._closed = threading.Event()
@@ -95,12 +91,12 @@ class Watchdog(Hook):
         self._exit(HUNG)
 
     def _write_stacks(self, sentence: str) -> None:
-        if self.run_dir is None:
+        if self._run_dir is None:
             return
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [sentence]
         for ident, frame in sys._current_frames().items():
             lines += ["", f"thread {names.get(ident, ident)}, innermost last:"]
             lines += (line.rstrip() for line in traceback.format_stack(frame))
-        path = epath.Path(self.run_dir) / f"hang-process-{self._process}.txt"
+        path = self._run_dir / f"hang-process-{self._process}.txt"
         path.write_text("\n".join(lines) + "\n")

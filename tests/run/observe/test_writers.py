@@ -96,6 +96,19 @@ def test_numbers_that_are_not_finite_are_words(tmp_path):
     assert read_lines(tmp_path / "log.jsonl") == [{"step": 1, "a": "nan", "b": "inf", "c": "-inf"}]
 
 
+def test_an_array_is_a_list_and_a_curve_for_each_entry(tmp_path):
+    values = {"load": np.array([0.25, np.nan]), "norms": jnp.ones((2, 1)), "loss": 1.5}
+    both = make_writers(tmp_path)
+    both.write(3, values)
+    both.close()
+    expected = {"step": 3, "load": [0.25, "nan"], "norms": [[1.0], [1.0]], "loss": 1.5}
+    assert read_lines(tmp_path / "log.jsonl") == [expected]
+    curves = read_curves(tmp_path / "tensorboard")
+    assert math.isnan(curves.pop("load/1")[3])
+    one = {"load/0": 0.25, "norms/0/0": 1.0, "norms/1/0": 1.0, "loss": 1.5}
+    assert curves == {name: {3: x} for name, x in one.items()}
+
+
 def test_resuming_drops_later_and_broken_lines_and_appends(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(
@@ -137,7 +150,7 @@ def test_a_value_may_not_be_named_step(tmp_path):
 
 
 def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "_is_remote", lambda path: True)
+    monkeypatch.setattr(writers, "is_remote", lambda path: True)
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     now, uploads = [0.0], []

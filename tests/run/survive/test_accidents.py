@@ -15,6 +15,7 @@ from jaxtrain import cli
 from jaxtrain.host import exit_codes
 from jaxtrain.run import options, replay
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.hooks.stopping import Ending
 from jaxtrain.run.main import main, run_to_resume
 from jaxtrain.run.survive.accidents import ConsecutiveSkips, Diverged, Examination, examine
 from tests import problems
@@ -41,13 +42,14 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
     spike = good | {"spike": 1.0}
     for step, metrics in enumerate([bad, bad, good, bad, spike, good, spike, bad, bad, good]):
         skips.on_metrics(step, metrics)
-    assert skips.too_many_at == 8
+    assert skips.ending == Ending(exit_codes.DIVERGED, 8)
     never = ConsecutiveSkips(0)
     for step in range(100):
         never.on_metrics(step, bad)
-    assert never.too_many_at is None
-    with pytest.raises(ValueError, match="max_consecutive_skips is -1"):
-        ConsecutiveSkips(-1)
+    assert never.ending is None
+    for name in ("max_consecutive_skips", "hang_minutes"):
+        with pytest.raises(ValueError, match=f"{name} is -1: give at least 0"):
+            jt.RunOptions(**{name: -1})
 
 
 def test_fewer_skips_than_the_limit_are_survived_and_logged(tmp_path):
@@ -148,7 +150,7 @@ def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path
         ("{", "config.json or changes.jsonl in", MODULE),
         ("[]", "it holds a list", MODULE),
         ('{"flags": 3}', "does not tell how to build its experiment", MODULE),
-        ('{"flags": {}}', "module 'no.such' cannot be imported here", "no.such"),
+        ('{"flags": {}}', "there is no module 'no.such' here", "no.such"),
         ('{"flags": {}}', "module 'os' has no Config", "os"),
         ('{"flags": {"stops": 3}}', "Config has no field 'stops'", MODULE),
         ('{"flags": {"steps": [3]}}', "Config takes no steps [3]", MODULE),

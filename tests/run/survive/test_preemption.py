@@ -319,6 +319,22 @@ def test_the_table_of_exit_codes_is_that_of_the_constants():
     assert restart == exit_codes.RESTARTABLE
 
 
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(SystemExit(3), "SystemExit: 3"), (KeyError(1), "KeyError: 1"), (Preempted(1, "r"), None)],
+)
+def test_the_others_are_told_of_every_end_that_is_not_theirs_too(end, told, monkeypatch):
+    lines, _ = lifelines(2, [])
+    monkeypatch.setattr(lifeline, "_connect", lambda: lines[1])
+    with pytest.raises(type(end)), lifeline.open_lifeline():
+        raise end
+    eventually(lambda: not lines[0]._peers)
+    with lines[0]._changed:
+        said = lines[0]._leave_at
+    assert (said and said[1].partition("has ended with ")[2]) == told
+    lines[0].close()
+
+
 def test_one_process_agrees_with_itself():
     with lifeline.open_lifeline() as line:
         assert not line.stops(3)

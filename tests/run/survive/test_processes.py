@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from jaxtrain import data
 from jaxtrain.host import exit_codes
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from tests import problems
 from tests.run.survive.processes import (
     WORKER,
     Process,
@@ -78,6 +80,15 @@ def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on
         assert [p.code() for p in processes] == [0, 0], processes[0].errors
         assert processes[0].output.splitlines()[-1] == digest
         assert digest.startswith("digest ")
+    # A metric that is an array is that of the whole batch, whoever has its rows.
+    batch = problems.make_batch(0, rows=64)
+    order = data.Batches(
+        [{k: v[i] for k, v in batch.items()} for i in range(64)], global_batch=8, seed=0
+    )
+    for line in [x for x in logged(other / "run") if "train/loss" in x]:
+        rows = [order.source_index(8 * (line["step"] - 1) + i) for i in range(8)]
+        expected = batch["x"][rows].sum(0) / batch["mask"][rows].sum()
+        assert line["train/columns"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
 
 
 def test_a_hook_of_one_process_ends_all_at_one_step_and_no_restart_trains_on(tmp_path):
@@ -95,14 +106,17 @@ def test_a_hook_of_one_process_ends_all_at_one_step_and_no_restart_trains_on(tmp
 
 
 @pytest.mark.slow
-def test_a_hook_that_raises_in_one_process_ends_the_others_with_its_words(tmp_path):
-    arguments = ("--steps", "100", "--raise-at", "6")
-    with workers(tmp_path, *arguments, count=2, devices=1) as processes:
+@pytest.mark.parametrize(
+    ("way", "words", "code"),
+    [("--raise-at", "KeyError: 'a hole in the hook'", 1), ("--exit-at", "SystemExit: 3", 3)],
+)
+def test_a_hook_that_ends_one_process_ends_the_others_with_its_words(tmp_path, way, words, code):
+    with workers(tmp_path, "--steps", "100", way, "6", count=2, devices=1) as processes:
         codes = [p.code(timeout=60) for p in processes]
         assert codes[0] == 1
-        assert codes[1] in (1, -signal.SIGABRT)  # as below
+        assert codes[1] in (code, -signal.SIGABRT)  # as below
         assert "process 1 of 2 (host " in processes[0].errors
-        assert "has ended with KeyError: 'a hole in the hook'" in processes[0].errors
+        assert f"has ended with {words}" in processes[0].errors
 
 
 def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):

@@ -1,0 +1,67 @@
+"""Which errors are one sentence, and which keep their traceback."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.run import refusal
+from jaxtrain.run.main import main
+from tests.workers import poisoned
+
+
+class Mistaken(jt.Hook):
+    """A hook and a writer with a mistake in them."""
+
+    def on_step(self, step, state):
+        raise ValueError("mine")
+
+    def write(self, step, values):
+        int("mine")
+
+    def close(self):
+        pass
+
+
+def mistaken_loss(params, batch, rng):
+    return jnp.sum(batch["x"]) * np.zeros(3).reshape(2)  # a ValueError of NumPy's
+
+
+def run(tmp_path, build=poisoned.build, **plugs):
+    main(poisoned.Config, build, ["--steps", "1", "--run-dir", str(tmp_path / "run")], **plugs)
+
+
+@pytest.mark.parametrize("plug", ["hooks", "writers"])
+def test_a_mistake_in_a_hook_or_writer_keeps_its_traceback(tmp_path, plug):
+    with pytest.raises(ValueError, match="mine"):
+        run(tmp_path, **{plug: [Mistaken()]})
+
+
+def test_a_mistake_in_a_loss_keeps_its_traceback_and_one_of_its_shapes_is_refused(tmp_path, capsys):
+    def build(config, **changes):
+        return dataclasses.replace(poisoned.build(config), loss_fn=mistaken_loss, **changes)
+
+    with pytest.raises(ValueError, match="cannot reshape"):
+        run(tmp_path, build)
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, lambda config: build(config, mesh={"data": 3}))
+    assert capsys.readouterr().err.startswith("error: mesh data 3 needs 3 devices")
+
+
+def test_what_build_refuses_is_a_sentence(tmp_path, capsys):
+    def build(config):
+        raise ValueError(f"steps is {config.steps}: give an even number")
+
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, build)
+    assert capsys.readouterr().err == "error: steps is 1: give an even number\n"
+
+
+def test_a_folder_that_is_called_as_a_flag_is_keeps_its_name(monkeypatch):
+    sentence = "there is no run to resume in save_every: log_every"
+    assert refusal.with_flags(sentence, jt.RunOptions).endswith("in --save-every: --log-every")
+    for typed in (["--run-dir", "save_every"], ["--run-dir=save_every"]):
+        monkeypatch.setattr("sys.argv", ["gpt", *typed, "--log_every", "3"])
+        assert refusal.with_flags(sentence, jt.RunOptions).endswith("in save_every: --log-every")

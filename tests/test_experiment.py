@@ -1,0 +1,139 @@
+"""What plugs into an experiment: a gradient engine, and a transform of its step."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import gradients
+from jaxtrain.agreement import Layout, compare, run_one_device
+from jaxtrain.experiment import compile_train, make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.planning.estimate import trace
+from jaxtrain.run.checkpoints.checkpointer import digest
+from jaxtrain.run.replay import replay
+from tests import problems
+from tests.run.test_loop import lines, make_experiment
+from tests.workers import poisoned
+
+BOUND, BOX = 3.0, 0.4
+SUMS = gradients.GradientSums({}, jt.WeightedLoss(jnp.float32(1), jnp.float32(1)), None)
+
+
+def clipped(loss_fn, bound=BOUND):
+    """Gradients of every example by itself, each cut to the same norm, and summed."""
+    alone = gradients.plain(loss_fn)
+
+    def engine(params, model_state, batch, rng, loss_scale):
+        def one(example):
+            row = jax.tree.map(lambda x: x[None], example)
+            sums = alone(params, model_state, row, rng, loss_scale)
+            shrunk = jnp.minimum(1.0, bound / jnp.maximum(optax.tree.norm(sums.grads), 1e-12))
+            return dataclasses.replace(sums, grads=jax.tree.map(lambda g: g * shrunk, sums.grads))
+
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(batch))
+
+    return engine
+
+
+def projected(step):
+    """Keeps every parameter in a box, and says how far out one was."""
+
+    def transformed(state, batch):
+        state, metrics = step(state, batch)
+        out = {"out": optax.tree.max(jax.tree.map(jnp.abs, state.params)) - BOX}
+        params = jax.tree.map(lambda p: jnp.clip(p, -BOX, BOX), state.params)
+        return dataclasses.replace(state, params=params), metrics | out
+
+    return transformed
+
+
+def test_neutral_plugs_leave_every_bit_as_it_is():
+    def trained(**plugs):
+        experiment = make_experiment(mesh={"data": 4, "tensor": 2}, accumulate=2, zero=2, **plugs)
+        mesh = make_experiment_mesh(experiment)
+        state = make_state(experiment, mesh)
+        return digest(compile_train(experiment, state, mesh)(state, problems.make_batch(0, 8))[0])
+
+    plugs = {"engine": lambda loss_fn: gradients.plain(loss_fn), "transform": lambda step: step}
+    assert trained(**plugs) == trained()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accumulate):
+    batch = problems.make_batch()
+    experiment = make_experiment(
+        loss_fn=problems.loss_fn,
+        batch=batch,
+        optimizer=optax.adam(1e-2, eps=1e-6),
+        train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
+        accumulate=accumulate,
+        engine=clipped,
+    )
+    (step,) = run_one_device(experiment, 1)
+    params = step.before.params
+    expected = jax.tree.map(np.zeros_like, jax.device_get(params))
+    cut = 0
+    for i in np.flatnonzero(batch["mask"]):
+        _, grads, _ = problems.reference(params, {k: v[i : i + 1] for k, v in batch.items()})
+        norm = math.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+        cut += norm > BOUND
+        grads = optax.tree.scale(min(1, BOUND / norm), grads)
+        expected = jax.tree.map(np.add, expected, grads)
+    assert 0 < cut < batch["mask"].sum()
+    expected = jax.tree.map(lambda e: e / batch["mask"].sum(), expected)
+    chex.assert_trees_all_close(step.gradients, expected, rtol=2e-5, atol=1e-7)
+    layouts = [Layout({"data": 4}), Layout({"data": 2, "fsdp": 2, "tensor": 2}, zero=2)]
+    for found in compare(experiment, layouts=layouts, steps=2):
+        assert found.refusal is None
+        assert found.agrees(1e-5), found
+
+
+def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
+    def build(config):
+        engine = functools.partial(clipped, bound=0.1)
+        return dataclasses.replace(poisoned_build(config), engine=engine, transform=projected)
+
+    poisoned_build = poisoned.build
+    monkeypatch.setattr(poisoned, "build", build)
+    config = poisoned.Config(steps=3)
+    experiment = build(config)
+    state = jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path), log_every=1)).state
+    assert max(abs(x).max() for x in jax.tree.leaves(state.params)) == np.float32(BOX)
+    logged = {line["step"]: line for line in lines(tmp_path) if "train/loss" in line}
+    assert logged[1]["train/out"] > 0
+    assert 0 < logged[3]["train/grad_norm"] <= 0.1
+    # Step 3 comes after two that are transformed; its own gradients are those of the engine.
+    norms = replay(tmp_path, 3, module="tests.workers.poisoned").norms.values()
+    norm = math.sqrt(sum(x**2 for x in norms))
+    assert norm == pytest.approx(logged[3]["train/grad_norm"], rel=1e-6)
+    (step,) = run_one_device(experiment, 1)
+    largest = max(abs(x).max() for x in jax.tree.leaves(step.parts["parameters"]))
+    assert largest == np.float32(BOX)
+    planned, plain = (len(trace(e, 8).jaxpr.outvars) for e in (experiment, poisoned_build(config)))
+    assert planned == plain + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh": {"pipe": 2, "data": 4}, "engine": clipped}, "and no engine of its own"),
+        ({"engine": 3}, "engine is 3: give a function of a loss that returns a gradient engine"),
+        ({"engine": lambda loss: lambda *args: None}, "the gradient engine returned NoneType"),
+        ({"engine": lambda loss: lambda *args: SUMS}, r"gives none for parameter 'down/kernel'"),
+        ({"transform": lambda step: None}, "transform returned None: return a step"),
+    ],
+)
+def test_a_plug_that_does_not_fit_is_named(changes, words):
+    experiment = make_experiment(**changes)
+    mesh = make_experiment_mesh(experiment)
+    with pytest.raises(ValueError, match=words):
+        compile_train(experiment, make_abstract_state(experiment, mesh), mesh)
