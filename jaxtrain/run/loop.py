@@ -68,6 +68,7 @@ def train_loop(
     steps: int,
     steps_per_call: int = 1,
     hooks: Sequence[Hook] = (),
+    ends: Callable[[int], Any] | None = None,
 ) -> TrainState:
     """Runs ``train`` until ``steps`` steps are done, counted from the state's own step, or a hook
     stops it.
@@ -84,6 +85,8 @@ def train_loop(
       steps_per_call: steps in one call of ``train``. Calls end at its multiples and at ``steps``,
         so the first and the last of them may be shorter.
       hooks: called in order, around every step.
+      ends: asked after every hook's ``on_step``; the loop ends with a step of which it says
+        something true. By default what any hook's ``stops`` says.
 
     Returns:
       The last state.
@@ -91,28 +94,6 @@ def train_loop(
     Raises:
       ValueError: where the batches end before ``steps``, when the hooks have had all metrics.
     """
-    return _run_steps(
-        train,
-        state,
-        batches,
-        steps=steps,
-        steps_per_call=steps_per_call,
-        hooks=hooks,
-        ends=lambda step: any([hook.stops(step) for hook in hooks]),
-    )[0]
-
-
-def _run_steps(
-    train: Callable[..., Any],
-    state: TrainState,
-    batches: Iterable[PyTree],
-    *,
-    steps: int,
-    steps_per_call: int,
-    hooks: Sequence[Hook],
-    ends: Callable[[int], Any],
-) -> tuple[TrainState, Any]:
-    """:func:`train_loop`; also returns what ``ends`` has answered last, which ends it if true."""
     pending: tuple[range, Mapping[str, jax.Array]] | None = None
 
     def read() -> None:
@@ -128,7 +109,8 @@ def _run_steps(
             for hook in hooks:
                 hook.on_metrics(number, values)
 
-    done, batches, answer = int(state.step), iter(batches), None
+    ends = ends or (lambda step: any([hook.stops(step) for hook in hooks]))
+    done, batches = int(state.step), iter(batches)
     while done < steps:
         numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
         given = list(itertools.islice(batches, len(numbers)))
@@ -144,10 +126,10 @@ def _run_steps(
         done = numbers[-1]
         for hook in hooks:
             hook.on_step(done, state)
-        if answer := ends(done):
+        if ends(done):
             break
     read()
-    return state, answer
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,18 +266,24 @@ def fit(
         saving = Saving(run, checkpoints)
         evaluation = Evaluation(run, [saving, *hooks])
         early: Ending | None = None
+
+        def ends(step: int) -> Ending | None:
+            nonlocal early
+            early = skips.ending or ending(step, hooks, peers)
+            return early
+
         if start < experiment.steps:
             if options.eval_first and start == 0:
                 evaluation.on_step(0, state)
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            state, early = _run_steps(
+            state = train_loop(
                 train,
                 state,
                 pace.timed(batches),
                 steps=experiment.steps,
                 steps_per_call=experiment.steps_per_call,
                 hooks=[run.watchdog, Logging(run, pace), evaluation, saving, *hooks, skips],
-                ends=lambda step: skips.ending or ending(step, hooks, peers),
+                ends=ends,
             )
             early = early if int(state.step) < experiment.steps else None
         means = _finish(run, state, skips.ending or early, evaluation, saving)
