@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
+from jaxtrain.parallel.placement import constrain
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves, path_name
@@ -91,8 +92,11 @@ class LowRank:
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         y = product(x, self.base)
-        low_NR = (self.scale * product(x, self.a)).astype(self.b.dtype)
-        return y + matmul_float32(low_NR, self.b).astype(y.dtype)
+        # Small, so gathered first: XLA's partitioner would permute them among all devices within a
+        # branch of a pipeline that not all take, and those that do would wait for ever.
+        a, b = (constrain(part, None, None) for part in (self.a, self.b))
+        low_NR = (self.scale * product(x, a)).astype(b.dtype)
+        return y + matmul_float32(low_NR, b).astype(y.dtype)
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:
         *lead, inputs, outputs = axes
