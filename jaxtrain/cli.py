@@ -19,7 +19,6 @@ import tyro
 from jaxtrain import agreement
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import quiet
-from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.planning import search
@@ -122,7 +121,6 @@ def run_parity(options: ParityOptions, rest: list[str]) -> int:
     layouts = [agreement.parse_layout(text) for text in options.layout]
     with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
         simulate_devices(agreement.DEVICES)
-    keep_freed_memory()
     experiment = load_experiment(options.experiment, rest, command="parity")
     layouts = layouts or agreement.usual_layouts(experiment)
     comparisons = agreement.compare(experiment, layouts=layouts, steps=options.compare_steps)
