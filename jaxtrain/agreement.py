@@ -94,6 +94,7 @@ LAYOUTS = (
     Layout({"data": 8}, zero=2),
     Layout({"data": 8}, zero=3),
     Layout({"pipe": 2, "data": 2, "tensor": 2}),
+    Layout({"pipe": 2, "fsdp": 2, "tensor": 2}),
     Layout({"pipe": 4, "fsdp": 2}),
 )
 
@@ -118,16 +119,8 @@ class Comparison:
         return all(error <= tolerance for error, _ in self.worst.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of the run on one device.
-
-    Args:
-      before: the state that it started from.
-      batch: its batch, on the host.
-      gradients: what the optimizer was given.
-      parts: what is compared, on the host, by name.
-    """
+class Step(NamedTuple):
+    """A step on one device: its state, its batch, what its optimizer was given, what came of it."""
 
     before: TrainState
     batch: PyTree
@@ -250,7 +243,14 @@ def compare(
         raise ValueError(f"{steps} steps have nothing to compare: use 1 or more")
     experiment = dataclasses.replace(experiment, policy=policy)
     layouts = list(layouts)
-    numbers = [microbatches_on(experiment, layout) for layout in layouts]
+    # An accumulation has its number everywhere; else a pipeline alone has microbatches.
+    pipelined = experiment.pipeline.get("microbatches", 1)
+    numbers = [
+        pipelined
+        if experiment.accumulate == 1 and x.axes.get("pipe", 1) > 1
+        else experiment.accumulate
+        for x in layouts
+    ]
     pool = ThreadPoolExecutor(COMPILERS)
     try:
         alone = {
@@ -273,13 +273,6 @@ def compare(
                 yield Comparison(layout, worst=errors)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def microbatches_on(experiment: Experiment, layout: Layout) -> int:
-    """How many microbatches a step has on a layout: those of the pipeline, where it has one."""
-    if layout.axes.get("pipe", 1) == 1 or experiment.accumulate != 1:
-        return experiment.accumulate
-    return experiment.pipeline.get("microbatches", 1)
 
 
 class Program(NamedTuple):
@@ -344,7 +337,7 @@ def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[f
         _, found = run_step(program, state, step.batch)
         for part, expected in step.parts.items():
             each = [worst(found[part][group], expected[group]) for group in expected]
-            errors[part] = max([errors.get(part, (0.0, "none")), *each])
+            errors[part] = max([errors.get(part, (-1.0, "")), *each])
     return errors
 
 
@@ -371,9 +364,7 @@ def run_step(
     }
     shared = {"params": named_leaves(state.params), "stack": program.experiment.stack}
     parts |= {name: groups(tree, **shared) for name, tree in trees.items()}
-    # An optimizer without state is compared too, so that its row is there.
-    optional = ("evaluation", "model state")
-    return state, {name: part for name, part in parts.items() if part or name not in optional}
+    return state, {name: part for name, part in parts.items() if part}
 
 
 def place(state: TrainState, like: TrainState) -> TrainState:
