@@ -1,11 +1,12 @@
 """Whether a mesh changes the mathematics: an experiment on one device against the same on meshes.
 
-The experiment is trained for a few steps on one device with its own batches, in float32. On each
-mesh every step starts from the state that one device had, and its optimizer is given the gradient
-that one device had. So each step is checked from end to end, by induction so is the run, and
-rounding is compared where it arises: left to itself, Adam would blow the rounding noise of a
-gradient that is zero (that of a key bias, which softmax does not see) up to the size of a whole
-update.
+The experiment is trained for a few steps on one device with its own batches, in float32 unless
+asked otherwise. On each mesh every step starts from the state that one device had, and its
+optimizer is given the gradient that one device had. So each step is checked from end to end, by
+induction so is the run, and rounding is compared where it arises: left to itself, Adam would blow
+the rounding noise of a gradient that is zero (that of a key bias, which softmax does not see) up to
+the size of a whole update. Where the experiment has an evaluation, that of every state is compared
+as well.
 
 The error of a leaf is ``|a - b| / |b|`` in the 2-norm. A leaf that is zero but for rounding has no
 norm to speak of, so ``|b|`` counts as at least a hundredth of what the leaf would have if it shared
@@ -18,9 +19,9 @@ import functools
 import io
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,21 +30,37 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.experiment import Experiment, compile_train, make_abstract_state, make_state
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import (
+    Experiment,
+    compile_eval,
+    compile_train,
+    make_abstract_state,
+    make_state,
+)
 from jaxtrain.parallel.mesh import AXES, fill_sizes, make_mesh
 from jaxtrain.parallel.pipeline import Stages
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules, batch_sharding
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves, owner_of
 
 PyTree = Any
 TOLERANCE = 1e-5
+STEPS = 2  # the second has moments that are not zero
 DEVICES = 8
 
-# Half of the time would be LLVM's; it knows nothing of meshes.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+# Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
+# busy, so several programs are compiled at once.
+COMPILERS = 2
+COMPILER_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not know
+    COMPILER_OPTIONS |= {
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_llvm_disable_expensive_passes": True,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +94,7 @@ LAYOUTS = (
     Layout({"data": 8}, zero=2),
     Layout({"data": 8}, zero=3),
     Layout({"pipe": 2, "data": 2, "tensor": 2}),
+    Layout({"pipe": 2, "fsdp": 2, "tensor": 2}),
     Layout({"pipe": 4, "fsdp": 2}),
 )
 
@@ -101,16 +119,8 @@ class Comparison:
         return all(error <= tolerance for error, _ in self.worst.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of the run on one device.
-
-    Args:
-      before: the state that it started from.
-      batch: its batch, on the host.
-      gradients: what the optimizer was given.
-      parts: what is compared, on the host, by name.
-    """
+class Step(NamedTuple):
+    """A step on one device: its state, its batch, what its optimizer was given, what came of it."""
 
     before: TrainState
     batch: PyTree
@@ -131,7 +141,7 @@ def parity(
     pipeline: Mapping[str, Any] | None = None,
     has_model_state: bool = False,
     gather: Gather = "step",
-    steps: int = 2,
+    steps: int = STEPS,
     seed: int = 0,
     tolerance: float = TOLERANCE,
 ) -> str:
@@ -205,7 +215,11 @@ def parity(
 
 
 def compare(
-    experiment: Experiment, *, layouts: Iterable[Layout] = LAYOUTS, steps: int = 3
+    experiment: Experiment,
+    *,
+    layouts: Iterable[Layout] = LAYOUTS,
+    steps: int = STEPS,
+    policy: Policy | str = "f32",
 ) -> Iterator[Comparison]:
     """Trains on one device, then on each layout, and compares; see the top of this module.
 
@@ -217,6 +231,7 @@ def compare(
         that is the number of a pipeline's microbatches too.
       layouts: the meshes to compare, each over the first devices that JAX sees.
       steps: how many batches.
+      policy: dtypes of both sides.
 
     Yields:
       What came of each layout, in order.
@@ -226,86 +241,142 @@ def compare(
     """
     if steps < 1:
         raise ValueError(f"{steps} steps have nothing to compare: use 1 or more")
-    experiment = dataclasses.replace(experiment, policy=Policy.f32())
-    run = functools.cache(
-        lambda microbatches: run_one_device(
-            dataclasses.replace(experiment, accumulate=microbatches), steps
-        )
-    )
-    run(experiment.accumulate)  # what one device refuses is no layout's fault
-    for layout in layouts:
-        piped = layout.axes.get("pipe", 1) > 1
-        microbatches, given = experiment.accumulate, experiment
-        if piped:
-            if microbatches == 1:
-                microbatches = experiment.pipeline.get("microbatches", 1)
-            options = dict(experiment.pipeline) | {"microbatches": microbatches}
-            given = dataclasses.replace(experiment, accumulate=1, pipeline=options)
-        try:
-            errors = run_layout(given, layout, run(microbatches))
-        except ValueError as error:
-            yield Comparison(layout, refusal=str(error))
-        else:
-            yield Comparison(layout, worst=errors)
+    experiment = dataclasses.replace(experiment, policy=policy)
+    layouts = list(layouts)
+    # An accumulation has its number everywhere; else a pipeline alone has microbatches.
+    pipelined = experiment.pipeline.get("microbatches", 1)
+    numbers = [
+        pipelined
+        if experiment.accumulate == 1 and x.axes.get("pipe", 1) > 1
+        else experiment.accumulate
+        for x in layouts
+    ]
+    pool = ThreadPoolExecutor(COMPILERS)
+    try:
+        alone = {
+            number: pool.submit(compile_on, experiment, Layout({}), number, record_gradients())
+            for number in dict.fromkeys([experiment.accumulate, *numbers])
+        }
+        both = record_gradients(), replay_gradients()
+        programs = [
+            pool.submit(compile_on, experiment, layout, number, *both)
+            for layout, number in zip(layouts, numbers, strict=True)
+        ]
+        run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
+        run(experiment.accumulate)  # what one device refuses is no layout's fault
+        for layout, number, program in zip(layouts, numbers, programs, strict=True):
+            try:
+                errors = run_layout(program.result(), run(number))
+            except ValueError as error:
+                yield Comparison(layout, refusal=str(error))
+            else:
+                yield Comparison(layout, worst=errors)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def run_one_device(experiment: Experiment, steps: int) -> list[Step]:
-    """Trains on one device."""
-    optimizer = optax.chain(record_gradients(), experiment.optimizer)
-    experiment = dataclasses.replace(experiment, optimizer=optimizer, zero=0, mesh={})
-    mesh = make_mesh(devices=jax.devices()[:1])
-    state = make_state(experiment, mesh)
-    train = compile_train(experiment, state, mesh, compiler_options=COMPILER_OPTIONS)
-    run = []
-    with experiment.train_batches(0, batch_sharding(mesh)) as stream:
-        for batch in itertools.islice(stream, steps):
-            before = place(state, state)
-            state, metrics = train(state, batch)
-            gradients, inner = state.opt_state
-            parts = collect(experiment, state, metrics["loss"], gradients, inner)
-            run.append(
-                Step(
-                    before=dataclasses.replace(before, opt_state=before.opt_state[1]),
-                    batch=jax.device_get(batch),
-                    gradients=gradients,
-                    parts=parts,
-                )
-            )
-    return run
+class Program(NamedTuple):
+    """What is compiled for a mesh: the train step and, where there is one, the evaluation."""
+
+    experiment: Experiment
+    shapes: TrainState
+    train: CompiledStep
+    evaluate: Callable[[TrainState], Mapping[str, Any]]
 
 
-def run_layout(
-    experiment: Experiment, layout: Layout, reference: Sequence[Step]
-) -> dict[str, tuple[float, str]]:
-    """Repeats each step on a mesh; returns the largest error of each part, and its leaf."""
+def compile_on(
+    experiment: Experiment,
+    layout: Layout,
+    microbatches: int,
+    *gradients: optax.GradientTransformation,
+) -> Program:
+    """Compiles for a layout; ``gradients`` come first in the optimizer chain."""
     if layout.devices > len(jax.devices()):
         raise ValueError(f"it takes {layout.devices} devices and there are {len(jax.devices())}")
     mesh = make_mesh(**layout.axes, devices=jax.devices()[: layout.devices])
-    optimizer = optax.chain(record_gradients(), replay_gradients(), experiment.optimizer)
+    piped = mesh.shape["pipe"] > 1
     experiment = dataclasses.replace(
-        experiment, optimizer=optimizer, mesh=layout.axes, zero=layout.zero
+        experiment,
+        optimizer=optax.chain(*gradients, experiment.optimizer),
+        mesh=layout.axes,
+        zero=layout.zero,
+        accumulate=1 if piped else microbatches,
+        pipeline=dict(experiment.pipeline) | ({"microbatches": microbatches} if piped else {}),
     )
     shapes = make_abstract_state(experiment, mesh)
-    train = compile_train(experiment, shapes, mesh, compiler_options=COMPILER_OPTIONS)
+    options = {"compiler_options": COMPILER_OPTIONS}
+    train = compile_train(experiment, shapes, mesh, **options)
+    batches = next(iter(experiment.eval_sets.values()), None)
+    if batches is None:
+        return Program(experiment, shapes, train, lambda state: {})
+    held_out = jax.device_get(next(iter(batches(batch_sharding(mesh)))))
+    step = compile_eval(experiment, shapes, held_out, mesh, **options)
+    means = lambda state: jax.device_get(step(state, held_out)).means()  # noqa: E731
+    return Program(experiment, shapes, train, means)
+
+
+def run_one_device(program: Program, steps: int) -> list[Step]:
+    """Trains on one device."""
+    mesh, run = program.shapes.step.sharding.mesh, []
+    state = make_state(program.experiment, mesh)
+    with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
+        for batch in itertools.islice(stream, steps):
+            before = place(state, state)
+            state, parts = run_step(program, state, batch)
+            before = dataclasses.replace(before, opt_state=before.opt_state[-1])
+            run.append(Step(before, jax.device_get(batch), state.opt_state[0], parts))
+    return run
+
+
+def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[float, str]]:
+    """Repeats each step on a mesh; returns the largest error of each part, and its leaf."""
     errors: dict[str, tuple[float, str]] = {}
     for step in reference:
         given = (step.gradients, step.gradients, step.before.opt_state)
-        state = dataclasses.replace(step.before, opt_state=given)
-        state = place(state, shapes)
-        state, metrics = train(state, step.batch)
-        gradients, _, inner = state.opt_state
-        found = collect(experiment, state, metrics["loss"], gradients, inner)
+        state = place(dataclasses.replace(step.before, opt_state=given), program.shapes)
+        _, found = run_step(program, state, step.batch)
         for part, expected in step.parts.items():
-            errors[part] = max(errors.get(part, (-1.0, "")), worst_by_group(found[part], expected))
+            each = [worst(found[part][group], expected[group]) for group in expected]
+            errors[part] = max([errors.get(part, (-1.0, "")), *each])
     return errors
+
+
+def run_step(
+    program: Program, state: TrainState, batch: PyTree
+) -> tuple[TrainState, dict[str, dict[str, dict[str, np.ndarray]]]]:
+    """Runs the evaluation and a step; returns the state, and what is compared.
+
+    That is on the host: leaves by name, in groups, by part. First and second moments differ by
+    orders of magnitude, so each is a group of its own.
+    """
+    means = program.evaluate(state)
+    state, metrics = program.train(state, batch)
+    gradients, *_, opt_state = state.opt_state
+    parts = {
+        "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
+        "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
+    }
+    trees = {
+        "gradients": gradients,
+        "parameters": state.params,
+        "optimizer state": opt_state,
+        "model state": state.model_state,
+    }
+    shared = {"params": named_leaves(state.params), "stack": program.experiment.stack}
+    parts |= {name: groups(tree, **shared) for name, tree in trees.items()}
+    return state, {name: part for name, part in parts.items() if part}
 
 
 def place(state: TrainState, like: TrainState) -> TrainState:
     """Copies a state to where another (shapes with shardings suffice) lies."""
-    placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, like))
     # The step donates what it is given, and device_put shares buffers with its argument (even with
     # may_alias=False, where it copies to more devices).
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(placed)
+    return _copy(jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)))
+
+
+@jax.jit
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def record_gradients() -> optax.GradientTransformation:
@@ -350,63 +421,33 @@ def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
     return max(errors)
 
 
-def worst_by_group(found: Mapping[str, PyTree], expected: Mapping[str, PyTree]):
-    """:func:`worst` over groups of leaves, each with a root mean square of its own."""
-    return max((worst(found[group], expected[group]) for group in expected), default=(0.0, "none"))
-
-
-def collect(
-    experiment: Experiment, state: TrainState, loss: jax.Array, gradients: PyTree, opt_state: PyTree
-) -> dict[str, dict[str, dict[str, np.ndarray]]]:
-    """What is compared, on the host: leaves by name, in groups, by part.
-
-    A stacked parameter is one leaf per layer. First and second moments differ by orders of
-    magnitude, so each is a group of its own.
-    """
-    params = named_leaves(state.params)
-    layers = {name: x.shape[: layer_axes(name, experiment)] for name, x in params.items()}
-    parts = {
-        "loss": {"": {"loss": np.asarray(jax.device_get(loss))}},
-        "gradients": groups(gradients, layers),
-        "parameters": groups(state.params, layers),
-        "optimizer state": groups(opt_state, layers),
-    }
-    if jax.tree.leaves(state.model_state):
-        parts["model state"] = groups(state.model_state, layers)
-    return parts
-
-
-def groups(tree: PyTree, layers: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, np.ndarray]]:
+def groups(
+    tree: PyTree, *, params: Mapping[str, Any], stack: Stack
+) -> dict[str, dict[str, np.ndarray]]:
     """The leaves of a tree by what their path has in front of a parameter's path.
+
+    A stacked parameter, and what an optimizer keeps of it, is one leaf per layer.
 
     Args:
       tree: of arrays.
-      layers: for every parameter, the sizes of its leading axes that count layers.
+      params: the parameters by path.
+      stack: which of them are stacked.
     """
     result: dict[str, dict[str, np.ndarray]] = {}
     for name, leaf in named_leaves(tree).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         value = np.asarray(jax.device_get(leaf))
-        owner = owner_of(name, layers)
+        owner = owner_of(name, params)
         # What follows no parameter (a counter) is a group by itself.
         group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
-        stacked = layers.get(owner, ())
-        if stacked and value.shape[: len(stacked)] == stacked:
-            each = value.reshape(-1, *value.shape[len(stacked) :])
+        layers = params[owner].shape[: stack.lead] if stack.holds(owner) else ()
+        if layers and value.shape[: len(layers)] == layers:
+            each = value.reshape(-1, *value.shape[len(layers) :])
             group |= {f"{name}, layer {i}": layer for i, layer in enumerate(each)}
         else:
             group[name] = value
     return result
-
-
-def layer_axes(name: str, experiment: Experiment) -> int:
-    """How many leading axes of a parameter count layers: as stages say, or the rule for it."""
-    if experiment.stages and experiment.stack.holds(name):
-        return experiment.stack.lead
-    rules = as_rules(experiment.rules).params
-    matching = (axes for pattern, axes in rules if re.search(pattern, name))
-    return int(tuple(next(matching, ()))[:1] == ("layers",))
 
 
 def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:
@@ -482,22 +523,3 @@ def report(
         highlight=False,
     )
     return not off
-
-
-def simulate_devices(count: int = DEVICES) -> None:
-    """Makes JAX see ``count`` CPU devices.
-
-    Raises:
-      ValueError: where JAX has started already with fewer.
-    """
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        # It has started; what it sees decides.
-        pass
-    if len(jax.devices()) < count:
-        raise ValueError(
-            f"{count} devices are to be simulated and JAX has started with {len(jax.devices())}: "
-            "do not use devices before"
-        )

@@ -4,10 +4,12 @@ A command is a frozen dataclass of its flags and a function that runs it; :data:
 them. What cannot be done is one sentence on standard error and exit status 2.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -22,7 +24,7 @@ from jaxtrain.planning import search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
-from jaxtrain.run.main import Config, experiment_module
+from jaxtrain.run.main import Config, experiment_module, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.refusal import refusing
 
@@ -96,7 +98,7 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
 @dataclasses.dataclass(frozen=True)
 class ParityOptions:
     """Trains an experiment a few steps on one device and on meshes of 8 simulated devices, in
-    float32, and compares loss, gradients, parameters and optimizer state.
+    float32, and compares loss, gradients, parameters, optimizer state and evaluation.
 
     All other flags go to the experiment: see `python -m EXPERIMENT --help`. The exit status is 1
     where a mesh disagrees.
@@ -106,7 +108,7 @@ class ParityOptions:
     """A module with Config and build(config), such as experiments.gpt."""
     tolerance: float = agreement.TOLERANCE
     """The largest relative error of a leaf that counts as agreement."""
-    compare_steps: int = 3
+    compare_steps: int = agreement.STEPS
     """How many steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1; can be given several times. Left
@@ -116,11 +118,27 @@ class ParityOptions:
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
     layouts = [agreement.parse_layout(text) for text in options.layout]
-    agreement.simulate_devices()
+    with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
+        simulate_devices(agreement.DEVICES)
     experiment = load_experiment(options.experiment, rest, command="parity")
     layouts = layouts or agreement.usual_layouts(experiment)
     comparisons = agreement.compare(experiment, layouts=layouts, steps=options.compare_steps)
+    comparisons = show_progress(comparisons, options.tolerance)
     return 0 if agreement.report(comparisons, tolerance=options.tolerance) else 1
+
+
+def show_progress(
+    comparisons: Iterable[agreement.Comparison], tolerance: float
+) -> Iterator[agreement.Comparison]:
+    """Passes comparisons on, with a line on standard error for each."""
+    start = time.monotonic()
+    for comparison in comparisons:
+        verdict = "agrees" if comparison.agrees(tolerance) else "does NOT agree"
+        if comparison.refusal is not None:
+            verdict = "does not fit"
+        seconds = time.monotonic() - start
+        print(f"{comparison.layout}: {verdict} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        yield comparison
 
 
 @dataclasses.dataclass(frozen=True)

@@ -340,7 +340,12 @@ def compile_loop(
 
 
 def compile_eval(
-    experiment: Experiment, state: TrainState, batch: PyTree, mesh: Mesh
+    experiment: Experiment,
+    state: TrainState,
+    batch: PyTree,
+    mesh: Mesh,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
 
@@ -365,7 +370,15 @@ def compile_eval(
     def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
         return step(averaged(state), batch)
 
-    return compile_step(evaluation, state, batch, mesh=mesh, rules=experiment.rules, donate=False)
+    return compile_step(
+        evaluation,
+        state,
+        batch,
+        mesh=mesh,
+        rules=experiment.rules,
+        donate=False,
+        compiler_options=compiler_options,
+    )
 
 
 def evaluate(

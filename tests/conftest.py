@@ -44,13 +44,33 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", help="Run part I of N, of about equal size, from 0.")
 
 
+@pytest.hookimpl(trylast=True)  # when -m and -k have chosen theirs
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--part") is None:
         return
     part, parts = map(int, config.getoption("--part").split("/"))
-    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    groups = {}
+    for item in items:
+        groups.setdefault(_shared(item), []).append(item)
+    # The largest first, each to the part that has least; equal ones by a hash of their names, so
+    # that tests of one file, which take equally long, are in all parts.
+    order = sorted(groups, key=lambda name: (-len(groups[name]), zlib.crc32(name.encode()), name))
+    sizes, where = [0] * parts, {}
+    for name in order:
+        where[name] = sizes.index(min(sizes))
+        sizes[where[name]] += len(groups[name])
+    chosen = [item for item in items if where[_shared(item)] == part]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+def _shared(item):
+    """What tests have in common that compare with the same run on one device: all but the mesh."""
+    params = dict(getattr(getattr(item, "callspec", None), "params", {}))
+    if "layout" not in params:
+        return item.nodeid
+    del params["layout"]
+    return f"{item.nodeid.split('[')[0]} {params}"
 
 
 @pytest.fixture(autouse=True, scope="module")

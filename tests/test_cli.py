@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ from jaxtrain import cli
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import make_table
 from tests.commands import run
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def picture_of(table, width):
@@ -136,12 +139,11 @@ def test_module_and_current_folder(tmp_path):
     code = "import sys; sys.path.remove(''); from jaxtrain.cli import main\n"
     code += "main(['schedule', '--stages', '1', '--microbatches', '1']); import mine"
     (tmp_path / "mine.py").write_text("print('found')")
-    root = os.getcwd()
-    environment = os.environ | {"PYTHONPATH": root}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     imported = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert imported.stdout.endswith("found\n"), imported.stderr
     command = [sys.executable, "-m", "jaxtrain", "schedule", "--stages", "0", "--microbatches", "1"]
-    refused = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -101,7 +101,7 @@ def build(config):
         batch={"x": row, "y": row}, train_batches=stream,
         mesh={"data": -1, "tensor": config.tensor}, zero=config.zero,
         rules=jt.Rules([("branches/up", ("layers", None, "mlp")),
-                        ("branches/down", ("layers", "mlp", None))]),
+                        ("branches/down", ("layers", "mlp", None))], stacked="branches"),
         policy=jt.Policy.bf16())
 """
 
@@ -131,9 +131,14 @@ def test_gpt_agrees_on_a_mesh_and_in_an_interleaved_pipeline(capsys, tmp_path, m
     flags += " --mesh.pipe 2 --pipeline.schedule interleaved --pipeline.virtual 2"
     layouts = "--compare-steps 2 --layout data=2,tensor=4 --layout pipe=2,data=2 --accumulate 2"
     arguments = ["experiments.gpt", *layouts.split(), "--data", str(tmp_path), *flags.split()]
-    status, lines, _ = run(capsys, *arguments)
+    status, lines, error = run(capsys, *arguments)
     assert status == 0
-    assert sum("ok" in line for line in lines) == 8
+    assert sum("ok" in line for line in lines) == 10
+    assert sum("evaluation" in line for line in lines) == 2
+    assert [line.partition(" (")[0] for line in error.splitlines()] == [
+        "data 2 x tensor 4: agrees",
+        "pipe 2 x data 2: agrees",
+    ]
     assert " ".join(lines[-1]) == "2 of 2 meshes agree with one device to 1e-05"
 
 
@@ -310,9 +315,10 @@ def test_worst_is_relative_and_sees_what_is_not_a_number():
 def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
     layers = np.arange(24.0).reshape(4, 2, 3)
     params = {"blocks": {"w": layers}, "out": np.ones(2)}
-    for stack, sizes in ((jt.Stack(), (4,)), (jt.Stack(virtual=2), (2, 2))):
-        moments = {"mu": stack.cut(params), "count": np.zeros(4)}
-        found = agreement.groups(moments, {"blocks/w": sizes, "out": ()})
+    for stack in (jt.Stack(), jt.Stack(virtual=2)):
+        cut = stack.cut(params)
+        moments = {"mu": cut, "count": np.zeros(4)}
+        found = agreement.groups(moments, params=jt.tree.named_leaves(cut), stack=stack)
         names = [f"mu/blocks/w, layer {i}" for i in range(4)]
         assert list(found["mu/"]) == [*names, "mu/out"]
         np.testing.assert_array_equal([found["mu/"][name] for name in names], layers)
@@ -320,19 +326,25 @@ def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "layers"),
     [
-        ({"rules": Rules(gpt.RULES)}, (1, 0)),
-        ({}, (0, 0)),
-        ({"stages": gpt.stages(gpt.tiny()), "rules": Rules(gpt.RULES)}, (1, 0)),
-        ({"stages": gpt.stages(gpt.tiny(), virtual=3), "rules": Rules(gpt.RULES)}, (2, 0)),
-        ({"stages": gpt.stages(gpt.tiny()), "pipeline": {"virtual": 2}}, (2, 0)),
+        ({"rules": Rules(gpt.RULES)}, 6),
+        ({"rules": Rules(stacked="layers")}, 0),
+        ({"stages": gpt.stages(gpt.tiny()), "rules": Rules(stacked="layers")}, 6),
+        ({"stages": gpt.stages(gpt.tiny(), virtual=3)}, 6),
+        ({"stages": gpt.stages(gpt.tiny()), "pipeline": {"virtual": 2}}, 6),
     ],
 )
-def test_stacked_parameters_are_those_of_stages_or_whose_rule_says_layers(changes, expected):
+def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
     experiment = jt.Experiment("stacked", None, None, None, None, None, 1, **changes)
-    names = ("blocks/attn/q/kernel", "embed/tokens")
-    assert tuple(agreement.layer_axes(name, experiment) for name in names) == expected
+    params = {"blocks": {"q": np.zeros((6, 3))}, "embed": np.zeros((6, 3))}
+    if experiment.stack.key == "blocks":
+        params = experiment.stack.cut(params)
+    named = jt.tree.named_leaves(params)
+    (found,) = agreement.groups(params, params=named, stack=experiment.stack).values()
+    expected = [f"blocks/q, layer {i}" for i in range(layers)] or ["blocks/q"]
+    assert list(found) == [*expected, "embed"]
+    assert np.shape(found[expected[0]]) == ((3,) if layers else (6, 3))
 
 
 def test_layouts_read_back():

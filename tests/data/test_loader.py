@@ -4,7 +4,6 @@ import collections
 import errno
 import gc
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from jaxtrain.data import (
 from jaxtrain.data.loader import addressable_rows
 from jaxtrain.host import storage
 from jaxtrain.host.storage import StorageError
+from tests.run.survive.processes import free_port
 
 
 class Rows:
@@ -231,9 +231,7 @@ print("eval", *sum(evaluated, []), flush=True)
 
 
 def test_two_processes_make_the_batch_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     root = str(Path(__file__).parents[2])

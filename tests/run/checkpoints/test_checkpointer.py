@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.tree import map_named, named_leaves
+from tests.run.survive.processes import free_port
 
 
 @jax.tree_util.register_dataclass
@@ -564,9 +564,7 @@ def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path):
     with Checkpointer(tmp_path, keep_best=0) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.save(2, state)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_PROCESSES, str(process), str(port), str(tmp_path)],

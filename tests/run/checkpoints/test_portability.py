@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -24,6 +23,7 @@ from jaxtrain.models import gpt as gpt_model
 from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
+from tests.run.survive.processes import free_port
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
@@ -117,9 +117,7 @@ def test_a_run_kept_in_bfloat16_is_read_and_generates_in_it(texts, tmp_path):
 
 def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) -> list[str]:
     """Runs the worker in every process and returns what each printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tests.workers.move"]
     arguments = [*SMALL, "--data", texts, "--run-dir", str(run), *flags.split()]
     workers = [

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -114,9 +115,15 @@ def pids(launcher: Process) -> dict[int, int]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+    """A port that nobody listens on, below those that the kernel gives to connections.
+
+    One of the kernel's choice can be another connection's by the time that it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return port
 
 
 def logged(run: pathlib.Path) -> list[dict]:
