@@ -753,4 +753,4 @@ def test_a_jitted_embedding_reads_what_it_reads():
         return embed(jax.tree.map(lambda x: x + 1, params), batch)
 
     for function in (embed, jax.jit(embed), after_all):
-        assert leaves_read(function, params, jnp.zeros(5, int)) == (2,)
+        assert leaves_read(function, params, jnp.zeros(5, int)) == {"table"}

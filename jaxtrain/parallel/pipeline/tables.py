@@ -144,13 +144,19 @@ def make_table(
             chunk, device = divmod(g, stages)
             arrays[f"{kind}_microbatch"][tick, device] = m
             arrays[f"{kind}_chunk"][tick, device] = chunk
-    inputs = place_inputs(arrays, fwd_tick_MG, last_tick_MG)
+    sent, arrived = fwd_tick_MG[:, :-1], fwd_tick_MG[:, 1:]
+    marks = {"recv_fwd_slot": sent, "fwd_slot": arrived}
+    marks |= {"bwd_slot": bwd_tick_MG[:, 1:]} if backward else {}
+    inputs = place(arrays, 1, sent, last_tick_MG[:, 1:], marks)
     cotangents = residuals = 1
     if backward:
-        cotangents = place_cotangents(arrays, bwd_tick_MG)
-        residuals = place_residuals(arrays, fwd_tick_MG, bwd_tick_MG)
-    else:
-        arrays["bwd_slot"].fill(NONE)
+        sent, arrived = bwd_tick_MG[:, 1:], bwd_tick_MG[:, :-1]
+        marks = {"recv_bwd_slot": sent, "cot_slot": arrived}
+        cotangents = place(arrays, 0, sent, arrived, marks)
+        # The forward unit of a tick writes before the backward unit reads, so its slot is taken
+        # from the end of the tick before.
+        marks = {"residual_slot_fwd": fwd_tick_MG, "residual_slot_bwd": bwd_tick_MG}
+        residuals = place(arrays, 0, fwd_tick_MG - 1, bwd_tick_MG, marks)
     for array in arrays.values():
         array.setflags(write=False)
     return Table(
@@ -273,85 +279,42 @@ def unit_ticks(
     return enter + g, enter + last + (last - g)
 
 
-def place_inputs(
-    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
+def place(
+    arrays: dict[str, np.ndarray],
+    first: int,
+    after_MG: np.ndarray,
+    until_MG: np.ndarray,
+    marks: dict[str, np.ndarray],
 ) -> int:
-    """Fills in the slots of stage inputs; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    held = [
-        (g % stages, fwd_tick_MG[m, g - 1], bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(fwd_tick_MG.shape)
-        if g > 0
-    ]
-    slots, count = colour(held)
-    for device, arrival, backward, (m, g) in held:
-        slot = slots[m, g]
-        arrays["recv_fwd_slot"][arrival, device] = slot
-        arrays["fwd_slot"][fwd_tick_MG[m, g], device] = slot
-        arrays["bwd_slot"][backward, device] = slot
-    return count
+    """Gives every unit a slot on its device, and notes it wherever the table names the slot.
 
+    Taken in order of time, the lowest free slot needs no more slots than are taken at once.
 
-def place_cotangents(arrays: dict[str, np.ndarray], bwd_tick_MG: np.ndarray) -> int:
-    """Fills in the slots of cotangents; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    last = bwd_tick_MG.shape[1] - 1
-    held = [
-        (g % stages, bwd_tick_MG[m, g + 1], bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(bwd_tick_MG.shape)
-        if g < last
-    ]
-    slots, count = colour(held)
-    for device, arrival, backward, unit in held:
-        arrays["recv_bwd_slot"][arrival, device] = slots[unit]
-        arrays["cot_slot"][backward, device] = slots[unit]
-    return count
-
-
-def place_residuals(
-    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
-) -> int:
-    """Fills in the slots of residuals; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    # The forward unit of a tick writes before the backward unit reads, so its slot is taken from
-    # the end of the tick before.
-    held = [
-        (g % stages, fwd_tick_MG[m, g] - 1, bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(fwd_tick_MG.shape)
-    ]
-    slots, count = colour(held)
-    for device, before, backward, unit in held:
-        arrays["residual_slot_fwd"][before + 1, device] = slots[unit]
-        arrays["residual_slot_bwd"][backward, device] = slots[unit]
-    return count
-
-
-def colour(held: list[tuple]) -> tuple[dict, int]:
-    """Gives each ``(device, after, until, unit)`` the lowest slot that is free on its device.
-
-    A slot is taken after tick ``after`` and free again after tick ``until``. Taken in order of
-    time, the lowest free slot needs no more slots than are taken at once.
+    Args:
+      arrays: the table's, which are filled in.
+      first: the global stage of the units in column 0; the next column is of the next one.
+      after_MG, until_MG: a slot is taken after tick ``after``, and free again after tick ``until``.
+      marks: array of the table to the tick of each unit's entry in it.
 
     Returns:
-      The slot of each unit, and the most slots that any device needs (at least 1, so that a buffer
-      of that size can be indexed).
+      The most slots that any device needs, and at least 1, so that a buffer of that size can be
+      indexed.
     """
-    slots: dict = {}
-    sizes: dict = {}
-    taken: dict = {}
-    free: dict = {}
-    for device, after, until, unit in sorted(held, key=lambda h: h[1]):
-        busy, idle = taken.setdefault(device, []), free.setdefault(device, [])
-        while busy and busy[0][0] <= after:
-            heapq.heappush(idle, heapq.heappop(busy)[1])
-        if idle:
-            slot = heapq.heappop(idle)
-        else:
-            slot = sizes.get(device, 0)
-            sizes[device] = slot + 1
-        slots[unit] = slot
-        heapq.heappush(busy, (until, slot))
-    return slots, max(sizes.values(), default=1)
+    stages = arrays["fwd_slot"].shape[1]
+    busy, idle = ([[] for _ in range(stages)] for _ in range(2))
+    sizes = [0] * stages
+    for unit in sorted(np.ndindex(after_MG.shape), key=lambda unit: after_MG[unit]):
+        device = (first + unit[1]) % stages
+        while busy[device] and busy[device][0][0] <= after_MG[unit]:
+            heapq.heappush(idle[device], heapq.heappop(busy[device])[1])
+        if not idle[device]:
+            heapq.heappush(idle[device], sizes[device])
+            sizes[device] += 1
+        slot = heapq.heappop(idle[device])
+        heapq.heappush(busy[device], (until_MG[unit], slot))
+        for name, tick_MG in marks.items():
+            arrays[name][tick_MG[unit], device] = slot
+    return max(*sizes, 1)
 
 
 class Simulation:

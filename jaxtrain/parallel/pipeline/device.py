@@ -1,0 +1,412 @@
+"""The program of one device along ``pipe``: its units in a tick, and what goes from tick to tick.
+
+Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device of C layers each.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.gradients import WeightedLoss, as_weighted, scaled, select, widen
+from jaxtrain.parallel.mesh import platform
+from jaxtrain.parallel.pipeline import residuals
+from jaxtrain.parallel.pipeline.buffers import (
+    leaves_read,
+    picked,
+    pin_rows,
+    read,
+    replaced,
+    rows,
+    write,
+    zeros,
+)
+from jaxtrain.parallel.pipeline.stages import Stages, run_layers
+from jaxtrain.parallel.pipeline.tables import NONE, Table
+from jaxtrain.parallel.pipeline.units import Unit
+
+PyTree = Any
+Sums = dict[str, jax.Array]  # of gradients, by the path of their parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known before any array is.
+
+    Args:
+      stages: the model.
+      table: what runs when.
+      recompute: whether a backward unit runs its stage again (``remat="full"``).
+      skip_bubbles: as for :func:`jaxtrain.pipeline`.
+      gradient_specs: how running sums lie on the axes other than ``pipe``, by path; None where
+        nobody says.
+      chunk: C.
+      trains: the paths of the parameters that have a gradient; none in an evaluation.
+    """
+
+    stages: Stages
+    table: Table
+    recompute: bool = True
+    skip_bubbles: bool = True
+    gradient_specs: Mapping[str, P] | None = None
+    chunk: int = 0
+    trains: frozenset[str] = frozenset()
+
+    @property
+    def layers(self) -> P:
+        """How the stacked parameters lie along ``pipe``."""
+        return P(*[None] * (self.stages.stacked.lead - 1), "pipe")
+
+    def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
+        """``do()`` where the (per-device) condition holds, else ``otherwise()``.
+
+        The first part of the result has leaves [B, ...].
+        """
+
+        # The partitioner wants the results of both branches to be laid out alike.
+        def pinned(branch):
+            x, *rest = branch()
+            return pin_rows(x, axis=0), *rest
+
+        if self.skip_bubbles:
+            return jax.lax.cond(condition, lambda: pinned(do), lambda: pinned(otherwise))
+        return select(condition, pinned(do), pinned(otherwise))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What one device has at hand throughout the scan.
+
+    Args:
+      plan: see there.
+      params: in the compute dtype: the stacked ones [C, ...], or [V, C, ...] with several chunks,
+        and all others whole.
+      batch: leaves [B, M, ...].
+      rng: the step's key; None in an evaluation.
+      x: shapes and dtypes of the residual stream.
+      seeds_M: the cotangent of each microbatch's loss.
+      factors_M: what its gradients are multiplied by to be those of the sum.
+      embed_reads, head_reads: the paths of what trains and the embedding or the head reads.
+      layout: of residuals; None where they are computed again.
+    """
+
+    plan: Plan
+    params: PyTree
+    batch: PyTree
+    rng: jax.Array | None
+    x: PyTree
+    seeds_M: jax.Array | None = None
+    factors_M: jax.Array | None = None
+    embed_reads: frozenset[str] = frozenset()
+    head_reads: frozenset[str] = frozenset()
+    layout: residuals.Layout | None = None
+
+    @property
+    def outer(self) -> dict[str, PyTree]:
+        """All parameters but the stacked ones."""
+        return self.plan.stages.outer(self.params)
+
+    def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array | None]:
+        """Microbatch j and its key."""
+        return rows(self.batch, j), None if self.rng is None else jax.random.fold_in(self.rng, j)
+
+    def weights(self, v: jax.Array) -> dict[str, PyTree]:
+        """What its layers read: chunk v, [C, ...], and the parameters that all of them share."""
+        stages = self.plan.stages
+        chunk = self.params[stages.stacked.key]
+        chunk = chunk if self.plan.table.virtual == 1 else read(chunk, v)
+        shared = {name: self.params[name] for name in stages.shared or ()}
+        return {stages.stacked.key: chunk} | shared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What goes from tick to tick: three buffers [slots, ...] and the sums.
+
+    An evaluation has inputs and a loss alone.
+    """
+
+    inputs: PyTree
+    loss: WeightedLoss
+    cotangents: PyTree = None
+    residuals: tuple[jax.Array, ...] = ()
+    d_stacked: Sums = dataclasses.field(default_factory=dict)
+    d_outer: Sums = dataclasses.field(default_factory=dict)
+
+
+def device_program(
+    plan: Plan,
+    ticks: Mapping[str, Any],
+    params: PyTree,
+    batch: PyTree,
+    rng: jax.Array | None,
+    seeds_M: jax.Array | None,
+    factors_M: jax.Array | None,
+) -> tuple[WeightedLoss, Sums, Sums]:
+    """Runs all ticks of one device.
+
+    Args:
+      plan: what to run; a table without backward units is an evaluation.
+      ticks: from :func:`~jaxtrain.parallel.pipeline.units.schedule_arrays`, this device's column
+        [T, 1].
+      params, batch, rng, seeds_M, factors_M: as for ``_Device``.
+
+    Returns:
+      The loss, the gradients of this device's layers, and those of all other parameters; the first
+      and the last are sums over all devices.
+    """
+    ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
+    microbatch, outer = rows(batch, 0), plan.stages.outer(params)
+    x = residual_stream(plan.stages, outer, microbatch, rng)
+    device = _Device(plan, params, batch, rng, x, seeds_M, factors_M)
+    if plan.table.backward:
+        device = dataclasses.replace(
+            device,
+            embed_reads=plan.trains & leaves_read(plan.stages.embed, outer, microbatch, rng),
+            head_reads=plan.trains & leaves_read(plan.stages.head_loss, outer, x, microbatch),
+        )
+    if not plan.recompute:
+        weights = device.weights(0)
+        context = (weights, microbatch, rng, jnp.int32(0))
+        layers = functools.partial(_layers, plan.stages)
+        layout = residuals.residual_layout(layers, picked(weights, plan.trains), x, context)
+        device = dataclasses.replace(device, layout=layout)
+    tick = functools.partial(_tick if plan.table.backward else _eval_tick, device)
+    end, _ = jax.lax.scan(tick, _start(device), ticks)
+    # The loss is the last stage's; outer parameters are read by the first and the last.
+    loss, d_outer = jax.lax.psum((end.loss, end.d_outer), "pipe")
+    return loss, end.d_stacked, d_outer
+
+
+def residual_stream(stages: Stages, outer: PyTree, microbatch: PyTree, rng: jax.Array | None):
+    """Returns the shapes and dtypes of what travels from layer to layer.
+
+    Raises:
+      ValueError: where they are no floating-point arrays.
+    """
+    x = jax.eval_shape(stages.embed, outer, microbatch, rng)
+    leaves = jax.tree.leaves(x)
+    if not leaves or not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+        raise ValueError(
+            f"Stages.embed returns {x}: a pipeline hands floating-point arrays [B, ...] from stage "
+            "to stage; let blocks read others from the batch"
+        )
+    return x
+
+
+def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
+    y, kept = _forward(device, carry, tick["forward"])
+    inputs = carry.inputs
+    if not device.plan.recompute:
+        # The last stage has nowhere to send its result, and needs it when it runs backward.
+        slot = jnp.where(tick["forward"].last, tick["forward"].input_slot, NONE)
+        inputs = write(inputs, slot, y)
+    carry = dataclasses.replace(carry, inputs=inputs, residuals=kept)
+    d_x, d_chunk, d_outer, loss = _backward(device, carry, tick["backward"])
+    arrived = jax.lax.ppermute(y, "pipe", _ring(device))
+    returned = jax.lax.ppermute(d_x, "pipe", [(after, s) for s, after in _ring(device)])
+    carry = _Carry(
+        inputs=write(inputs, tick["receive_input"], arrived),
+        cotangents=write(carry.cotangents, tick["receive_cotangent"], returned),
+        residuals=kept,
+        d_stacked=_add_chunk(device, carry.d_stacked, tick["backward"], d_chunk),
+        d_outer=d_outer,
+        loss=loss,
+    )
+    return _pin(device, carry), None
+
+
+def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
+    plan, unit = device.plan, tick["forward"]
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        x = _stage_input(device, carry, unit, batch, rng)
+        y = _layers(plan.stages, {}, x, (device.weights(unit.chunk), batch, rng, unit.layer))
+
+        def head():
+            loss = as_weighted(plan.stages.head_loss(device.outer, y, batch))
+            return y, carry.loss + widen(loss)
+
+        return plan.choose(unit.last, head, lambda: (y, carry.loss))
+
+    y, loss = plan.choose(unit.present, run, lambda: (zeros(device.x), carry.loss))
+    arrived = jax.lax.ppermute(y, "pipe", _ring(device))
+    inputs = write(carry.inputs, tick["receive_input"], arrived)
+    return _pin(device, dataclasses.replace(carry, inputs=inputs, loss=loss)), None
+
+
+def _ring(device: _Device) -> list[tuple[int, int]]:
+    """From which device a stage's result goes to which."""
+    S, wraps = device.plan.table.stages, device.plan.table.virtual > 1
+    return [(s, (s + 1) % S) for s in range(S if wraps else S - 1)]
+
+
+def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[PyTree, tuple]:
+    """Runs the forward unit; returns the stage's result and the buffers of residuals."""
+    plan = device.plan
+    slot = jnp.where(unit.present, unit.residual_slot, NONE)
+    # What a branch updates is copied by XLA's GPU and CPU compilers, whole and in every tick. The
+    # TPU compiler updates it where it lies, and would hold another slot for what leaves a branch.
+    within = plan.skip_bubbles and platform() == "tpu"
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        x = _stage_input(device, carry, unit, batch, rng)
+        weights, context = _unit_arguments(device, unit, batch, rng)
+        if plan.recompute:
+            return _layers(plan.stages, weights, x, context), ()
+        y, kept = residuals.forward(device.layout, weights, x, context)
+        return y, write(carry.residuals, slot, kept) if within else kept
+
+    def rest():
+        stored = device.layout.stored if device.layout else ()
+        return zeros(device.x), carry.residuals if within else zeros(stored)
+
+    # Where the backward unit starts over, there is nothing that the last stage would run this for.
+    wanted = unit.present & ~unit.last if plan.recompute else unit.present
+    y, kept = plan.choose(wanted, run, rest)
+    return y, kept if within else write(carry.residuals, slot, kept)
+
+
+def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
+    """Runs the backward unit.
+
+    Returns:
+      The cotangent of its input, the gradients of its chunk (their sums stay out of the branches,
+      see :func:`_forward`), and the other sums.
+    """
+    plan, stages = device.plan, device.plan.stages
+
+    def run():
+        batch, rng = device.microbatch(unit.microbatch)
+        weights, context = _unit_arguments(device, unit, batch, rng)
+        if plan.recompute:
+            x = _stage_input(device, carry, unit, batch, rng)
+            y, pull = jax.vjp(lambda weights, x: _layers(stages, weights, x, context), weights, x)
+        else:
+            y = read(carry.inputs, unit.input_slot)
+            kept = read(carry.residuals, unit.residual_slot)
+            pull = residuals.pullback(device.layout, weights, context, kept)
+        d_y, d_outer, loss = plan.choose(
+            unit.last,
+            lambda: _head(device, carry, unit, y, batch),
+            lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
+        )
+        d_weights, d_x = pull(d_y)
+        d_chunk = {name: d_weights.pop(name) for name in carry.d_stacked}
+        d_outer = _added(device, d_outer, unit, d_weights)
+        d_x, d_outer = plan.choose(
+            unit.first,
+            lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
+            lambda: (d_x, d_outer),
+        )
+        return d_x, d_chunk, d_outer, loss
+
+    def rest():
+        weights = device.weights(unit.chunk)
+        d_chunk = jax.tree.map(jnp.zeros_like, picked(weights, carry.d_stacked))
+        return zeros(device.x), d_chunk, carry.d_outer, carry.loss
+
+    return plan.choose(unit.present, run, rest)
+
+
+def _unit_arguments(device: _Device, unit: Unit, batch, rng) -> tuple[Sums, tuple]:
+    """What :func:`_layers` reads: the weights that train, by path, and the rest."""
+    weights = device.weights(unit.chunk)
+    return picked(weights, device.plan.trains), (weights, batch, rng, unit.layer)
+
+
+def _layers(stages: Stages, training: Sums, x: PyTree, context: tuple) -> PyTree:
+    weights, batch, rng, first = context
+    return run_layers(stages, replaced(weights, training), x, batch, rng, first, looped=True)
+
+
+def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> PyTree:
+    return device.plan.choose(
+        unit.first,
+        lambda: (device.plan.stages.embed(device.outer, batch, rng),),
+        lambda: (read(carry.inputs, unit.input_slot),),
+    )[0]
+
+
+def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
+    """The loss, forward and backward: cotangent of ``y``, gradients of ``outer``, loss."""
+
+    def head(training, y):
+        outer = replaced(device.outer, training)
+        loss = as_weighted(device.plan.stages.head_loss(outer, y, batch))
+        return loss.total, loss
+
+    _, pull, loss = jax.vjp(head, picked(device.outer, device.head_reads), y, has_aux=True)
+    grads, d_y = pull(device.seeds_M[unit.microbatch])
+    return d_y, _added(device, carry.d_outer, unit, grads), carry.loss + widen(loss)
+
+
+def _embed_backward(device: _Device, d_outer: Sums, unit: Unit, d_x, batch, rng) -> Sums:
+    def embed(training):
+        return device.plan.stages.embed(replaced(device.outer, training), batch, rng)
+
+    _, pull = jax.vjp(embed, picked(device.outer, device.embed_reads))
+    return _added(device, d_outer, unit, pull(d_x)[0])
+
+
+def _added(device: _Device, sums: Sums, unit: Unit, grads: Sums) -> Sums:
+    grads = scaled(grads, device.factors_M[unit.microbatch])
+    return sums | {name: sums[name] + grad for name, grad in grads.items()}
+
+
+def _add_chunk(device: _Device, sums: Sums, unit: Unit, grads: Sums) -> Sums:
+    if device.plan.table.virtual == 1:
+        return _added(device, sums, unit, grads)
+    grads = scaled(grads, device.factors_M[unit.microbatch])
+    return jax.tree.map(lambda s, g: s.at[unit.chunk].add(g), sums, grads)
+
+
+def _start(device: _Device) -> _Carry:
+    plan, table = device.plan, device.plan.table
+
+    def sums_like(tree):
+        return zeros(jax.eval_shape(widen, tree))
+
+    def slots(count, shapes):
+        return jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+
+    loss = jax.eval_shape(
+        lambda: as_weighted(
+            plan.stages.head_loss(device.outer, zeros(device.x), rows(device.batch, 0))
+        )
+    )
+    carry = _Carry(inputs=slots(table.input_slots, device.x), loss=sums_like(loss))
+    if table.backward:
+        stacked = {name for name in plan.trains if plan.stages.stacked.holds(name)}
+        carry = dataclasses.replace(
+            carry,
+            cotangents=slots(table.cotangent_slots, device.x),
+            residuals=slots(table.residual_slots, device.layout.stored if device.layout else ()),
+            d_stacked=sums_like(picked(device.params, stacked)),
+            d_outer=sums_like(picked(device.params, plan.trains - stacked)),
+        )
+    return _pin(device, carry)
+
+
+def _pin(device: _Device, carry: _Carry) -> _Carry:
+    """Says how the carry lies on the axes other than ``pipe``, as far as that is known."""
+
+    def sums(tree: Sums) -> Sums:
+        if (specs := device.plan.gradient_specs) is None:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, {name: specs[name] for name in tree})
+
+    return dataclasses.replace(
+        carry,
+        inputs=pin_rows(carry.inputs, axis=1),
+        cotangents=pin_rows(carry.cotangents, axis=1),
+        d_stacked=sums(carry.d_stacked),
+        d_outer=sums(carry.d_outer),
+    )
