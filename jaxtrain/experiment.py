@@ -21,7 +21,7 @@ from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree
 from jaxtrain.parallel.sharding import Rules, as_rules
-from jaxtrain.parallel.stack import Stack, lay_out
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
@@ -179,7 +179,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
     """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
-    return lay_out(state, experiment.stack.shapes(state))
+    return experiment.stack.state_in_natural_order(state)
 
 
 def restore_state(
@@ -192,7 +192,7 @@ def restore_state(
       abstract: from :func:`make_abstract_state`.
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
-    return lay_out(restore(experiment.stack.shapes(abstract)), abstract)
+    return experiment.stack.state_cut(restore(experiment.stack.shapes(abstract)), abstract)
 
 
 def compile_train(

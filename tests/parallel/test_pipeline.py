@@ -7,6 +7,7 @@ Gradients, parameters and optimizer state are compared, never losses alone; ``wo
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -18,8 +19,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import Stages, pipeline, residuals
-from jaxtrain.parallel.pipeline.buffers import leaves_read
+from jaxtrain.parallel.pipeline import Stages, device, pipeline, residuals
+from jaxtrain.parallel.pipeline.buffers import leaves_read, picked
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
@@ -75,6 +76,7 @@ EVERY += [
     ("llama", "pipe 2 x tensor 4", "1f1b", 1, "full"),
     ("llama", "pipe 2 x tensor 4", "gpipe", 1, "none"),
 ]
+SLOW = pytest.mark.slow
 CASES = EVERYDAY + [
     pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in EVERYDAY
 ]
@@ -246,10 +248,18 @@ def run_engine(engine, params, batch, mesh=None, loss_scale=None):
 def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, **options):
     mesh = make_mesh(dict(axes))
     options = {"microbatches": MICROBATCHES, "stages": small.STAGES} | options
-    engine = pipeline(options.pop("stages"), mesh=mesh, **options)
-    stack = jt.Stack(virtual=options.get("virtual", 1))
+    stages = options.pop("stages")
+    if counts := options.pop("counts", None):
+        stacked = jt.Stack(virtual=options.get("virtual", 1), counts=counts)
+        stages = dataclasses.replace(stages, stacked=stacked)
+    engine = pipeline(stages, mesh=mesh, **options)
+    stack = dataclasses.replace(stages.stacked, virtual=options.get("virtual", 1))
     params = stack.cut(small_params() if params is None else params)
     sums, compiled = run_engine(engine, params, batch, mesh, loss_scale)
+    if stack.padded:
+        for rows in jax.tree.leaves(sums.grads[stack.key]):
+            rows = rows.reshape(-1, *rows.shape[stack.lead :])
+            assert not np.delete(rows, stack.places, axis=0).any()
     return dataclasses.replace(sums, grads=stack.natural(sums.grads)), compiled
 
 
@@ -422,6 +432,63 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
         batch, stages=stages, params=params, remat=remat, virtual=virtual, schedule=schedule
     )
     assert_same_sums(found, expected)
+
+
+# ---- stages of different numbers of layers
+
+UNEVEN = [
+    ({"pipe": 2, "data": 2}, "interleaved", 2, "none", (3, 3, 2, 0)),
+    ({"pipe": 4}, "1f1b", 1, "full", (3, 3, 2, 0)),
+    pytest.param({"pipe": 2, "fsdp": 2, "tensor": 2}, "1f1b", 1, "none", (5, 3), marks=SLOW),
+    pytest.param({"pipe": 4, "data": 2}, "gpipe", 1, "full", (0, 4, 4, 0), marks=SLOW),
+    pytest.param({"pipe": 2, "tensor": 4}, "interleaved", 2, "full", (1, 3, 1, 3), marks=SLOW),
+    pytest.param({"pipe": 8}, "gpipe", 1, "none", (2, 2, 0, 1, 1, 1, 1, 0), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "virtual", "remat", "counts"), UNEVEN)
+def test_uneven_stages(axes, schedule, virtual, remat, counts):
+    found, _ = small_pipeline(
+        small.make_batch(ROWS),
+        axes=tuple(axes.items()),
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+        counts=counts,
+    )
+    assert_same_sums(found, small_accumulated(small.make_batch(ROWS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"skip_bubbles": False}, {"stages": "shared"}])
+def test_uneven_stages_of_shared_parameters_and_without_branches(options):
+    shared = options == {"stages": "shared"}
+    options = (
+        {"stages": dataclasses.replace(shared_stages(), remat=jax.checkpoint)}
+        if shared
+        else options
+    )
+    options |= {"counts": (5, 3), "remat": "none"}
+    found, compiled = small_pipeline(small.make_batch(ROWS), **options)
+    expected = shared_sums() if shared else small_accumulated(small.make_batch(ROWS))
+    assert_same_sums(found, expected)
+    assert shared or " conditional(" not in compiled.as_text()
+
+
+def test_layers_that_may_be_skipped_keep_what_others_keep():
+    """No parameter among the residuals, and a flag and a number for each row."""
+    names = frozenset(f"blocks/{name}" for name in small_params()["blocks"])
+    weights, x = {"blocks": small_params()["blocks"]}, jnp.ones((3, small.LENGTH, small.WIDTH))
+    context = (weights, small.make_batch(3), jax.random.key(1), jnp.int32(0), jnp.int32(5))
+
+    def kept(counts):
+        plan = device.Plan(small.STAGES, None, counts=counts, trains=names)
+        layers = functools.partial(device._layers, plan)
+        layout = residuals.residual_layout(layers, picked(weights, names), x, context)
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in layout.stored)
+
+    gate = 4 * 3 * (small.LAYERS - 1)  # kept once, where every layer runs
+    assert kept((8, 5)) == kept((8, 8)) + gate + 5 * small.LAYERS
 
 
 # ---- a residual stream of two parts, and parameters that all layers share
@@ -698,6 +765,14 @@ def fewer_layers(count):
     ("options", "message"),
     [
         ({"params": fewer_layers(7)}, "7 layers are not divisible by 2 stages = 2"),
+        (
+            {"stages": dataclasses.replace(small.STAGES, stacked=jt.Stack(counts=(4, 3, 1)))},
+            "Stack.counts is (4, 3, 1), for 3 stages, and the pipeline has 2 devices x 1 virtual",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, stacked=jt.Stack(counts=(5, 3)))},
+            "'blocks/down' has shape (8, 12, 8): with virtual=1 a pipeline needs all",
+        ),
         (
             {
                 "params": jt.Stack(virtual=2).cut(fewer_layers(6)),

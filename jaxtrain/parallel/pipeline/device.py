@@ -44,7 +44,7 @@ class Plan:
       skip_bubbles: as for :func:`jaxtrain.pipeline`.
       gradient_specs: how running sums lie on the axes other than ``pipe``, by path; None where
         nobody says.
-      chunk: C.
+      counts: how many layers each global stage has.
       trains: the paths of the parameters that have a gradient; none in an evaluation.
     """
 
@@ -53,7 +53,7 @@ class Plan:
     recompute: bool = True
     skip_bubbles: bool = True
     gradient_specs: Mapping[str, P] | None = None
-    chunk: int = 0
+    counts: tuple[int, ...] = ()
     trains: frozenset[str] = frozenset()
 
     @property
@@ -172,8 +172,8 @@ def device_program(
         )
     if not plan.recompute:
         weights = device.weights(0)
-        context = (weights, microbatch, rng, jnp.int32(0))
-        layers = functools.partial(_layers, plan.stages)
+        context = (weights, microbatch, rng, jnp.int32(0), jnp.int32(0))
+        layers = functools.partial(_layers, plan)
         layout = residuals.residual_layout(layers, picked(weights, plan.trains), x, context)
         device = dataclasses.replace(device, layout=layout)
     tick = functools.partial(_tick if plan.table.backward else _eval_tick, device)
@@ -227,7 +227,7 @@ def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        y = _layers(plan.stages, {}, x, (device.weights(unit.chunk), batch, rng, unit.layer))
+        y = _layers(plan, *_unit_arguments(device, unit, batch, rng, x))
 
         def head():
             loss = as_weighted(plan.stages.head_loss(device.outer, y, batch))
@@ -258,10 +258,10 @@ def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[PyTree, tuple]
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        weights, context = _unit_arguments(device, unit, batch, rng)
+        arguments = _unit_arguments(device, unit, batch, rng, x)
         if plan.recompute:
-            return _layers(plan.stages, weights, x, context), ()
-        y, kept = residuals.forward(device.layout, weights, x, context)
+            return _layers(plan, *arguments), ()
+        y, kept = residuals.forward(device.layout, *arguments)
         return y, write(carry.residuals, slot, kept) if within else kept
 
     def rest():
@@ -281,18 +281,18 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
       The cotangent of its input, the gradients of its chunk (their sums stay out of the branches,
       see :func:`_forward`), and the other sums.
     """
-    plan, stages = device.plan, device.plan.stages
+    plan = device.plan
 
     def run():
         batch, rng = device.microbatch(unit.microbatch)
-        weights, context = _unit_arguments(device, unit, batch, rng)
+        x = _stage_input(device, carry, unit, batch, rng) if plan.recompute else None
+        training, x, context = _unit_arguments(device, unit, batch, rng, x)
         if plan.recompute:
-            x = _stage_input(device, carry, unit, batch, rng)
-            y, pull = jax.vjp(lambda weights, x: _layers(stages, weights, x, context), weights, x)
+            y, pull = jax.vjp(lambda training, x: _layers(plan, training, x, context), training, x)
         else:
             y = read(carry.inputs, unit.input_slot)
             kept = read(carry.residuals, unit.residual_slot)
-            pull = residuals.pullback(device.layout, weights, context, kept)
+            pull = residuals.pullback(device.layout, training, context, kept)
         d_y, d_outer, loss = plan.choose(
             unit.last,
             lambda: _head(device, carry, unit, y, batch),
@@ -316,15 +316,31 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
     return plan.choose(unit.present, run, rest)
 
 
-def _unit_arguments(device: _Device, unit: Unit, batch, rng) -> tuple[Sums, tuple]:
-    """What :func:`_layers` reads: the weights that train, by path, and the rest."""
+def _unit_arguments(device: _Device, unit: Unit, batch, rng, x) -> tuple[Sums, PyTree, tuple]:
+    """What :func:`_layers` reads: the weights that train, by path, ``x``, and all the rest."""
     weights = device.weights(unit.chunk)
-    return picked(weights, device.plan.trains), (weights, batch, rng, unit.layer)
+    context = (weights, batch, rng, unit.layer, unit.layers)
+    return picked(weights, device.plan.trains), x, context
 
 
-def _layers(stages: Stages, training: Sums, x: PyTree, context: tuple) -> PyTree:
-    weights, batch, rng, first = context
-    return run_layers(stages, replaced(weights, training), x, batch, rng, first, looped=True)
+def _layers(plan: Plan, training: Sums, x: PyTree, context: tuple) -> PyTree:
+    weights, batch, rng, first, count = context
+
+    def up_to_count(layer):
+        def function(training, x, context):
+            weights, context = context
+            return layer(replaced(weights, training), x, context)
+
+        def call(weights, x, context):
+            present, training = context[-1] < first + count, picked(weights, plan.trains)
+            return run(present, training, x, (weights, context))
+
+        run = residuals.skippable(function, plan.choose)
+        return call
+
+    wrap = {"wrap": up_to_count} if len(set(plan.counts)) > 1 else {}
+    weights = replaced(weights, training)
+    return run_layers(plan.stages, weights, x, batch, rng, first, looped=True, **wrap)
 
 
 def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> PyTree:

@@ -35,7 +35,7 @@ from jaxtrain.gradients import (
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.pipeline.buffers import rows, zeros
 from jaxtrain.parallel.pipeline.device import Plan, device_program, residual_stream
-from jaxtrain.parallel.pipeline.stages import Stages, enter_stages, layers_per_chunk
+from jaxtrain.parallel.pipeline.stages import Stages, enter_stages, layers_of_stages
 from jaxtrain.parallel.pipeline.tables import Table, make_table
 from jaxtrain.parallel.pipeline.units import schedule_arrays
 from jaxtrain.parallel.placement import Gather
@@ -164,13 +164,13 @@ def _enter(plan: Plan, params: PyTree, batch: PyTree, gather: Gather, shardings:
     """Returns the plan, parameters and batch as :func:`_on_devices` takes them."""
     stages, table = plan.stages, plan.table
     stages.outer(params)  # a check
-    chunk = layers_per_chunk(stages, params, devices=table.stages)
+    counts = layers_of_stages(stages, params, devices=table.stages)
     # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
     batch = split_microbatches(batch, table.microbatches, "microbatches")
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
     if gather == "step":
         params, stages = enter_stages(stages, params, shardings)
-    return dataclasses.replace(plan, stages=stages, chunk=chunk), params, batch
+    return dataclasses.replace(plan, stages=stages, counts=counts), params, batch
 
 
 def _on_devices(
@@ -191,7 +191,7 @@ def _on_devices(
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
-    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.chunk))
+    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.counts))
     return program(ticks, params, *rest)
 
 

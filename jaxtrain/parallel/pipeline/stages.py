@@ -4,10 +4,12 @@ S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each
 (:mod:`jaxtrain.parallel.stack`); global stage g = v S + s is chunk v of device s. The first stage
 also embeds, the last also has the loss.
 
-Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
+Shapes: B rows of a microbatch, L layers of the model, C layers of a chunk: L / (S V), or the most
+that any chunk has.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,31 +121,42 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
     return loss_fn
 
 
-def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int) -> int:
-    """Returns C, having checked the stacked parameters' shapes.
+def layers_of_stages(stages: Stages, params: PyTree, *, devices: int) -> tuple[int, ...]:
+    """Returns how many layers each global stage has, having checked the stacked parameters' shapes.
 
     Raises:
-      ValueError: where their leading axes differ, or S x V does not divide L.
+      ValueError: where their leading axes differ, S x V does not divide L, or they are not cut as
+        ``Stack.counts`` says.
     """
-    key, virtual, lead = stages.stacked.key, stages.stacked.virtual, stages.stacked.lead
-    leaves = named_leaves(params[key])
+    stack = stages.stacked
+    lead, virtual, parts = stack.lead, stack.virtual, devices * stack.virtual
+    if stack.counts is not None and len(stack.counts) != parts:
+        raise ValueError(
+            f"Stack.counts is {stack.counts}, for {len(stack.counts)} stages, and the pipeline has "
+            f"{devices} devices x {virtual} virtual = {parts}: give {parts} counts"
+        )
+    padded = max(stack.counts) * parts if stack.padded else None
+    leaves = named_leaves(params[stack.key])
     first = tuple(next(iter(leaves.values())).shape[:lead])
     for name, leaf in leaves.items():
         shape = tuple(leaf.shape)
-        if len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual):
-            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (Stack.cut)"
+        wrong = len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual)
+        if wrong or padded not in (None, math.prod(first)):
+            L = "L" if padded is None else padded
+            form = f"[{L}, ...]" if lead == 1 else f"[{virtual}, {L} / {virtual}, ...]"
             raise ValueError(
-                f"stacked parameter '{key}/{name}' has shape {shape}: with "
-                f"virtual={virtual} a pipeline needs all of them as {form}, with one and the same L"
+                f"stacked parameter '{stack.key}/{name}' has shape {shape}: with virtual={virtual} "
+                f"a pipeline needs all of them as {form} (Stack.cut), with one and the same L"
             )
-    layers = first[0] if lead == 1 else virtual * first[1]
-    if layers % (devices * virtual):
-        parts = f"{devices} stages" + (f" x {virtual} virtual" if virtual > 1 else "")
+    layers = math.prod(first)
+    if layers % parts:
+        times = f"{devices} stages" + (f" x {virtual} virtual" if virtual > 1 else "")
         raise ValueError(
-            f"{layers} layers are not divisible by {parts} = {devices * virtual}: use a number of "
-            f"layers that is a multiple of {devices * virtual}, or another mesh axis 'pipe'"
+            f"{layers} layers are not divisible by {times} = {parts}: place them with "
+            f"Stack(counts=...), use a number of layers that is a multiple of {parts}, or another "
+            "mesh axis 'pipe'"
         )
-    return layers // (devices * virtual)
+    return stack.counts or (layers // parts,) * parts
 
 
 def enter_stages(
@@ -194,6 +207,7 @@ def run_layers(
     first: int | jax.Array = 0,
     *,
     looped: bool = False,
+    wrap: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> PyTree:
     """Scans consecutive layers.
 
@@ -203,34 +217,43 @@ def run_layers(
       batch, rng: the microbatch and its key; None means an evaluation.
       first: the number, in the whole model, of the first of these layers.
       looped: whether this is within a loop that keeps forward and backward pass apart.
+      wrap: what becomes of ``layer(weights, x, (batch, rng, number)) -> x``, after
+        ``Stages.remat``; the weights are like ``params``, with one layer of the stacked ones.
 
     Raises:
       ValueError: where a layer changes the shape or dtype of ``x``.
     """
-    stacked = params[stages.stacked.key]
-    count = jax.tree.leaves(stacked)[0].shape[0]
+    key = stages.stacked.key
+    shared = {name: params[name] for name in stages.shared or ()}
+    count = jax.tree.leaves(params[key])[0].shape[0]
 
-    def layer(x, params_and_index):
-        layer_params, index = params_and_index
-        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+    def layer(weights, x, context):
+        batch, rng, index = context
+        rng = None if rng is None else jax.random.fold_in(rng, index)
         if stages.shared is None:
-            y = stages.block(layer_params, x, batch, layer_rng)
+            y = stages.block(weights[key], x, batch, rng)
         else:
-            shared = {name: params[name] for name in stages.shared}
-            y = stages.block(layer_params, shared, x, batch, layer_rng, index)
+            rest = {name: weights[name] for name in shared}
+            y = stages.block(weights[key], rest, x, batch, rng, index)
         if (kind := _kinds(y)) != _kinds(x):
             raise ValueError(
                 f"a block turns {_kinds(x)} into {kind}: every layer must keep the shape and dtype "
                 "of the residual stream"
             )
-        return y, None
+        return y
 
     unroll = _unroll(stages, count)
     if stages.remat is not None:
         # In a loop the forward and the backward pass are apart, and no common subexpression can
         # undo the rematerialisation; a loop of one iteration is no loop.
         layer = stages.remat(layer, prevent_cse=not looped and count <= unroll)
-    return jax.lax.scan(layer, x, (stacked, first + jnp.arange(count)), unroll=unroll)[0]
+    layer = wrap(layer)
+
+    def body(x, row):
+        weights, index = row
+        return layer({key: weights} | shared, x, (batch, rng, index)), None
+
+    return jax.lax.scan(body, x, (params[key], first + jnp.arange(count)), unroll=unroll)[0]
 
 
 def _unroll(stages: Stages, count: int) -> int:

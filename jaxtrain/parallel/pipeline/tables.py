@@ -39,6 +39,8 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 (PipeDream, 1F1B), Nar
 import dataclasses
 import functools
 import heapq
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -192,13 +194,35 @@ def check_table(table: Table) -> None:
     Simulation(table).run()
 
 
-def makespan(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
+Times = float | Sequence[float]
+
+
+def unit_times(table: Table, forward: Times, backward: Times) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how long the forward and the backward unit of each tick and device take, ``[T, S]``.
+
+    Args:
+      table: the schedule.
+      forward, backward: as for :func:`makespan`.
+    """
+
+    def times(kind: str, time: Times) -> np.ndarray:
+        chunk_TS = getattr(table, f"{kind}_chunk")
+        stage_TS = np.maximum(chunk_TS, 0) * table.stages + np.arange(table.stages)
+        each = np.ndim(time) == 0
+        time_G = np.full(table.stages * table.virtual, time / table.virtual) if each else time
+        return np.where(chunk_TS != NONE, np.asarray(time_G)[stage_TS], 0.0)
+
+    return times("fwd", forward), times("bwd", backward)
+
+
+def makespan(table: Table, *, forward: Times = 1.0, backward: Times = 2.0) -> float:
     """Time of one step, when a tick lasts as long as its slowest device.
 
     Args:
       table: the schedule.
-      forward: time of a whole stage forward; a chunk takes ``1 / virtual`` of it.
-      backward: time of a whole stage backward: 2 forwards, or 3 when it recomputes the forward.
+      forward: time of a whole stage forward, of which a chunk takes ``1 / virtual``; or the times
+        of all global stages, S V of them.
+      backward: the same backward: 2 forwards, or 3 when it recomputes the forward.
 
     Returns:
       The time, in the unit of ``forward``; communication and the optimizer not counted.
@@ -207,19 +231,20 @@ def makespan(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> fl
     33.0
     >>> makespan(make_table("interleaved", stages=4, microbatches=8, virtual=3))
     27.0
+    >>> makespan(make_table("1f1b", stages=2, microbatches=8), forward=[1, 2], backward=[2, 4])
+    51.0
     """
-    cost_TS = forward * (table.fwd_microbatch != NONE) + backward * (table.bwd_microbatch != NONE)
-    return float(cost_TS.max(axis=1).sum()) / table.virtual
+    return math.fsum(sum(unit_times(table, forward, backward)).max(axis=1))
 
 
-def bubble(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The part of the makespan in which a device has nothing to do, 0 to 1.
+def bubble(table: Table, *, forward: Times = 1.0, backward: Times = 2.0) -> float:
+    """The part of the makespan in which a device, on average, has nothing to do, 0 to 1.
 
     >>> bubble(make_table("gpipe", stages=4, microbatches=9))
     0.25
     """
-    ideal = table.microbatches * (forward + backward)
-    return 1 - ideal / makespan(table, forward=forward, backward=backward)
+    busy = sum(times.sum() for times in unit_times(table, forward, backward)) / table.stages
+    return float(1 - busy / makespan(table, forward=forward, backward=backward))
 
 
 def peak_stash(table: Table) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A tick table as the executor reads it: in each tick two units and two arrivals."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,14 +21,21 @@ class Unit:
     microbatch: jax.Array
     chunk: jax.Array
     layer: jax.Array  # the number of its first layer
+    layers: jax.Array  # how many it has
     input_slot: jax.Array
     cotangent_slot: jax.Array
     residual_slot: jax.Array
 
 
-def schedule_arrays(table: Table, chunk: int) -> dict[str, Any]:
-    """Returns the table as int32 and bool arrays [T, S], grouped by unit."""
-    device_S = np.arange(table.stages)
+def schedule_arrays(table: Table, counts: Sequence[int]) -> dict[str, Any]:
+    """Returns the table as int32 and bool arrays [T, S], grouped by unit.
+
+    Args:
+      table: the schedule.
+      counts: how many layers each global stage has.
+    """
+    device_S, counts_G = np.arange(table.stages), np.array(counts, np.int32)
+    first_G = np.cumsum(counts_G, dtype=np.int32) - counts_G
 
     def unit(kind: str, cotangent_TS: np.ndarray) -> Unit:
         microbatch_TS = getattr(table, f"{kind}_microbatch")
@@ -40,7 +48,8 @@ def schedule_arrays(table: Table, chunk: int) -> dict[str, Any]:
             last=present_TS & (stage_TS == table.stages * table.virtual - 1),
             microbatch=np.maximum(microbatch_TS, 0),
             chunk=np.maximum(chunk_TS, 0),
-            layer=(stage_TS * chunk).astype(np.int32),
+            layer=first_G[stage_TS],
+            layers=counts_G[stage_TS],
             input_slot=getattr(table, f"{kind}_slot"),
             cotangent_slot=cotangent_TS,
             residual_slot=getattr(table, f"residual_slot_{kind}"),
