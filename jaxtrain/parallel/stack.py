@@ -7,6 +7,9 @@ of v is layer l of that chunk. Where stages have different numbers of layers, C 
 the rows that are left over are padding: zeros, which no stage runs and no gradient reaches. Rules,
 optimizers, pipelines, checkpoints and comparisons ask a :class:`Stack` which of these it is.
 
+A model may have several such stacks, one after the other (an encoder and a decoder), each under a
+key of its own. Each is then cut by itself; the global stages of the first come first.
+
 Shapes: L layers, V chunks per device, S devices along ``pipe``, C rows of a chunk.
 """
 
@@ -33,11 +36,11 @@ class Stack:
     """Which parameters are stacked by layer, and how.
 
     Args:
-      key: the key of the parameters under which every leaf is stacked.
-      virtual: V, chunks per device: above 1 the layer axis is cut in as many parts.
-      counts: how many layers each of the S V global stages has, in order; 0 is one. None for as
-        many in each, on any number of devices. :func:`jaxtrain.planning.balance.balanced` weighs
-        them.
+      key: the key of the parameters under which every leaf is stacked; or several, in order.
+      virtual: V, chunks per device of each key: above 1 the layer axis is cut in as many parts.
+      counts: how many layers each of the S V global stages has, in order, those of the first key
+        first; 0 is one. None for as many in each, on any number of devices.
+        :func:`jaxtrain.planning.balance.balanced` weighs them.
 
     Raises:
       ValueError: for ``virtual`` below 1, and counts that V does not divide or are no counts.
@@ -51,7 +54,7 @@ class Stack:
     (9, 3)
     """
 
-    key: str = "blocks"
+    key: str | tuple[str, ...] = "blocks"
     virtual: int = 1
     counts: tuple[int, ...] | None = None
 
@@ -61,15 +64,26 @@ class Stack:
         if self.counts is None:
             return
         object.__setattr__(self, "counts", tuple(self.counts))
-        if (
-            len(self.counts) % self.virtual
-            or min(self.counts, default=-1) < 0
-            or not any(self.counts)
-        ):
+        keys = 1 if isinstance(self.key, str) else len(self.key)
+        each = max(1, len(self.counts) // keys)
+        shares = [self.counts[i : i + each] for i in range(0, len(self.counts), each)]
+        wrong = len(shares) != keys or not all(map(any, shares)) or min(self.counts) < 0
+        if wrong or each % self.virtual:
             raise ValueError(
                 f"counts is {self.counts}: give the number of layers of every global stage, "
-                f"{self.virtual} x the devices along pipe, at least 0 each and not all 0"
+                f"{self.virtual} x the devices along pipe (for each key), at least 0 and not all 0"
             )
+
+    @property
+    def parts(self) -> tuple["Stack", ...]:
+        """A stack for each key."""
+        if isinstance(self.key, str):
+            return (self,)
+        each = len(self.counts or ()) // len(self.key)
+        return tuple(
+            Stack(key, self.virtual, self.counts and self.counts[i * each : (i + 1) * each])
+            for i, key in enumerate(self.key)
+        )
 
     @property
     def lead(self) -> int:
@@ -79,7 +93,7 @@ class Stack:
     @property
     def padded(self) -> bool:
         """Whether some rows are padding."""
-        return self.counts is not None and len(set(self.counts)) > 1
+        return any(len(set(part.counts or ())) > 1 for part in self.parts)
 
     @property
     def places(self) -> tuple[int, ...] | None:
@@ -100,12 +114,16 @@ class Stack:
         >>> Stack("layers", virtual=2).axes
         {'^layers(/|$)': 2}
         """
-        axes = Rows(self.lead, self.places) if self.padded else self.lead
-        return {f"^{re.escape(self.key)}(/|$)": axes}
+        return {
+            f"^{re.escape(part.key)}(/|$)": Rows(part.lead, part.places)
+            if part.padded
+            else part.lead
+            for part in self.parts
+        }
 
     def holds(self, path: str | None) -> bool:
         """Whether the parameter at ``path`` is stacked."""
-        return path is not None and f"{path}/".startswith(f"{self.key}/")
+        return path is not None and any(f"{path}/".startswith(f"{p.key}/") for p in self.parts)
 
     def cut(self, params: Mapping[str, Any]) -> dict:
         """Cuts the layer axis of parameters in natural order, such as a model's ``init`` returns.
@@ -113,28 +131,32 @@ class Stack:
         Raises:
           ValueError: where V does not divide the number of layers, or ``counts`` have another sum.
         """
-        V = self.virtual
 
-        def cut(x: jax.Array) -> jax.Array:
-            L = x.shape[0]
-            if self.counts is not None and sum(self.counts) != L:
+        def cut(part: Stack, x: jax.Array) -> jax.Array:
+            L, V = x.shape[0], part.virtual
+            if part.counts is not None and sum(part.counts) != L:
                 raise ValueError(
-                    f"{self.key!r} has {L} layers and counts {self.counts} place "
-                    f"{sum(self.counts)}: give counts with the sum {L}"
+                    f"{part.key!r} has {L} layers and counts {part.counts} place "
+                    f"{sum(part.counts)}: give counts with the sum {L}"
                 )
-            if self.counts is None and L % V:
+            if part.counts is None and L % V:
                 raise ValueError(
-                    f"{self.key!r} has {L} layers, not divisible by virtual={V}: use a divisor of "
+                    f"{part.key!r} has {L} layers, not divisible by virtual={V}: use a divisor of "
                     f"{L}"
                 )
-            return _cut(x, self)
+            return _cut(part, x)
 
-        return dict(params) | {self.key: jax.tree.map(cut, params[self.key])}
+        return self._mapped(cut, params)
 
     def natural(self, params: Mapping[str, Any]) -> dict:
         """Joins the layer axis of parameters again: the inverse of :meth:`cut`."""
-        join = functools.partial(_join, stack=self)
-        return dict(params) | {self.key: jax.tree.map(join, params[self.key])}
+        return self._mapped(_join, params)
+
+    def _mapped(self, function: Callable[["Stack", Any], Any], params: Mapping[str, Any]) -> dict:
+        return dict(params) | {
+            part.key: jax.tree.map(functools.partial(function, part), params[part.key])
+            for part in self.parts
+        }
 
     def shapes(self, state: PyTree) -> PyTree:
         """Returns the shapes and shardings of a train state in natural order.
@@ -144,15 +166,15 @@ class Stack:
             What an optimizer keeps per layer (:func:`jaxtrain.optim.per_layer`) is, as well.
         """
 
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = jax.eval_shape(functools.partial(_join, stack=self), leaf).shape
-            mesh, spec = leaf.sharding.mesh, P(*leaf.sharding.spec[self.lead - 1 :])
-            if self.padded:  # so that pipe may not divide the layers
+        def shape(part: Stack, leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = jax.eval_shape(functools.partial(_join, part), leaf).shape
+            mesh, spec = leaf.sharding.mesh, P(*leaf.sharding.spec[part.lead - 1 :])
+            if part.padded:  # so that pipe may not divide the layers
                 spec = spread(P(None, *spec[1:]), shape, mesh, ("pipe",))
             sharding = NamedSharding(mesh, spec)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-        return self._stacked(shape, state)
+        return self._mapped_state(shape, state)
 
     def state_in_natural_order(self, state: PyTree) -> PyTree:
         """Returns a train state as :meth:`shapes` says.
@@ -160,9 +182,11 @@ class Stack:
         Leaves that lie otherwise there are copied, one after another; the others are those of
         ``state`` themselves.
         """
-        return self._stacked(
-            lambda leaf, like: _moved(_join, self, like.sharding)(leaf), state, self.shapes(state)
-        )
+
+        def join(part: Stack, leaf: jax.Array, like: Any) -> jax.Array:
+            return _moved(_join, part, like.sharding)(leaf)
+
+        return self._mapped_state(join, state, self.shapes(state))
 
     def state_cut(self, state: PyTree, like: PyTree) -> PyTree:
         """Returns a train state in natural order as it was before :meth:`state_in_natural_order`.
@@ -172,38 +196,53 @@ class Stack:
           like: shapes and shardings of the result.
         """
 
-        return self._stacked(
-            lambda like, leaf: _moved(_cut, self, like.sharding)(leaf), like, state
-        )
+        def cut(part: Stack, like: Any, leaf: jax.Array) -> jax.Array:
+            return _moved(_cut, part, like.sharding)(leaf)
 
-    def _stacked(self, function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
-        """Maps over the leaves of a state that are stacked and, in natural order, lie otherwise.
+        return self._mapped_state(cut, like, state)
+
+    def _mapped_state(self, function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
+        """Maps ``function(part, leaf, ...)`` over the leaves of a state that natural order changes.
 
         Of the others the last tree's are returned.
         """
         if self.virtual == 1 and not self.padded:
             return (state, *rest)[-1]
         params = named_leaves(state.params)
-        sizes = (tuple(x.shape[: self.lead]) for name, x in params.items() if self.holds(name))
-        rows = next(sizes, None)
+        rows = {
+            part: tuple(x.shape[: part.lead])
+            for part in self.parts
+            for name, x in params.items()
+            if part.holds(name)
+        }
+
+        def part_of(name: str, leaf: Any) -> Stack | None:
+            owner, words = owner_of(name, params), name.split("/")
+            grouped = any(word.startswith(LAYER_GROUP) for word in words)
+            fitting = [
+                part
+                for part, sizes in rows.items()
+                if tuple(leaf.shape[: part.lead]) == sizes
+                and (part.holds(owner) or (owner is None and grouped))
+            ]
+            # Of several, a counter without an owner is told by the number of layers in its group.
+            named = [p for p in fitting if f"{LAYER_GROUP}{sum(p.counts or ())}" in words]
+            return next(iter(named + fitting), None)
 
         def one(name: str, leaf: Any, *others: Any) -> Any:
-            grouped = any(word.startswith(LAYER_GROUP) for word in name.split("/"))
-            stacked = grouped or self.holds(owner_of(name, params))
-            if stacked and tuple(leaf.shape[: self.lead]) == rows:
-                return function(leaf, *others)
-            return (leaf, *others)[-1]
+            part = part_of(name, leaf)
+            return (leaf, *others)[-1] if part is None else function(part, leaf, *others)
 
         return map_named(one, state, *rest)
 
 
-def _join(x: jax.Array, stack: Stack) -> jax.Array:
-    """Leaves in natural order, of one that is cut."""
+def _join(stack: Stack, x: jax.Array) -> jax.Array:
+    """A leaf in natural order, of one that is cut."""
     x = x.reshape(-1, *x.shape[2:]) if stack.lead == 2 else x
     return x[np.array(stack.places)] if stack.padded else x
 
 
-def _cut(x: jax.Array, stack: Stack) -> jax.Array:
+def _cut(stack: Stack, x: jax.Array) -> jax.Array:
     """The inverse of :func:`_join`."""
     if stack.padded:
         rows = len(stack.counts) * max(stack.counts)
@@ -215,4 +254,4 @@ def _cut(x: jax.Array, stack: Stack) -> jax.Array:
 @functools.cache
 def _moved(function: Callable, stack: Stack, sharding: jax.sharding.Sharding) -> Callable:
     # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
-    return jax.jit(functools.partial(function, stack=stack), out_shardings=sharding)
+    return jax.jit(functools.partial(function, stack), out_shardings=sharding)

@@ -59,7 +59,12 @@ def weigh(stages: Stages, init_fn: Callable[[jax.Array], PyTree], batch: PyTree)
       stages: the model.
       init_fn: ``rng -> params``, in natural order.
       batch: one microbatch, or its shapes.
+
+    Raises:
+      ValueError: for several stacks of layers.
     """
+    if len(stages.blocks) > 1:
+        raise ValueError(f"the model has {len(stages.blocks)} stacks of layers: one is weighed")
     rng = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(init_fn, rng)
     outer = stages.outer(params)
@@ -69,9 +74,9 @@ def weigh(stages: Stages, init_fn: Callable[[jax.Array], PyTree], batch: PyTree)
 
     def block(layer, outer, x, batch, rng):
         if stages.shared is None:
-            return stages.block(layer, x, batch, rng)
+            return stages.blocks[0](layer, x, batch, rng)
         shared = {name: outer[name] for name in stages.shared}
-        return stages.block(layer, shared, x, batch, rng, 0)
+        return stages.blocks[0](layer, shared, x, batch, rng, 0)
 
     def both(function: Callable, trained: tuple, *rest: Any) -> tuple[float, float]:
         def run(trained, cotangent, *rest):

@@ -57,6 +57,11 @@ class Plan:
     trains: frozenset[str] = frozenset()
 
     @property
+    def stacks(self) -> range:
+        """The numbers of the stacks of layers."""
+        return range(len(self.stages.blocks))
+
+    @property
     def layers(self) -> P:
         """How the stacked parameters lie along ``pipe``."""
         return P(*[None] * (self.stages.stacked.lead - 1), "pipe")
@@ -76,6 +81,12 @@ class Plan:
             return jax.lax.cond(condition, lambda: pinned(do), lambda: pinned(otherwise))
         return select(condition, pinned(do), pinned(otherwise))
 
+    def of_stack(self, k: jax.Array, run: Callable[[int], tuple], first: int = 0) -> tuple:
+        """``run(k)`` for one stack of layers, where only the device knows which."""
+        if first == self.stacks[-1]:
+            return run(first)
+        return self.choose(k == first, lambda: run(first), lambda: self.of_stack(k, run, first + 1))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
@@ -90,8 +101,9 @@ class _Device:
       x: shapes and dtypes of the residual stream.
       seeds_M: the cotangent of each microbatch's loss.
       factors_M: what its gradients are multiplied by to be those of the sum.
-      embed_reads, head_reads: the paths of what trains and the embedding or the head reads.
-      layout: of residuals; None where they are computed again.
+      enter_reads, head_reads: the paths of what trains and is read as a stack is entered (first by
+        the embedding), and by the head.
+      layouts: of the residuals of each stack; none where they are computed again.
     """
 
     plan: Plan
@@ -101,9 +113,9 @@ class _Device:
     x: PyTree
     seeds_M: jax.Array | None = None
     factors_M: jax.Array | None = None
-    embed_reads: frozenset[str] = frozenset()
+    enter_reads: tuple[frozenset[str], ...] = ()
     head_reads: frozenset[str] = frozenset()
-    layout: residuals.Layout | None = None
+    layouts: tuple[residuals.Layout, ...] = ()
 
     @property
     def outer(self) -> dict[str, PyTree]:
@@ -114,13 +126,17 @@ class _Device:
         """Microbatch j and its key."""
         return rows(self.batch, j), None if self.rng is None else jax.random.fold_in(self.rng, j)
 
-    def weights(self, v: jax.Array) -> dict[str, PyTree]:
-        """What its layers read: chunk v, [C, ...], and the parameters that all of them share."""
+    def weights(self, k: int, v: jax.Array | int) -> dict[str, PyTree]:
+        """What layers of stack k read: chunk v, [C, ...], and the parameters that all share."""
         stages = self.plan.stages
-        chunk = self.params[stages.stacked.key]
-        chunk = chunk if self.plan.table.virtual == 1 else read(chunk, v)
-        shared = {name: self.params[name] for name in stages.shared or ()}
-        return {stages.stacked.key: chunk} | shared
+        key = stages.stacked.parts[k].key
+        chunk = self.params[key] if stages.stacked.virtual == 1 else read(self.params[key], v)
+        return {key: chunk} | {name: self.params[name] for name in stages.shared or ()}
+
+    @functools.cached_property
+    def residual_buffers(self) -> tuple:
+        """What :func:`residuals.common_buffers` gives for all stacks."""
+        return residuals.common_buffers(self.layouts)
 
 
 @jax.tree_util.register_dataclass
@@ -165,17 +181,20 @@ def device_program(
     x = residual_stream(plan.stages, outer, microbatch, rng)
     device = _Device(plan, params, batch, rng, x, seeds_M, factors_M)
     if plan.table.backward:
+        arguments = outer, x, microbatch, rng
+        entries = [functools.partial(plan.stages.enter, k) for k in plan.stacks]
         device = dataclasses.replace(
             device,
-            embed_reads=plan.trains & leaves_read(plan.stages.embed, outer, microbatch, rng),
+            enter_reads=tuple(plan.trains & leaves_read(enter, *arguments) for enter in entries),
             head_reads=plan.trains & leaves_read(plan.stages.head_loss, outer, x, microbatch),
         )
     if not plan.recompute:
-        weights = device.weights(0)
-        context = (weights, microbatch, rng, jnp.int32(0), jnp.int32(0))
-        layers = functools.partial(_layers, plan)
-        layout = residuals.residual_layout(layers, picked(weights, plan.trains), x, context)
-        device = dataclasses.replace(device, layout=layout)
+        number = jnp.int32(0)
+        unit = Unit(*[number] * len(dataclasses.fields(Unit)))
+        given = [_unit_arguments(device, k, unit, microbatch, rng, x) for k in plan.stacks]
+        layers = [functools.partial(_layers, plan, k) for k in plan.stacks]
+        layouts = (residuals.residual_layout(f, *g) for f, g in zip(layers, given, strict=True))
+        device = dataclasses.replace(device, layouts=tuple(layouts))
     tick = functools.partial(_tick if plan.table.backward else _eval_tick, device)
     end, _ = jax.lax.scan(tick, _start(device), ticks)
     # The loss is the last stage's; outer parameters are read by the first and the last.
@@ -223,19 +242,13 @@ def _tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Car
 
 def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple[_Carry, None]:
     plan, unit = device.plan, tick["forward"]
+    y, _ = _forward(device, carry, unit)
 
-    def run():
-        batch, rng = device.microbatch(unit.microbatch)
-        x = _stage_input(device, carry, unit, batch, rng)
-        y = _layers(plan, *_unit_arguments(device, unit, batch, rng, x))
+    def head():
+        batch, _ = device.microbatch(unit.microbatch)
+        return y, carry.loss + widen(as_weighted(plan.stages.head_loss(device.outer, y, batch)))
 
-        def head():
-            loss = as_weighted(plan.stages.head_loss(device.outer, y, batch))
-            return y, carry.loss + widen(loss)
-
-        return plan.choose(unit.last, head, lambda: (y, carry.loss))
-
-    y, loss = plan.choose(unit.present, run, lambda: (zeros(device.x), carry.loss))
+    y, loss = plan.choose(unit.last, head, lambda: (y, carry.loss))
     arrived = jax.lax.ppermute(y, "pipe", _ring(device))
     inputs = write(carry.inputs, tick["receive_input"], arrived)
     return _pin(device, dataclasses.replace(carry, inputs=inputs, loss=loss)), None
@@ -254,22 +267,29 @@ def _forward(device: _Device, carry: _Carry, unit: Unit) -> tuple[PyTree, tuple]
     # What a branch updates is copied by XLA's GPU and CPU compilers, whole and in every tick. The
     # TPU compiler updates it where it lies, and would hold another slot for what leaves a branch.
     within = plan.skip_bubbles and platform() == "tpu"
+    stored, places = device.residual_buffers
 
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng)
-        arguments = _unit_arguments(device, unit, batch, rng, x)
-        if plan.recompute:
-            return _layers(plan, *arguments), ()
-        y, kept = residuals.forward(device.layout, *arguments)
+
+        def layers(k):
+            arguments = _unit_arguments(device, k, unit, batch, rng, x)
+            if plan.recompute:
+                return _layers(plan, k, *arguments), ()
+            y, found = residuals.forward(device.layouts[k], *arguments)
+            kept = dict(enumerate(zeros(stored))) | dict(zip(places[k], found, strict=True))
+            return y, tuple(kept.values())
+
+        y, kept = plan.of_stack(unit.stack, layers)
         return y, write(carry.residuals, slot, kept) if within else kept
 
     def rest():
-        stored = device.layout.stored if device.layout else ()
         return zeros(device.x), carry.residuals if within else zeros(stored)
 
-    # Where the backward unit starts over, there is nothing that the last stage would run this for.
-    wanted = unit.present & ~unit.last if plan.recompute else unit.present
+    # Where a backward unit starts over, there is nothing that the last stage would run this for.
+    idle = plan.recompute and plan.table.backward
+    wanted = unit.present & ~unit.last if idle else unit.present
     y, kept = plan.choose(wanted, run, rest)
     return y, kept if within else write(carry.residuals, slot, kept)
 
@@ -286,44 +306,58 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
     def run():
         batch, rng = device.microbatch(unit.microbatch)
         x = _stage_input(device, carry, unit, batch, rng) if plan.recompute else None
-        training, x, context = _unit_arguments(device, unit, batch, rng, x)
-        if plan.recompute:
-            y, pull = jax.vjp(lambda training, x: _layers(plan, training, x, context), training, x)
-        else:
-            y = read(carry.inputs, unit.input_slot)
-            kept = read(carry.residuals, unit.residual_slot)
-            pull = residuals.pullback(device.layout, training, context, kept)
-        d_y, d_outer, loss = plan.choose(
-            unit.last,
-            lambda: _head(device, carry, unit, y, batch),
-            lambda: (read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss),
-        )
-        d_weights, d_x = pull(d_y)
-        d_chunk = {name: d_weights.pop(name) for name in carry.d_stacked}
-        d_outer = _added(device, d_outer, unit, d_weights)
+
+        def layers(k):
+            training, _, context = _unit_arguments(device, k, unit, batch, rng, x)
+            if plan.recompute:
+                y, pull = jax.vjp(lambda w, x: _layers(plan, k, w, x, context), training, x)
+            else:
+                y = read(carry.inputs, unit.input_slot)
+                kept = [read(carry.residuals[i], unit.residual_slot) for i in places[k]]
+                pull = residuals.pullback(device.layouts[k], training, context, tuple(kept))
+
+            def arrived():
+                return read(carry.cotangents, unit.cotangent_slot), carry.d_outer, carry.loss
+
+            if k == plan.stacks[-1]:
+                head = functools.partial(_head, device, carry, unit, y, batch)
+                d_y, d_outer, loss = plan.choose(unit.last, head, arrived)
+            else:
+                d_y, d_outer, loss = arrived()
+            d_weights, d_x = pull(d_y)
+            d_chunk = {name: d_weights.pop(name, zero) for name, zero in no_chunk().items()}
+            return d_x, d_chunk, _added(device, d_outer, unit, d_weights), loss
+
+        d_x, d_chunk, d_outer, loss = plan.of_stack(unit.stack, layers)
+
+        def enter(k):
+            return _enter_backward(device, k, carry, d_outer, unit, d_x, batch, rng)
+
         d_x, d_outer = plan.choose(
-            unit.first,
-            lambda: (d_x, _embed_backward(device, d_outer, unit, d_x, batch, rng)),
-            lambda: (d_x, d_outer),
+            unit.first, lambda: plan.of_stack(unit.stack, enter), lambda: (d_x, d_outer)
         )
         return d_x, d_chunk, d_outer, loss
 
-    def rest():
-        weights = device.weights(unit.chunk)
-        d_chunk = jax.tree.map(jnp.zeros_like, picked(weights, carry.d_stacked))
-        return zeros(device.x), d_chunk, carry.d_outer, carry.loss
+    def no_chunk():
+        chunks = (picked(device.weights(k, 0), carry.d_stacked) for k in plan.stacks)
+        return {name: jnp.zeros_like(p) for chunk in chunks for name, p in chunk.items()}
 
-    return plan.choose(unit.present, run, rest)
+    places = device.residual_buffers[1]
+    return plan.choose(
+        unit.present, run, lambda: (zeros(device.x), no_chunk(), carry.d_outer, carry.loss)
+    )
 
 
-def _unit_arguments(device: _Device, unit: Unit, batch, rng, x) -> tuple[Sums, PyTree, tuple]:
+def _unit_arguments(
+    device: _Device, k: int, unit: Unit, batch, rng, x
+) -> tuple[Sums, PyTree, tuple]:
     """What :func:`_layers` reads: the weights that train, by path, ``x``, and all the rest."""
-    weights = device.weights(unit.chunk)
+    weights = device.weights(k, unit.chunk)
     context = (weights, batch, rng, unit.layer, unit.layers)
     return picked(weights, device.plan.trains), x, context
 
 
-def _layers(plan: Plan, training: Sums, x: PyTree, context: tuple) -> PyTree:
+def _layers(plan: Plan, k: int, training: Sums, x: PyTree, context: tuple) -> PyTree:
     weights, batch, rng, first, count = context
 
     def up_to_count(layer):
@@ -338,17 +372,19 @@ def _layers(plan: Plan, training: Sums, x: PyTree, context: tuple) -> PyTree:
         run = residuals.skippable(function, plan.choose)
         return call
 
-    wrap = {"wrap": up_to_count} if len(set(plan.counts)) > 1 else {}
+    wrap = {"wrap": up_to_count} if plan.stages.stacked.parts[k].padded else {}
     weights = replaced(weights, training)
-    return run_layers(plan.stages, weights, x, batch, rng, first, looped=True, **wrap)
+    return run_layers(plan.stages, weights, x, batch, rng, first, k=k, looped=True, **wrap)
 
 
 def _stage_input(device: _Device, carry: _Carry, unit: Unit, batch, rng) -> PyTree:
-    return device.plan.choose(
-        unit.first,
-        lambda: (device.plan.stages.embed(device.outer, batch, rng),),
-        lambda: (read(carry.inputs, unit.input_slot),),
-    )[0]
+    plan, arrived = device.plan, functools.partial(read, carry.inputs, unit.input_slot)
+
+    def enter(k):
+        return (plan.stages.enter(k, device.outer, arrived() if k else None, batch, rng),)
+
+    (x,) = plan.choose(unit.first, lambda: plan.of_stack(unit.stack, enter), lambda: (arrived(),))
+    return x
 
 
 def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
@@ -364,12 +400,18 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
     return d_y, _added(device, carry.d_outer, unit, grads), carry.loss + widen(loss)
 
 
-def _embed_backward(device: _Device, d_outer: Sums, unit: Unit, d_x, batch, rng) -> Sums:
-    def embed(training):
-        return device.plan.stages.embed(replaced(device.outer, training), batch, rng)
+def _enter_backward(
+    device: _Device, k: int, carry: _Carry, d_outer: Sums, unit: Unit, d_x, batch, rng
+) -> tuple[PyTree, Sums]:
+    """What :meth:`Stages.enter` needs of its result's cotangent: that of ``x``, and the sums."""
 
-    _, pull = jax.vjp(embed, picked(device.outer, device.embed_reads))
-    return _added(device, d_outer, unit, pull(d_x)[0])
+    def enter(training, x):
+        return device.plan.stages.enter(k, replaced(device.outer, training), x, batch, rng)
+
+    x = read(carry.inputs, unit.input_slot) if k else None
+    _, pull = jax.vjp(enter, picked(device.outer, device.enter_reads[k]), x)
+    grads, d_arrived = pull(d_x)
+    return d_arrived if k else d_x, _added(device, d_outer, unit, grads)
 
 
 def _added(device: _Device, sums: Sums, unit: Unit, grads: Sums) -> Sums:
@@ -378,7 +420,7 @@ def _added(device: _Device, sums: Sums, unit: Unit, grads: Sums) -> Sums:
 
 
 def _add_chunk(device: _Device, sums: Sums, unit: Unit, grads: Sums) -> Sums:
-    if device.plan.table.virtual == 1:
+    if device.plan.stages.stacked.virtual == 1:
         return _added(device, sums, unit, grads)
     grads = scaled(grads, device.factors_M[unit.microbatch])
     return jax.tree.map(lambda s, g: s.at[unit.chunk].add(g), sums, grads)
@@ -404,7 +446,7 @@ def _start(device: _Device) -> _Carry:
         carry = dataclasses.replace(
             carry,
             cotangents=slots(table.cotangent_slots, device.x),
-            residuals=slots(table.residual_slots, device.layout.stored if device.layout else ()),
+            residuals=slots(table.residual_slots, device.residual_buffers[0]),
             d_stacked=sums_like(picked(device.params, stacked)),
             d_outer=sums_like(picked(device.params, plan.trains - stacked)),
         )

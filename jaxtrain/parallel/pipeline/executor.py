@@ -72,8 +72,10 @@ def pipeline(
       microbatches: M, into which every batch leaf's leading axis is cut (microbatch j holds rows
         j, j + M, ...); scalars go to each.
       schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``; see :mod:`.tables` for their costs.
-      virtual: chunks per device, above 1 for ``"interleaved"`` only; parameters are then to be laid
-        out by :meth:`jaxtrain.Stack.cut`. By default that of ``stages.stacked``.
+        Several stacks of layers are interleaved: a device has a share of each.
+      virtual: chunks per device (of each stack of layers, where there are several), above 1 for
+        ``"interleaved"`` only; parameters are then to be laid out by :meth:`jaxtrain.Stack.cut`. By
+        default that of ``stages.stacked``.
       remat: ``"full"`` keeps the input of a stage and runs the stage again for its backward pass;
         ``"none"`` keeps what the backward pass of its layers needs, as ``jax.vjp`` (and
         ``Stages.remat``) decides.
@@ -184,14 +186,14 @@ def _on_devices(
         axis_names={"pipe"},
         in_specs=(
             P(None, "pipe"),
-            {name: plan.layers if name == stack.key else P() for name in params},
+            {name: plan.layers if stack.holds(name) else P() for name in params},
             *[P()] * len(rest),
         ),
         out_specs=(P(), plan.layers, P()),
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
-    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.counts))
+    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.counts, len(stack.parts)))
     return program(ticks, params, *rest)
 
 
@@ -252,11 +254,16 @@ def _scheduled(
     stack = stages.stacked
     if virtual is not None:
         stack = dataclasses.replace(stack, virtual=virtual)
+    if len(stack.parts) > 1 and schedule != "interleaved":
+        raise ValueError(
+            f"stages have several stacks of layers ({', '.join(stack.key)}) and schedule is "
+            f"{schedule!r}: their layers are chunks of one device, use schedule 'interleaved'"
+        )
     table = make_table(
         schedule,
         stages=size,
         microbatches=microbatches,
-        virtual=stack.virtual,
+        virtual=stack.virtual * len(stack.parts),
         backward=backward,
     )
     return dataclasses.replace(stages, stacked=stack), table

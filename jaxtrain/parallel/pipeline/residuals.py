@@ -7,7 +7,7 @@ parameters, batch or key, which will be at hand again, take no slot.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,31 @@ def residual_layout(
 
     shapes = jax.eval_shape(trace, weights, x, context)
     return Layout(function=function, stored=shapes, **found)
+
+
+def common_buffers(
+    layouts: Sequence[Layout],
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[tuple[int, ...], ...]]:
+    """Finds buffers that the residuals of any one of several functions fit into.
+
+    Returns:
+      Their shapes and dtypes, and for each layout the buffer of every stored leaf.
+    """
+    buffers, places = [], []
+    for layout in layouts:
+        free, mine = list(enumerate(buffers)), []
+        for leaf in layout.stored:
+            same = (
+                item for item in free if (item[1].shape, item[1].dtype) == (leaf.shape, leaf.dtype)
+            )
+            if (found := next(same, None)) is None:
+                found = (len(buffers), leaf)
+                buffers.append(leaf)
+            else:
+                free.remove(found)
+            mine.append(found[0])
+        places.append(tuple(mine))
+    return tuple(buffers), tuple(places)
 
 
 def forward(
