@@ -6,6 +6,7 @@ them. What cannot be done is one sentence on standard error and exit status 2.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import quiet
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
-from jaxtrain.planning import search
+from jaxtrain.planning import balance, search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
@@ -65,6 +66,9 @@ class ScheduleOptions:
     """Time of a whole stage backward; 3 when it recomputes the forward."""
     png: Path | None = None
     """Also save the picture, true to time, in this file."""
+    model: str | None = None
+    """A preset of the GPT, such as gpt2-124m: also print what its embedding, layers and head weigh
+    on each stage, and the makespan in operations, of even and of balanced stages."""
 
 
 def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
@@ -89,10 +93,36 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
     times = {"forward": options.forward, "backward": options.backward}
     if options.png is not None:
         draw.save_png(tables, options.png, **times)
+    rows = [] if options.model is None else _balance(options.model, tables)
     draw.print_tables(tables)
     print()
     draw.print_summary(tables, **times)
+    if rows:
+        print()
+        draw.print_balance(rows)
     return 0
+
+
+def _balance(name: str, tables: Sequence[Any]) -> list[tuple]:
+    """The rows of :func:`draw.print_balance`: one microbatch of a GPT, with rematerialisation."""
+    from jaxtrain.data import packed_shapes
+    from jaxtrain.models import gpt
+
+    if name not in gpt.PRESETS:
+        raise ValueError(f"--model is {name!r}: use one of {', '.join(gpt.PRESETS)}")
+    model = gpt.PRESETS[name]()
+    init_fn, batch = functools.partial(gpt.init, model), packed_shapes(1, model.seq_len)
+    weights = balance.weigh(gpt.stages(model), init_fn, batch)
+    rows = []
+    for table in tables:
+        parts = table.stages * table.virtual
+        placed = {"balanced": balance.balanced(weights, layers=model.layers, stages=parts)}
+        if model.layers % parts == 0:
+            placed = {"even": (model.layers // parts,) * parts} | placed
+        for kind, counts in placed.items():
+            forward_G, backward_G = weights.of_stages(counts)
+            rows.append((table, kind, counts, forward_G / 1e9, backward_G / 1e9))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.placement import tracing_on
-from jaxtrain.parallel.sharding import LARGE, Rule, Rules, axes_of, batch_shardings
+from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
+from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import equations, products_in
 from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves

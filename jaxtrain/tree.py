@@ -6,13 +6,25 @@ too, so the optimizer state of that parameter ends in the same words: ``0/mu/blo
 """
 
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 SEPARATOR = "/"
 # Begins the word under which an optimizer keeps the state of stacked layers, their counters too.
 LAYER_GROUP = "layersx"
+
+
+class Rows(NamedTuple):
+    """Stacked parameters of which some rows are padding, for optimizers that act per layer.
+
+    Args:
+      axes: how many leading axes count rows.
+      places: the row of each layer, these axes taken as one.
+    """
+
+    axes: int
+    places: tuple[int, ...]
 
 
 def path_name(path: tuple[Any, ...]) -> str:

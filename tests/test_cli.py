@@ -74,9 +74,24 @@ def test_schedule_shows_one_with_its_flags(capsys):
     assert ["interleaved", "3", "38", "36", "11.1%"] in [x.split()[:5] for x in out.splitlines()]
 
 
+def test_schedule_weighs_the_stages_of_a_model(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    flags = "--stages 4 --microbatches 8 --schedule 1f1b --model gpt2-124m"
+    status, out, _ = run(capsys, "schedule", *flags.split())
+    assert status == 0
+    even, balanced = (
+        next(line.split() for line in out.splitlines() if f"{name}:" in line)
+        for name in ("even", "balanced")
+    )
+    assert (even[2:6], balanced[2:6]) == (["3"] * 4, ["4", "4", "4", "0"])
+    assert (even[10:14], balanced[10:13]) == (["52", "52", "52", "100"], ["100"] * 3)
+    assert float(balanced[-2].replace(",", "")) < 0.8 * float(even[-2].replace(",", ""))
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        ("--stages 2 --microbatches 4 --model gpt3", "--model is 'gpt3': use one of"),
         ("--stages 0 --microbatches 4", "error: stages is 0: a pipeline needs at least 1\n"),
         ("--stages 2 --microbatches 4 --backward 0", "error: --backward is 0.0: a time"),
         ("--stages 2 --microbatches 4 --schedule gpipe --virtual 2", "virtual is 2: use virtual=1"),

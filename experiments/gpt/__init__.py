@@ -31,6 +31,7 @@ from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.parallel.stack import Stack
+from jaxtrain.planning.balance import balanced, weigh
 from jaxtrain.precision import Policy
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.provenance import ROUNDED, SAME
@@ -154,8 +155,10 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         vocab_size = int(config.tokenizer) if digits else open_tokenizer(config, None).vocab_size
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
-    stages = gpt.stages(model, virtual=stack_of(config).virtual)
-    stack = stages.stacked
+    stack = stack_of(config, model)
+    stages = dataclasses.replace(gpt.stages(model), stacked=stack)
+    pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
+    del pipeline["balance"]
     return config.experiment(
         "gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
@@ -166,7 +169,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         rules=Rules(gpt.RULES),
         gather="model",
         stages=stages,
-        pipeline=dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual},
+        pipeline=pipeline,
         may_change=MAY_CHANGE,
         items_per_step=tokens,
         item="tokens",
@@ -176,9 +179,18 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     )
 
 
-def stack_of(config: Config) -> Stack:
-    """How the parameters are stacked by layer: cut for an interleaved pipeline alone."""
-    return Stack(virtual=config.pipeline.virtual if config.mesh.pipe != 1 else 1)
+def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
+    """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
+    if config.mesh.pipe == 1:
+        return Stack()
+    virtual, parts = config.pipeline.virtual, config.mesh.pipe * config.pipeline.virtual
+    if not 1 < parts <= model.layers or not (config.pipeline.balance or model.layers % parts):
+        return Stack(virtual=virtual)
+    batch = data.packed_shapes(1, model.seq_len)
+    weights = weigh(gpt.stages(model), functools.partial(gpt.init, model), batch)
+    recompute = config.pipeline.remat == "full"
+    counts = balanced(weights, layers=model.layers, stages=parts, recompute=recompute)
+    return Stack(virtual=virtual, counts=counts)
 
 
 def open_text(config: Config) -> data.Split:
@@ -299,7 +311,7 @@ def sample(
     config: Config, model: gpt.GPTConfig, tokenizer: data.Tokenizer, state: TrainState
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
-    params = jax.jit(stack_of(config).natural)(state.params)
+    params = jax.jit(stack_of(config, model).natural)(state.params)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
     written = continue_text(
         model,

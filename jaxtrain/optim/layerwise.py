@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.optim.masks import Stacked, stacked_axes
+from jaxtrain.optim.masks import Stacked, layer_rows, stacked_axes
 from jaxtrain.tree import LAYER_GROUP
 
 
@@ -45,7 +45,7 @@ def per_layer(
 
     def grouped(params):
         axes = stacked_axes(params, stacked)
-        labels = _labels(axes, params)
+        labels = _labels(axes, layer_rows(params, stacked), params)
         groups = dict(zip(jax.tree.leaves(labels), jax.tree.leaves(axes), strict=True))
         return optax.partition(
             {name: _vmapped(tx, groups[name]) for name in sorted(groups)}, labels
@@ -176,27 +176,28 @@ def scale_by_muon(
     return optax.masked(optax.chain(orthogonal, scale), hidden)
 
 
-def _labels(axes: Any, params: Any) -> Any:
+def _labels(axes: Any, rows: Any, params: Any) -> Any:
     """Names the group of each parameter, by its number of layers.
 
-    That number is the same whether a pipeline keeps them as [L, ...] or as [V, L / V, ...], so a
-    checkpoint of one goes into the other. Only where a model has both forms of one number do the
-    names say more.
+    That number is the same whether a pipeline keeps them as [L, ...] or as [V, L / V, ...], and
+    beside padding, so a checkpoint of one goes into the other. Only where a model has several forms
+    of one number do the names say more.
     """
 
-    def sizes(n: int, p: Any) -> tuple[int, ...]:
-        return tuple(p.shape[:n])
+    def sizes(n: int, places: Any, p: Any) -> tuple[tuple[int, ...], int]:
+        return tuple(p.shape[:n]), len(places)
 
-    stacks = {sizes(*each) for each in zip(*map(jax.tree.leaves, (axes, params)), strict=True)}
-    clear = len({math.prod(stack) for stack in stacks if stack}) == len(stacks - {()})
+    trees = axes, rows, params
+    stacks = {sizes(*each) for each in zip(*map(jax.tree.leaves, trees), strict=True) if each[0]}
+    clear = len({count for _, count in stacks}) == len(stacks)
 
-    def label(n: int, p: Any) -> str:
+    def label(n: int, places: Any, p: Any) -> str:
         if n == 0:
             return "single"
-        stack = sizes(n, p)
-        return LAYER_GROUP + (str(math.prod(stack)) if clear else "x".join(map(str, stack)))
+        stack, count = sizes(n, places, p)
+        return LAYER_GROUP + (str(count) if clear else "x".join(map(str, stack)))
 
-    return jax.tree.map(label, axes, params)
+    return jax.tree.map(label, *trees)
 
 
 def _vmapped(tx: optax.GradientTransformationExtraArgs, axes: int):

@@ -6,7 +6,8 @@ the parameter's path.
 
 Stacked parameters hold one layer per index of their leading axes, as ``lax.scan`` and pipelines
 want them: ``stacked=(r"^blocks/",)`` says that every parameter below ``blocks`` has one such axis,
-``{r"^blocks/": 2}`` that it has two. The first pattern that matches decides.
+``{r"^blocks/": 2}`` that it has two, and :class:`jaxtrain.tree.Rows` that some of the layers there
+are padding. The first pattern that matches decides.
 """
 
 import contextlib
@@ -20,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.optim import numerics
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import Rows, map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]
-Stacked = Sequence[str] | Mapping[str, int]
+Stacked = Sequence[str] | Mapping[str, int | Rows]
 Multipliers = Callable[[str], Any] | Sequence[tuple[str, Any]]
 
 # Whole words of a path: `norm1`, `attn_norm`, `LayerNorm_0`, `ln_f`, but not `normal_proj`.
@@ -124,6 +125,7 @@ def stacked_axes(params: Any, stacked: Stacked) -> Any:
 
     def count(name: str, p: Any) -> int:
         axes = next((axes for pattern, axes in rules if pattern.search(name)), 0)
+        axes = axes.axes if isinstance(axes, Rows) else axes
         if jnp.ndim(p) < axes:
             raise ValueError(
                 f"parameter {name!r} has shape {jnp.shape(p)}, too few axes for the {axes} stacked "
@@ -132,6 +134,22 @@ def stacked_axes(params: Any, stacked: Stacked) -> Any:
         return axes
 
     return map_named(count, params)
+
+
+def layer_rows(params: Any, stacked: Stacked) -> Any:
+    """Returns a tree of arrays: of each parameter, the row of every layer; see ``stacked_axes``.
+
+    >>> layer_rows({"a": jnp.ones((2, 2, 3))}, {"^a": 2})
+    {'a': array([0, 1, 2, 3])}
+    """
+    rules = _compile("stacked", stacked)
+
+    def rows(name: str, p: Any, axes: int) -> np.ndarray:
+        found = next((axes for pattern, axes in rules if pattern.search(name)), None)
+        padded = isinstance(found, Rows)
+        return np.array(found.places) if padded else np.arange(math.prod(jnp.shape(p)[:axes]))
+
+    return map_named(rows, params, stacked_axes(params, stacked))
 
 
 def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:
@@ -201,10 +219,10 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
         check_matches(option, [pattern for pattern, _ in given], params)
         factor_of = lambda name: next((f for p, f in given if re.search(p, name)), 1)  # noqa: E731
 
-    def factor(name: str, p: Any, axes: int) -> Any:
+    def factor(name: str, p: Any, axes: int, rows: np.ndarray) -> Any:
         value, layers = factor_of(name), jnp.shape(p)[:axes]
-        if np.shape(value) not in {(), (math.prod(layers),) if layers else (), layers}:
-            takes = f"a number, or one for each of its {math.prod(layers)} layers"
+        if np.shape(value) not in {(), rows.shape if layers else (), layers}:
+            takes = f"a number, or one for each of its {len(rows)} layers"
             raise ValueError(
                 f"{option} of parameter {name!r} has shape {np.shape(value)}; it must be "
                 f"{takes if layers else 'a number, for it is not stacked'}"
@@ -214,9 +232,12 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
                 numerics.check_number(f"{option} of parameter {name!r}", number, low=0.0)
         if np.ndim(value) == 0:
             return value
-        return jnp.reshape(jnp.asarray(value, jnp.float32), layers + (1,) * (jnp.ndim(p) - axes))
+        value = jnp.asarray(value, jnp.float32)
+        if len(rows) != math.prod(layers):
+            value = jnp.zeros(math.prod(layers)).at[rows].set(value)
+        return jnp.reshape(value, layers + (1,) * (jnp.ndim(p) - axes))
 
-    return map_named(factor, params, stacked_axes(params, stacked))
+    return map_named(factor, params, stacked_axes(params, stacked), layer_rows(params, stacked))
 
 
 def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> None:
@@ -238,7 +259,7 @@ def _is_table_or_head(name: str) -> bool:
 
 def _compile(
     option: str, patterns: Sequence[str] | Mapping[str, int]
-) -> list[tuple[re.Pattern[str], int]]:
+) -> list[tuple[re.Pattern[str], Any]]:
     if isinstance(patterns, str):
         # A string is a sequence of one-letter patterns, which match nearly everything.
         raise ValueError(f"{option} is the string {patterns!r}; write ({patterns!r},)")
@@ -249,5 +270,7 @@ def _compile(
             compiled = re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(f"{option} pattern {pattern!r} is not a regex: {error}") from None
-        rules.append((compiled, numerics.check_integer(f"{option}[{pattern!r}]", axes, low=0)))
+        if not isinstance(axes, Rows):
+            axes = numerics.check_integer(f"{option}[{pattern!r}]", axes, low=0)
+        rules.append((compiled, axes))
     return rules

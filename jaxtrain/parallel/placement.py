@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh
-from jaxtrain.parallel.sharding import Rule, Rules, as_rules, names_of, tidy
+from jaxtrain.parallel.sharding import Rule, Rules, as_rules
+from jaxtrain.parallel.specs import names_of, tidy
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, automatic
+from jaxtrain.parallel.specs import names_of, spread, tidy
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves, owner_of
 
@@ -272,29 +273,6 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     return map_named(place, batch)
 
 
-def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
-    """Adds unused mesh axes to the largest dimension that they divide (ZeRO over ``data``).
-
-    Leaves the spec alone where the axes are in use, of size 1, or divide nothing.
-    """
-    used = {axis for entry in spec for axis in names_of(entry)}
-    axes = tuple(a for a in axes if mesh.shape.get(a, 1) > 1 and a not in used)
-    parts = math.prod(mesh.shape[a] for a in axes)
-    if not axes:
-        return spec
-    entries = list(spec) + [None] * (len(shape) - len(spec))
-    local = [
-        size // math.prod(mesh.shape[a] for a in names_of(entry))
-        for size, entry in zip(shape, entries, strict=True)
-    ]
-    fitting = [d for d, size in enumerate(local) if size % parts == 0 and size >= parts]
-    if not fitting:
-        return spec
-    best = max(fitting, key=lambda d: local[d])
-    entries[best] = (*names_of(entries[best]), *axes)
-    return P(*(tidy(entry) for entry in entries))
-
-
 def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
     pattern, axes = _first_match(rules.params, name)
     stacked = rules.stacked.holds(name)
@@ -408,19 +386,3 @@ def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[
                 f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * leaf.ndim} where "
                 "it is to be whole), or use a size that divides one of its dimensions"
             )
-
-
-def axes_of(spec: P) -> Iterator[str]:
-    """The mesh axes that a spec names."""
-    return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in names_of(entry))
-
-
-def names_of(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def tidy(entry: Any) -> Any:
-    names = names_of(entry)
-    return None if not names else names[0] if len(names) == 1 else names

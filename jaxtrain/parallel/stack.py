@@ -1,21 +1,32 @@
 """The stacked layout: which parameters have the layer as their leading axis, and how it is cut.
 
 A model keeps what its layers have in common under one key, as leaves [L, ...] in natural order.
-Checkpoints hold that. An interleaved pipeline wants [V, L / V, ...]: split over the mesh axis
-``pipe`` along the second axis, layer v L / V + s C + l is layer l of chunk v on device s. Rules,
-optimizers, pipelines, checkpoints and comparisons ask a :class:`Stack` which of the two it is.
+Checkpoints hold that. A pipeline may want another order: split over the mesh axis ``pipe``, global
+stage g = v S + s is chunk v on device s. An interleaved one wants [V, S C, ...], where row s C + l
+of v is layer l of that chunk. Where stages have different numbers of layers, C is the largest, and
+the rows that are left over are padding: zeros, which no stage runs and no gradient reaches. Rules,
+optimizers, pipelines, checkpoints and comparisons ask a :class:`Stack` which of these it is.
 
-Shapes: L layers, V chunks per device, S devices along ``pipe``, C = L / (S V) layers of a chunk.
+A model may have several such stacks, one after the other (an encoder and a decoder), each under a
+key of its own. Each is then cut by itself; the global stages of the first come first.
+
+Shapes: L layers, V chunks per device, S devices along ``pipe``, C rows of a chunk.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.tree import LAYER_GROUP, map_named, named_leaves, owner_of
+from jaxtrain.parallel.specs import spread
+from jaxtrain.tree import LAYER_GROUP, Rows, map_named, named_leaves, owner_of
 
 PyTree = Any
 
@@ -25,25 +36,54 @@ class Stack:
     """Which parameters are stacked by layer, and how.
 
     Args:
-      key: the key of the parameters under which every leaf is stacked.
-      virtual: V, chunks per device: above 1 the layer axis is cut in as many parts.
+      key: the key of the parameters under which every leaf is stacked; or several, in order.
+      virtual: V, chunks per device of each key: above 1 the layer axis is cut in as many parts.
+      counts: how many layers each of the S V global stages has, in order, those of the first key
+        first; 0 is one. None for as many in each, on any number of devices.
+        :func:`jaxtrain.planning.balance.balanced` weighs them.
 
     Raises:
-      ValueError: for ``virtual`` below 1.
+      ValueError: for ``virtual`` below 1, and counts that V does not divide or are no counts.
 
     >>> stack = Stack(virtual=2)
     >>> params = {"blocks": {"w": jax.numpy.zeros((8, 3))}, "head": jax.numpy.ones(3)}
     >>> cut = stack.cut(params)
     >>> cut["blocks"]["w"].shape, stack.natural(cut)["blocks"]["w"].shape
     ((2, 4, 3), (8, 3))
+    >>> Stack(counts=(3, 3, 2)).cut(params)["blocks"]["w"].shape
+    (9, 3)
     """
 
-    key: str = "blocks"
+    key: str | tuple[str, ...] = "blocks"
     virtual: int = 1
+    counts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.virtual < 1:
             raise ValueError(f"virtual is {self.virtual}: a pipeline needs at least 1")
+        if self.counts is None:
+            return
+        object.__setattr__(self, "counts", tuple(self.counts))
+        keys = 1 if isinstance(self.key, str) else len(self.key)
+        each = max(1, len(self.counts) // keys)
+        shares = [self.counts[i : i + each] for i in range(0, len(self.counts), each)]
+        wrong = len(shares) != keys or not all(map(any, shares)) or min(self.counts) < 0
+        if wrong or each % self.virtual:
+            raise ValueError(
+                f"counts is {self.counts}: give the number of layers of every global stage, "
+                f"{self.virtual} x the devices along pipe (for each key), at least 0 and not all 0"
+            )
+
+    @property
+    def parts(self) -> tuple["Stack", ...]:
+        """A stack for each key."""
+        if isinstance(self.key, str):
+            return (self,)
+        each = len(self.counts or ()) // len(self.key)
+        return tuple(
+            Stack(key, self.virtual, self.counts and self.counts[i * each : (i + 1) * each])
+            for i, key in enumerate(self.key)
+        )
 
     @property
     def lead(self) -> int:
@@ -51,65 +91,143 @@ class Stack:
         return 1 if self.virtual == 1 else 2
 
     @property
-    def axes(self) -> dict[str, int]:
+    def padded(self) -> bool:
+        """Whether some rows are padding."""
+        return any(len(set(part.counts or ())) > 1 for part in self.parts)
+
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """The row of each layer, the leading axes taken as one; None where nothing is padded.
+
+        >>> Stack(counts=(2, 1, 2)).places
+        (0, 1, 2, 4, 5)
+        """
+        if not self.padded:
+            return None
+        C = max(self.counts)
+        return tuple(g * C + l for g, count in enumerate(self.counts) for l in range(count))
+
+    @property
+    def axes(self) -> dict[str, int | Rows]:
         """What :func:`jaxtrain.make_optimizer` takes as ``stacked``: the axes by pattern of path.
 
         >>> Stack("layers", virtual=2).axes
         {'^layers(/|$)': 2}
         """
-        return {f"^{re.escape(self.key)}(/|$)": self.lead}
+        return {
+            f"^{re.escape(part.key)}(/|$)": Rows(part.lead, part.places)
+            if part.padded
+            else part.lead
+            for part in self.parts
+        }
 
     def holds(self, path: str | None) -> bool:
         """Whether the parameter at ``path`` is stacked."""
-        return path is not None and f"{path}/".startswith(f"{self.key}/")
+        return path is not None and any(f"{path}/".startswith(f"{p.key}/") for p in self.parts)
 
     def cut(self, params: Mapping[str, Any]) -> dict:
         """Cuts the layer axis of parameters in natural order, such as a model's ``init`` returns.
 
         Raises:
-          ValueError: where V does not divide the number of layers.
+          ValueError: where V does not divide the number of layers, or ``counts`` have another sum.
         """
-        V = self.virtual
 
-        def cut(x: jax.Array) -> jax.Array:
-            if x.shape[0] % V:
+        def cut(part: Stack, x: jax.Array) -> jax.Array:
+            L, V = x.shape[0], part.virtual
+            if part.counts is not None and sum(part.counts) != L:
                 raise ValueError(
-                    f"{self.key!r} has {x.shape[0]} layers, not divisible by virtual={V}: use a "
-                    f"divisor of {x.shape[0]}"
+                    f"{part.key!r} has {L} layers and counts {part.counts} place "
+                    f"{sum(part.counts)}: give counts with the sum {L}"
                 )
-            return x.reshape(V, x.shape[0] // V, *x.shape[1:])
+            if part.counts is None and L % V:
+                raise ValueError(
+                    f"{part.key!r} has {L} layers, not divisible by virtual={V}: use a divisor of "
+                    f"{L}"
+                )
+            return _cut(part, x)
 
-        return dict(params) if V == 1 else self._mapped(cut, params)
+        return self._mapped(cut, params)
 
     def natural(self, params: Mapping[str, Any]) -> dict:
         """Joins the layer axis of parameters again: the inverse of :meth:`cut`."""
-        if self.virtual == 1:
-            return dict(params)
-        return self._mapped(lambda x: x.reshape(-1, *x.shape[2:]), params)
+        return self._mapped(_join, params)
+
+    def _mapped(self, function: Callable[["Stack", Any], Any], params: Mapping[str, Any]) -> dict:
+        return dict(params) | {
+            part.key: jax.tree.map(functools.partial(function, part), params[part.key])
+            for part in self.parts
+        }
 
     def in_order(self, state: PyTree) -> PyTree:
         """Returns a train state as checkpoints hold it, in natural order: each leaf that is cut as
-        a :class:`Cut`, and the others themselves. Nothing is copied.
+        a :class:`Cut`, each that is padded without its padding, and the others themselves.
+
+        What is padded is copied, one leaf after another; nothing else is.
 
         Args:
           state: arrays, or shapes with shardings; ``params`` in it says which leaves are stacked.
             What an optimizer keeps per layer (:func:`jaxtrain.optim.per_layer`) is, as well.
         """
-        if self.virtual == 1:
-            return state
+
+        def joined(part: Stack, leaf: Any) -> Any:
+            if not part.padded:
+                return Cut(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))
+            shape = jax.eval_shape(functools.partial(_join, part), leaf).shape
+            mesh, spec = leaf.sharding.mesh, P(None, *leaf.sharding.spec[part.lead :])
+            # Pipe may not divide the layers.
+            sharding = NamedSharding(mesh, spread(spec, shape, mesh, ("pipe",)))
+            if isinstance(leaf, jax.Array):
+                return _moved(_join, part, sharding)(leaf)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return self._mapped_state(joined, state)
+
+    def from_order(self, state: PyTree, like: PyTree) -> PyTree:
+        """Returns a restored train state with the padding that :meth:`in_order` has left out.
+
+        Args:
+          state: arrays; those that stand for a :class:`Cut` lie as they are to.
+          like: shapes and shardings of the result.
+        """
+
+        def pad(part: Stack, like: Any, leaf: jax.Array) -> jax.Array:
+            return _moved(_cut, part, like.sharding)(leaf) if part.padded else leaf
+
+        return self._mapped_state(pad, like, state)
+
+    def _mapped_state(self, function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
+        """Maps ``function(part, leaf, ...)`` over the leaves of a state that natural order changes.
+
+        Of the others the last tree's are returned.
+        """
+        if self.virtual == 1 and not self.padded:
+            return (state, *rest)[-1]
         params = named_leaves(state.params)
-        layers = next((tuple(x.shape[:2]) for name, x in params.items() if self.holds(name)), ())
+        rows = {
+            part: tuple(x.shape[: part.lead])
+            for part in self.parts
+            for name, x in params.items()
+            if part.holds(name)
+        }
 
-        def joined(name: str, leaf: Any) -> Any:
-            grouped = any(word.startswith(LAYER_GROUP) for word in name.split("/"))
-            if (grouped or self.holds(owner_of(name, params))) and leaf.shape[:2] == layers:
-                return Cut(leaf, (layers[0] * layers[1], *leaf.shape[2:]))
-            return leaf
+        def part_of(name: str, leaf: Any) -> Stack | None:
+            owner, words = owner_of(name, params), name.split("/")
+            grouped = any(word.startswith(LAYER_GROUP) for word in words)
+            fitting = [
+                part
+                for part, sizes in rows.items()
+                if tuple(leaf.shape[: part.lead]) == sizes
+                and (part.holds(owner) or (owner is None and grouped))
+            ]
+            # Of several, a counter without an owner is told by the number of layers in its group.
+            named = [p for p in fitting if f"{LAYER_GROUP}{sum(p.counts or ())}" in words]
+            return next(iter(named + fitting), None)
 
-        return map_named(joined, state)
+        def one(name: str, leaf: Any, *others: Any) -> Any:
+            part = part_of(name, leaf)
+            return (leaf, *others)[-1] if part is None else function(part, leaf, *others)
 
-    def _mapped(self, function: Any, params: Mapping[str, Any]) -> dict:
-        return dict(params) | {self.key: jax.tree.map(function, params[self.key])}
+        return map_named(one, state, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,3 +246,24 @@ class Cut:
     def dtype(self) -> Any:
         """That of the array."""
         return self.array.dtype
+
+
+def _join(stack: Stack, x: jax.Array) -> jax.Array:
+    """A leaf in natural order, of one that is cut."""
+    x = x.reshape(-1, *x.shape[2:]) if stack.lead == 2 else x
+    return x[np.array(stack.places)] if stack.padded else x
+
+
+def _cut(stack: Stack, x: jax.Array) -> jax.Array:
+    """The inverse of :func:`_join`."""
+    if stack.padded:
+        rows = len(stack.counts) * max(stack.counts)
+        x = jnp.asarray(x)
+        x = jnp.zeros((rows, *x.shape[1:]), x.dtype).at[np.array(stack.places)].set(x)
+    return x if stack.virtual == 1 else x.reshape(stack.virtual, -1, *x.shape[1:])
+
+
+@functools.cache
+def _moved(function: Callable, stack: Stack, sharding: jax.sharding.Sharding) -> Callable:
+    # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
+    return jax.jit(functools.partial(function, stack), out_shardings=sharding)

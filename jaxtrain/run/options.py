@@ -119,6 +119,9 @@ class PipelineOptions:
     """Chunks of layers per device, above 1 for interleaved only."""
     remat: Literal["full", "none"] = "full"
     """full runs a stage again for its backward pass; none keeps what that needs."""
+    balance: bool = False
+    """Place layers on stages so that the busiest, with the embedding or the head, has least to do;
+    layers that do not divide are always placed so."""
 
 
 @dataclasses.dataclass(frozen=True)

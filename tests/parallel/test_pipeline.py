@@ -7,6 +7,7 @@ Gradients, parameters and optimizer state are compared, never losses alone; ``wo
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -18,8 +19,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import Stages, pipeline, residuals
-from jaxtrain.parallel.pipeline.buffers import leaves_read
+from jaxtrain.parallel.pipeline import Stages, device, pipeline, residuals
+from jaxtrain.parallel.pipeline.buffers import leaves_read, picked
 from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
@@ -75,6 +76,7 @@ EVERY += [
     ("llama", "pipe 2 x tensor 4", "1f1b", 1, "full"),
     ("llama", "pipe 2 x tensor 4", "gpipe", 1, "none"),
 ]
+SLOW = pytest.mark.slow
 CASES = EVERYDAY + [
     pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in EVERYDAY
 ]
@@ -95,7 +97,7 @@ def gpt_stages(config):
     )
 
 
-def lamb(virtual=1):
+def lamb(stack=jt.Stack()):  # noqa: B008
     chain = jt.make_optimizer(
         "lamb",
         learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
@@ -104,7 +106,7 @@ def lamb(virtual=1):
         eps=1e-4,  # above rounding noise, which Adam would blow up
         # Softmax does not see a key bias: its gradient is noise, which the ratio would blow up.
         trust_mask=functools.partial(jt.tree.map_named, lambda name, x: "k/bias" not in name),
-        stacked=jt.Stack(virtual=virtual).axes,
+        stacked=stack.axes,
     )
     return optax.chain(record_gradients(), chain)
 
@@ -163,14 +165,14 @@ def one_device(form):
     return three_steps(step, state)
 
 
-def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0):
+def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0, counts=None):
     """Three steps on a mesh; returns the state that they start from and what comes of them."""
     mesh = make_mesh(LAYOUTS[layout])
-    stack = jt.Stack(virtual=virtual)
+    stack = jt.Stack(virtual=virtual, counts=counts)
     params = stack.cut(gpt_params(form))
     state = jt.init_state(
         lambda rng: params,
-        lamb(virtual),
+        lamb(stack),
         jax.random.key(1),
         mesh=mesh,
         rules=jt.Rules(gpt.RULES, stacked=stack),
@@ -178,15 +180,14 @@ def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0):
     )
     shardings = jt.gradient_shardings(state, zero=zero)
     engine = pipeline(
-        gpt_stages(FORMS[form]),
+        dataclasses.replace(gpt_stages(FORMS[form]), stacked=stack),
         mesh=mesh,
         microbatches=MICROBATCHES,
         schedule=schedule,
-        virtual=virtual,
         remat=remat,
         gradient_shardings=shardings,
     )
-    step = build_update(engine, lamb(virtual), constrain=constrain_tree(shardings))
+    step = build_update(engine, lamb(stack), constrain=constrain_tree(shardings))
     specs = {name: str(x.sharding.spec) for name, x in named_leaves(state).items()}
     return specs, three_steps(step, state, mesh)
 
@@ -225,6 +226,23 @@ def test_zero_2_and_3_change_nothing(form, virtual, zero):
     assert_same_training(found, one_device(form))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "layout", "zero", "counts"),
+    [
+        ("gpt2", "pipe 2 x data 2 x tensor 2", 2, (5, 3)),
+        ("llama", "pipe 2 x fsdp 2 x tensor 2", 0, (3, 5)),
+        ("gpt2", "pipe 4 x fsdp 2", 3, (3, 3, 2, 0)),
+    ],
+)
+def test_uneven_stages_train_as_on_one_device(form, layout, zero, counts):
+    _, found = pipelined(form, layout, remat="none", zero=zero, counts=counts)
+    places, rows = np.array(jt.Stack(counts=counts).places), len(counts) * max(counts)
+    assert rows not in (GPT2.seq_len, GPT2.width, GPT2.vocab_size)
+    natural = jax.tree.map(lambda x: x[places] if np.shape(x)[:1] == (rows,) else x, found)
+    assert_same_training(natural, one_device(form))
+
+
 # ---- a model that is no GPT, one engine call
 
 
@@ -246,10 +264,18 @@ def run_engine(engine, params, batch, mesh=None, loss_scale=None):
 def small_pipeline(batch, *, axes=(("pipe", 2),), loss_scale=None, params=None, **options):
     mesh = make_mesh(dict(axes))
     options = {"microbatches": MICROBATCHES, "stages": small.STAGES} | options
-    engine = pipeline(options.pop("stages"), mesh=mesh, **options)
-    stack = jt.Stack(virtual=options.get("virtual", 1))
+    stages = options.pop("stages")
+    if counts := options.pop("counts", None):
+        stacked = jt.Stack(virtual=options.get("virtual", 1), counts=counts)
+        stages = dataclasses.replace(stages, stacked=stacked)
+    engine = pipeline(stages, mesh=mesh, **options)
+    stack = dataclasses.replace(stages.stacked, virtual=options.get("virtual", 1))
     params = stack.cut(small_params() if params is None else params)
     sums, compiled = run_engine(engine, params, batch, mesh, loss_scale)
+    if stack.padded:
+        for rows in jax.tree.leaves(sums.grads[stack.key]):
+            rows = rows.reshape(-1, *rows.shape[stack.lead :])
+            assert not np.delete(rows, stack.places, axis=0).any()
     return dataclasses.replace(sums, grads=stack.natural(sums.grads)), compiled
 
 
@@ -422,6 +448,59 @@ def test_layers_may_have_integers_and_batches_scalars(remat, virtual):
         batch, stages=stages, params=params, remat=remat, virtual=virtual, schedule=schedule
     )
     assert_same_sums(found, expected)
+
+
+# ---- stages of different numbers of layers
+
+UNEVEN = [
+    ({"pipe": 2, "data": 2}, "interleaved", 2, "none", (3, 3, 2, 0)),
+    ({"pipe": 4}, "1f1b", 1, "full", (3, 3, 2, 0)),
+    pytest.param({"pipe": 2, "fsdp": 2}, "1f1b", 1, "none", (5, 3), marks=SLOW),
+    pytest.param({"pipe": 4, "data": 2}, "gpipe", 1, "full", (0, 4, 4, 0), marks=SLOW),
+    pytest.param({"pipe": 2, "tensor": 4}, "interleaved", 2, "full", (1, 3, 1, 3), marks=SLOW),
+    pytest.param({"pipe": 8}, "gpipe", 1, "none", (2, 2, 0, 1, 1, 1, 1, 0), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "virtual", "remat", "counts"), UNEVEN)
+def test_uneven_stages(axes, schedule, virtual, remat, counts):
+    """Of blocks that would do something with weights of zeros too, if they were called."""
+    found, _ = small_pipeline(
+        small.make_batch(ROWS),
+        stages=shared_stages(),
+        axes=tuple(axes.items()),
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat,
+        counts=counts,
+    )
+    assert_same_sums(found, shared_sums())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skip_bubbles", [True, False])
+def test_uneven_stages_of_layers_that_are_checkpointed(skip_bubbles):
+    stages = dataclasses.replace(shared_stages(), remat=jax.checkpoint)
+    options = {"counts": (5, 3), "remat": "none", "skip_bubbles": skip_bubbles}
+    found, compiled = small_pipeline(small.make_batch(ROWS), stages=stages, **options)
+    assert_same_sums(found, shared_sums())
+    assert (" conditional(" in compiled.as_text()) == skip_bubbles
+
+
+def test_layers_that_may_be_skipped_keep_what_others_keep():
+    """No parameter among the residuals, and a flag and a number for each row."""
+    names = frozenset(f"blocks/{name}" for name in small_params()["blocks"])
+    weights, x = {"blocks": small_params()["blocks"]}, jnp.ones((3, small.LENGTH, small.WIDTH))
+    context = (weights, small.make_batch(3), jax.random.key(1), jnp.int32(0), jnp.int32(5))
+
+    def kept(counts):
+        stages = dataclasses.replace(small.STAGES, stacked=jt.Stack(counts=counts))
+        layers = functools.partial(device._layers, device.Plan(stages, None, trains=names), 0)
+        layout = residuals.residual_layout(layers, picked(weights, names), x, context)
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in layout.stored)
+
+    gate = 4 * 3 * (small.LAYERS - 1)  # kept once, where every layer runs
+    assert kept((8, 5)) == kept((8, 8)) + gate + 5 * small.LAYERS
 
 
 # ---- a residual stream of two parts, and parameters that all layers share
@@ -699,6 +778,14 @@ def fewer_layers(count):
     [
         ({"params": fewer_layers(7)}, "7 layers are not divisible by 2 stages = 2"),
         (
+            {"stages": dataclasses.replace(small.STAGES, stacked=jt.Stack(counts=(4, 3, 1)))},
+            "Stack.counts of 'blocks' is (4, 3, 1), for 3 stages, and the pipeline has 2",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, stacked=jt.Stack(counts=(5, 3)))},
+            "'blocks/down' has shape (8, 12, 8): with virtual=1 a pipeline needs all",
+        ),
+        (
             {
                 "params": jt.Stack(virtual=2).cut(fewer_layers(6)),
                 "schedule": "interleaved",
@@ -753,4 +840,4 @@ def test_a_jitted_embedding_reads_what_it_reads():
         return embed(jax.tree.map(lambda x: x + 1, params), batch)
 
     for function in (embed, jax.jit(embed), after_all):
-        assert leaves_read(function, params, jnp.zeros(5, int)) == (2,)
+        assert leaves_read(function, params, jnp.zeros(5, int)) == {"table"}

@@ -36,6 +36,7 @@ EVALUATIONS = [
 SLOW = [
     ({"pipe": 4, "data": 2}, {"microbatches": 2, "schedule": "gpipe"}),
     ({"pipe": 8}, {"microbatches": 1}),
+    ({"pipe": 2, "fsdp": 2}, {"microbatches": 4, **INTERLEAVED, "counts": (3, 0, 4, 1)}),
     ({"pipe": 2, "data": 2, "tensor": 2}, {"microbatches": 3, **INTERLEAVED, "rows": 12}),
     ({"pipe": 4, "fsdp": 2}, {"microbatches": 16, **INTERLEAVED, "skip_bubbles": False}),
 ]
@@ -47,11 +48,12 @@ SLOW = [
 )
 def test_an_evaluation_gives_the_sums_of_one_device(axes, options):
     mesh, options = make_mesh(axes), dict(options)
-    stack, count = jt.Stack(virtual=options.get("virtual", 1)), options.pop("rows", ROWS)
+    stack = jt.Stack(virtual=options.get("virtual", 1), counts=options.pop("counts", None))
+    count, stages = options.pop("rows", ROWS), dataclasses.replace(small.STAGES, stacked=stack)
     rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
     state = state_of(stack.cut(small_params()), mesh, jt.Rules(rules, stacked=stack))
     batch = jax.tree.map(lambda x: x[:count], small.make_batch(ROWS))
-    evaluate = jt.pipeline_eval_step(small.STAGES, mesh=mesh, **options)
+    evaluate = jt.pipeline_eval_step(stages, mesh=mesh, **options)
     compiled = jt.compile_step(
         evaluate, state, batch, mesh=mesh, donate=False, compiler_options=FAST
     )

@@ -1,6 +1,7 @@
-"""Parameters stacked by layer, in natural order and cut for an interleaved pipeline."""
+"""Parameters stacked by layer, in natural order and cut for a pipeline."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -100,3 +101,76 @@ def test_natural_order_copies_nothing():
     assert found["out"] is params["out"]
     assert found["blocks"]["w"] == Cut(params["blocks"]["w"], (4, 6))
     assert found["blocks"]["w"].dtype == np.float64
+
+
+# ---- stages of different numbers of layers
+
+UNEVEN = [jt.Stack(counts=(3, 2, 0)), jt.Stack(virtual=2, counts=(2, 1, 0, 2))]
+
+
+@pytest.mark.parametrize("stack", UNEVEN, ids=["one", "two"])
+def test_uneven_stages_are_padded_with_zeros_that_natural_order_leaves_out(stack):
+    params = {"blocks": {"w": 1 + np.arange(10.0).reshape(5, 2)}, "out": np.ones(3)}
+    cut = stack.cut(params)
+    rows = np.reshape(cut["blocks"]["w"], (len(stack.counts), -1, 2))
+    assert [np.count_nonzero(stage.any(-1)) for stage in rows] == list(stack.counts)
+    assert all(stage[:count].all() for stage, count in zip(rows, stack.counts, strict=True))
+    jax.tree.map(np.testing.assert_array_equal, stack.natural(cut), params)
+
+
+def test_counts_must_place_every_layer():
+    params = {"blocks": {"w": np.ones((8, 2))}}
+    with pytest.raises(ValueError, match=r"8 layers and counts \(4, 3\) place 7: give counts with"):
+        jt.Stack(counts=(4, 3)).cut(params)
+    for wrong in ({"counts": (4, -1)}, {"counts": (0, 0)}, {"counts": (4, 2, 2), "virtual": 2}):
+        with pytest.raises(ValueError, match="give the number of layers of every global stage"):
+            jt.Stack(**wrong)
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_no_optimizer_sees_the_padding(name):
+    """Updates and state are those of natural order, at the same paths, and padding stays zero."""
+    normal = functools.partial(np.random.default_rng(0).normal, size=(5, 6, 4))
+    params = {"blocks": {"w": normal(), "norm": {"scale": normal()[..., 0]}}, "out": normal()[0]}
+    params = jax.tree.map(np.float32, params)
+    grads = jax.tree.map(lambda p: np.float32(p[::-1] * 0.1), params)
+    factors = [("^blocks/", 0.5 ** np.arange(5))]
+
+    def updated(stack):
+        optimizer = jt.make_optimizer(
+            name, 0.1, weight_decay=0.1, clip_norm=0.5, stacked=stack.axes, rate_multipliers=factors
+        )
+
+        @jax.jit
+        def run(params, grads):
+            state = optimizer.init(params)
+            for _ in range(2):
+                updates, state = optimizer.update(grads, state, params)
+                params = jax.tree.map(lambda p, u: p + u, params, updates)
+            return params, state
+
+        return state_of(*run(stack.cut(params), stack.cut(grads)))
+
+    stack, mesh = UNEVEN[1], jt.make_mesh(devices=jax.devices()[:1])
+    expected, state = named_leaves(updated(jt.Stack())), updated(stack)
+    rows = np.reshape(state.params["blocks"]["w"], (-1, 6, 4))
+    assert not np.delete(rows, stack.places, axis=0).any()
+    state = dataclasses.replace(state, step=None, skipped=None)
+    found = named_leaves(stack.in_order(placed(state, mesh)))
+    assert found.keys() == expected.keys() - {"step", "skipped"}
+    for path, leaf in found.items():
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+def test_padding_is_left_out_of_checkpoints_and_comes_back():
+    mesh, stack = jt.make_mesh(pipe=2, data=4), jt.Stack(counts=(3, 2))
+    layers = np.arange(5 * 8.0).reshape(5, 8)
+    params = placed(stack.cut({"blocks": {"w": layers}}), mesh, "pipe", "data")
+    state = dataclasses.replace(state_of(params), step=None, skipped=None)
+    natural = stack.in_order(state)
+    np.testing.assert_array_equal(natural.params["blocks"]["w"], layers)
+    # Five layers do not divide over pipe, and are not copied to both for that.
+    assert natural.params["blocks"]["w"].sharding.spec == P(None, ("data", "pipe"))
+    back = stack.from_order(natural, state).params["blocks"]["w"]
+    np.testing.assert_array_equal(back, params["blocks"]["w"])
+    assert back.sharding == params["blocks"]["w"].sharding

@@ -11,11 +11,11 @@ from jaxtrain.parallel.pipeline.tables import (
     ARRAYS,
     SCHEDULES,
     bubble,
-    check_table,
     make_table,
     makespan,
     peak_stash,
 )
+from tests.parallel.table_checker import check_table
 
 SMALL = [
     (schedule, stages, microbatches, virtual)

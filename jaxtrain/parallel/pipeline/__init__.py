@@ -2,13 +2,12 @@
 
 from jaxtrain.parallel.pipeline.executor import pipeline, pipeline_eval_step
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages
-from jaxtrain.parallel.pipeline.tables import SCHEDULES, Table, check_table, make_table
+from jaxtrain.parallel.pipeline.tables import SCHEDULES, Table, make_table
 
 __all__ = [
     "SCHEDULES",
     "Stages",
     "Table",
-    "check_table",
     "loss_from_stages",
     "make_table",
     "pipeline",

@@ -1,7 +1,7 @@
-"""Slots, rows and leaves: what the executor of a pipeline does to arrays between its units."""
+"""Slots, rows and leaves: what the program of a pipeline does to arrays between its units."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -11,20 +11,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.pipeline.tables import NONE
 from jaxtrain.parallel.placement import free_axes
+from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 
 
-def leaves_read(function: Callable, params: PyTree, *args: Any) -> tuple[int, ...]:
-    """Which leaves of ``params`` ``function(params, *args)`` reads, by position.
+def leaves_read(function: Callable, params: PyTree, *args: Any) -> frozenset[str]:
+    """The paths of the leaves of ``params`` that ``function(params, *args)`` reads.
 
     Gradients of the others are zero, and are not to be added up over a vocabulary in every tick.
     """
     jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
-    inputs, read = jaxpr.invars[: len(jax.tree.leaves(params))], _inputs_read(jaxpr)
-    return tuple(
-        i for i, v in enumerate(inputs) if i in read and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    )
+    positions = _inputs_read(jaxpr)
+    return frozenset(name for i, name in enumerate(named_leaves(params)) if i in positions)
 
 
 def _inputs_read(jaxpr: Any) -> set[int]:
@@ -40,18 +39,19 @@ def _inputs_read(jaxpr: Any) -> set[int]:
     return {i for i, v in enumerate(jaxpr.invars) if id(v) in read}
 
 
-def pick_leaves(tree: PyTree, where: tuple[int, ...]) -> list:
-    """The leaves at the positions ``where``."""
-    leaves = jax.tree.leaves(tree)
-    return [leaves[i] for i in where]
+def picked(tree: PyTree, names: Container[str]) -> dict[str, Any]:
+    """The leaves whose paths are among ``names``, by path."""
+    return {name: leaf for name, leaf in named_leaves(tree).items() if name in names}
 
 
-def replace_leaves(tree: PyTree, where: tuple[int, ...], new: list) -> PyTree:
-    """The tree with ``new`` leaves at the positions ``where``."""
-    leaves, treedef = jax.tree.flatten(tree)
-    for i, leaf in zip(where, new, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
+def replaced(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    """The tree with ``leaves`` at their paths."""
+    return map_named(lambda name, leaf: leaves.get(name, leaf), tree)
+
+
+def zeros(shapes: PyTree) -> PyTree:
+    """Arrays of these shapes and dtypes."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def read(buffers: PyTree, slot: jax.Array | int) -> PyTree:

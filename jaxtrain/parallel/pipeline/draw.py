@@ -13,7 +13,15 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from jaxtrain.parallel.pipeline.tables import NONE, Table, bubble, makespan, peak_stash
+from jaxtrain.parallel.pipeline.tables import (
+    NONE,
+    Table,
+    Times,
+    bubble,
+    makespan,
+    peak_stash,
+    unit_times,
+)
 
 # From the first chunk of a device to its last, as red, green and blue.
 FORWARD_SHADES = ((164, 198, 240), (66, 118, 186))
@@ -73,6 +81,37 @@ def print_summary(
             f"{makespan(table, forward=forward, backward=backward):g}",
             f"{bubble(table, forward=forward, backward=backward):.1%}",
             " ".join(map(str, peak_stash(table))),
+        )
+    console = console or Console()
+    console.print(columns, highlight=False)
+
+
+def print_balance(
+    rows: Sequence[tuple[Table, str, Sequence[int], Times, Times]],
+    *,
+    console: Console | None = None,
+) -> None:
+    """Prints what each stage of a model computes, and what follows for the makespan.
+
+    Args:
+      rows: of each, the schedule, the name of a placement, the number of layers of each global
+        stage, and the operations (in 10^9) of its forward and of its backward unit.
+      console: where to; standard output by default.
+    """
+    columns = RichTable(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("schedule", "layers of stages 0, 1, ...", "GFLOP", "% of the busiest"):
+        columns.add_column(name, overflow="fold", min_width=11)
+    for name in ("GFLOP of a step", "bubble"):
+        columns.add_column(name, justify="right")
+    for table, name, counts, forward, backward in rows:
+        total_G = np.add(forward, backward)
+        columns.add_row(
+            table.schedule,
+            f"{name}: {' '.join(map(str, counts))}",
+            " ".join(f"{total:.4g}" for total in total_G),
+            " ".join(f"{share:.0f}" for share in 100 * total_G / total_G.max()),
+            f"{makespan(table, forward=forward, backward=backward):,.1f}",
+            f"{bubble(table, forward=forward, backward=backward):.1%}",
         )
     console = console or Console()
     console.print(columns, highlight=False)
@@ -239,19 +278,16 @@ def draw(table: Table, ax, *, forward: float, backward: float, end: float, inche
 
     total = makespan(table, forward=forward, backward=backward)
     share = bubble(table, forward=forward, backward=backward)
-    costs = {"fwd": forward / table.virtual, "bwd": backward / table.virtual}
-    present = {kind: cells(table, kind)[0] != NONE for kind in costs}
-    busy_TS = sum(costs[kind] * present[kind] for kind in costs)
-    start_T = np.concatenate([[0.0], np.cumsum(busy_TS.max(axis=1))])
+    times = dict(zip(("fwd", "bwd"), unit_times(table, forward, backward), strict=True))
+    start_T = np.concatenate([[0.0], np.cumsum(sum(times.values()).max(axis=1))])
     ax.add_patch(Rectangle((0, -0.5), total, table.stages, color="#f1f1f1", linewidth=0))
     digits = len(str(table.microbatches - 1))
-    for kind, cost in costs.items():
+    for kind, cost_TS in times.items():
+        cost = cost_TS.max()
         font = min(7.5, 72 * inches * cost / (0.75 * digits))
         microbatch_TS, chunk_TS = cells(table, kind)
-        for tick, device in np.argwhere(present[kind]):
-            begin = start_T[tick]
-            if kind == "bwd" and present["fwd"][tick, device]:
-                begin += costs["fwd"]
+        for tick, device in np.argwhere(microbatch_TS != NONE):
+            begin = start_T[tick] + (kind == "bwd") * times["fwd"][tick, device]
             colour = shade(kind, chunk_TS[tick, device], table.virtual)
             box = Rectangle((begin, device - 0.44), cost, 0.88, linewidth=0.4)
             box.set(facecolor=np.divide(colour, 255), edgecolor="white")

@@ -6,11 +6,14 @@ parameters, batch or key, which will be at hand again, take no slot.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.parallel.pipeline.buffers import zeros
 
 PyTree = Any
 
@@ -68,6 +71,31 @@ def residual_layout(
     return Layout(function=function, stored=shapes, **found)
 
 
+def common_buffers(
+    layouts: Sequence[Layout],
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[tuple[int, ...], ...]]:
+    """Finds buffers that the residuals of any one of several functions fit into.
+
+    Returns:
+      Their shapes and dtypes, and for each layout the buffer of every stored leaf.
+    """
+    buffers, places = [], []
+    for layout in layouts:
+        free, mine = list(enumerate(buffers)), []
+        for leaf in layout.stored:
+            same = (
+                item for item in free if (item[1].shape, item[1].dtype) == (leaf.shape, leaf.dtype)
+            )
+            if (found := next(same, None)) is None:
+                found = (len(buffers), leaf)
+                buffers.append(leaf)
+            else:
+                free.remove(found)
+            mine.append(found[0])
+        places.append(tuple(mine))
+    return tuple(buffers), tuple(places)
+
+
 def forward(
     layout: Layout, weights: PyTree, x: jax.Array, context: PyTree
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -92,6 +120,42 @@ def pullback(
     )
     leaves = [next(waiting) if s is None else at_hand[s] for s in layout.sources]
     return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def skippable(
+    function: Callable[[PyTree, PyTree, PyTree], PyTree],
+    choose: Callable[[jax.Array, Callable, Callable], tuple],
+) -> Callable[[jax.Array, PyTree, PyTree, PyTree], PyTree]:
+    """Makes ``(present, weights, x, context) -> y``, which is ``x`` where ``present`` is false.
+
+    Only ``weights`` and ``x`` have cotangents. Where ``jax.cond`` itself is differentiated, weights
+    that its branches read become residuals, copied for each layer of a loop; here they stay at
+    hand.
+
+    Args:
+      function: ``(weights, x, context) -> y``, with ``y`` like ``x``.
+      choose: ``(condition, do, otherwise)``, which runs one of the two.
+    """
+
+    @jax.custom_vjp
+    def call(present, weights, x, context):
+        return choose(present, lambda: (function(weights, x, context),), lambda: (x,))[0]
+
+    def fwd(present, weights, x, context):
+        layout = residual_layout(function, weights, x, context)
+        run = functools.partial(forward, layout, weights, x, context)
+        y, kept = choose(present, run, lambda: (x, zeros(layout.stored)))
+        return y, (present, weights, context, kept)
+
+    def bwd(residuals, d_y):
+        present, weights, context, kept = residuals
+        layout = residual_layout(function, weights, d_y, context)
+        run = lambda: pullback(layout, weights, context, kept)(d_y)[::-1]  # noqa: E731
+        d_x, d_weights = choose(present, run, lambda: (d_y, zeros(weights)))
+        return None, d_weights, d_x, None
+
+    call.defvjp(fwd, bwd)
+    return call
 
 
 def _stored(leaves: list, sources: tuple[int | None, ...]) -> list:

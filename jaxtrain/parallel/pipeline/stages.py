@@ -4,10 +4,12 @@ S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each
 (:mod:`jaxtrain.parallel.stack`); global stage g = v S + s is chunk v of device s. The first stage
 also embeds, the last also has the loss.
 
-Shapes: B rows of a microbatch, L layers of the model, C = L / (S V) layers of a chunk.
+Shapes: B rows of a microbatch, L layers of the model, C layers of a chunk: L / (S V), or the most
+that any chunk has.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,36 +40,67 @@ class Stages:
       embed: ``(params, batch, rng) -> x``, the residual stream: an array [B, ...], or a pytree of
         floating-point arrays (hidden states, sums to be added to), whose shapes and dtypes every
         layer keeps. ``rng`` is the microbatch's key; None means an evaluation.
-      block: ``(layer_params, x, batch, rng) -> x``, one layer; for layer l its ``rng`` is
-        ``jax.random.fold_in(key, l)`` of the microbatch's key. With ``shared``,
+      block: ``(layer_params, x, batch, rng) -> x``, one layer, or a sequence of such functions, one
+        for each stack of layers; for layer l its ``rng`` is ``jax.random.fold_in(key, l)`` of the
+        microbatch's key. With ``shared``,
         ``(layer_params, shared, x, batch, rng, index) -> x``.
       head_loss: ``(params, x, batch) -> WeightedLoss`` or scalar (weight 1). The weight is a
         function of ``batch`` alone.
       stacked: the parameters of the layers, as a :class:`jaxtrain.Stack` or its key: every leaf
         there has a leading layer axis, integers (which do not train) too. ``embed`` and
-        ``head_loss`` get all parameters but these.
+        ``head_loss`` get all parameters but these. With several blocks, several keys in their
+        order.
       scan_unroll: layers per iteration of the scan over a chunk's layers; None for what suits the
         machine.
       shared: keys of other parameters that every block reads, perhaps none: their gradients are
         summed over all layers. Given, blocks are also told the number l of their layer.
       remat: ``(layer, *, prevent_cse) -> layer``, such as ``jax.checkpoint``: what a layer keeps
         for its backward pass. None keeps everything (a block may be wrapped itself).
+      between: for several blocks, such as an encoder's and a decoder's, what comes between the
+        layers of one and of the next: ``(params, x, batch, rng) -> x``, one fewer than blocks, with
+        ``params`` and ``rng`` as for ``embed``. Layers are numbered through.
     """
 
     embed: Callable[[PyTree, PyTree, jax.Array | None], PyTree]
-    block: Callable[..., PyTree]
+    block: Callable[..., PyTree] | Sequence[Callable[..., PyTree]]
     head_loss: Callable[[PyTree, PyTree, PyTree], Any]
-    stacked: Stack | str = Stack()  # noqa: RUF009
+    stacked: Stack | str | Sequence[str] = Stack()  # noqa: RUF009
     scan_unroll: int | None = 1
     shared: Sequence[str] | None = None
     remat: Callable[..., Callable] | None = None
+    between: Sequence[Callable[[PyTree, PyTree, PyTree, jax.Array | None], PyTree]] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stacked, str):
-            object.__setattr__(self, "stacked", Stack(self.stacked))
+        if not isinstance(self.stacked, Stack):
+            key = self.stacked if isinstance(self.stacked, str) else tuple(self.stacked)
+            object.__setattr__(self, "stacked", Stack(key))
+        keys, blocks = len(self.stacked.parts), len(self.blocks)
+        if not keys == blocks == len(self.between) + 1:
+            raise ValueError(
+                f"Stages has {blocks} blocks, {keys} keys of stacked parameters and "
+                f"{len(self.between)} functions between: give a key for every block, and a "
+                "function between each block and the next"
+            )
         if isinstance(self.shared, str):
             # A string is a sequence of one-letter keys.
             raise ValueError(f"shared is the string {self.shared!r}; write ({self.shared!r},)")
+
+    @property
+    def blocks(self) -> tuple[Callable[..., PyTree], ...]:
+        """The function of one layer, for each stack."""
+        return (self.block,) if callable(self.block) else tuple(self.block)
+
+    def enter(
+        self, k: int, params: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None
+    ) -> PyTree:
+        """What the first layer of stack k is given: of stack 0 embedded, ``x`` not being read.
+
+        Raises:
+          ValueError: where the shape or dtype of ``x`` changes on the way.
+        """
+        if k == 0:
+            return self.embed(params, batch, rng)
+        return _same_kind(self.between[k - 1](params, x, batch, rng), x, "Stages.between")
 
     def outer(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """All parameters but the stacked ones.
@@ -76,12 +109,13 @@ class Stages:
           ValueError: where the stacked ones or those of ``shared`` are missing.
         """
         has = sorted(params) if isinstance(params, Mapping) else type(params).__name__
-        if self.stacked.key not in has:
+        keys = [part.key for part in self.stacked.parts]
+        if missing := [key for key in keys if key not in has]:
             raise ValueError(
-                f"stages need the parameters of their layers under the key {self.stacked.key!r} "
+                f"stages need the parameters of their layers under the key {missing[0]!r} "
                 f"and find {has}: stack them there, or set Stages(stacked=...)"
             )
-        outer = {name: value for name, value in params.items() if name != self.stacked.key}
+        outer = {name: value for name, value in params.items() if name not in keys}
         if missing := [name for name in self.shared or () if name not in outer]:
             raise ValueError(
                 f"Stages(shared=...) names {missing[0]!r} and the parameters that are not stacked "
@@ -111,39 +145,59 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
     """
 
     def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array | None) -> Any:
-        outer = stages.outer(params)
-        x = stages.embed(outer, batch, rng)
-        x = run_layers(stages, stages.stacked.natural(params), x, batch, rng)
+        outer, params = stages.outer(params), stages.stacked.natural(params)
+        x, first = None, 0
+        for k, part in enumerate(stages.stacked.parts):
+            x = stages.enter(k, outer, x, batch, rng)
+            x = run_layers(stages, params, x, batch, rng, first, k=k)
+            first += jax.tree.leaves(params[part.key])[0].shape[0]
         return stages.head_loss(outer, x, batch)
 
     return loss_fn
 
 
-def layers_per_chunk(stages: Stages, params: PyTree, *, devices: int) -> int:
-    """Returns C, having checked the stacked parameters' shapes.
+def layers_of_stages(stages: Stages, params: PyTree, *, devices: int) -> tuple[int, ...]:
+    """Returns how many layers each global stage has, having checked the stacked parameters' shapes.
 
     Raises:
-      ValueError: where their leading axes differ, or S x V does not divide L.
+      ValueError: where their leading axes differ, S x V does not divide L, or they are not cut as
+        ``Stack.counts`` says.
     """
-    key, virtual, lead = stages.stacked.key, stages.stacked.virtual, stages.stacked.lead
-    leaves = named_leaves(params[key])
+    parts = stages.stacked.parts
+    return tuple(
+        count for part in parts for count in _layers_of_stack(part, params[part.key], devices)
+    )
+
+
+def _layers_of_stack(stack: Stack, params: PyTree, devices: int) -> tuple[int, ...]:
+    lead, virtual, parts = stack.lead, stack.virtual, devices * stack.virtual
+    if stack.counts is not None and len(stack.counts) != parts:
+        raise ValueError(
+            f"Stack.counts of {stack.key!r} is {stack.counts}, for {len(stack.counts)} stages, and "
+            f"the pipeline has {devices} devices x {virtual} virtual = {parts}: give {parts} counts"
+        )
+    padded = max(stack.counts) * parts if stack.padded else None
+    leaves = named_leaves(params)
     first = tuple(next(iter(leaves.values())).shape[:lead])
     for name, leaf in leaves.items():
         shape = tuple(leaf.shape)
-        if len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual):
-            form = "[L, ...]" if lead == 1 else f"[{virtual}, L / {virtual}, ...] (Stack.cut)"
+        wrong = len(shape) < lead or shape[:lead] != first or (lead == 2 and shape[0] != virtual)
+        if wrong or padded not in (None, math.prod(first)):
+            L = "L" if padded is None else padded
+            form = f"[{L}, ...]" if lead == 1 else f"[{virtual}, {L} / {virtual}, ...]"
             raise ValueError(
-                f"stacked parameter '{key}/{name}' has shape {shape}: with "
-                f"virtual={virtual} a pipeline needs all of them as {form}, with one and the same L"
+                f"stacked parameter '{stack.key}/{name}' has shape {shape}: with virtual={virtual} "
+                f"a pipeline needs all of them as {form} (Stack.cut), with one and the same L"
             )
-    layers = first[0] if lead == 1 else virtual * first[1]
-    if layers % (devices * virtual):
-        parts = f"{devices} stages" + (f" x {virtual} virtual" if virtual > 1 else "")
+    layers = math.prod(first)
+    if layers % parts:
+        times = f"{devices} stages" + (f" x {virtual} virtual" if virtual > 1 else "")
         raise ValueError(
-            f"{layers} layers are not divisible by {parts} = {devices * virtual}: use a number of "
-            f"layers that is a multiple of {devices * virtual}, or another mesh axis 'pipe'"
+            f"{layers} layers are not divisible by {times} = {parts}: place them with "
+            f"Stack(counts=...), use a number of layers that is a multiple of {parts}, or another "
+            "mesh axis 'pipe'"
         )
-    return layers // (devices * virtual)
+    return stack.counts or (layers // parts,) * parts
 
 
 def enter_stages(
@@ -172,16 +226,24 @@ def enter_stages(
         entries = getattr(spec, "spec", spec)
         return pin(x, P(*entries[len(entries) - x.ndim :]))
 
-    def block(params: PyTree, *rest: Any) -> PyTree:
-        if stages.shared is not None:
-            rest = (outer(rest[0]), *rest[1:])
-        return stages.block(jax.tree.map(layer, params, specs[stages.stacked.key]), *rest)
+    def pinned_block(block: Callable, key: str) -> Callable:
+        def pinned(params: PyTree, *rest: Any) -> PyTree:
+            if stages.shared is not None:
+                rest = (outer(rest[0]), *rest[1:])
+            return block(jax.tree.map(layer, params, specs[key]), *rest)
 
+        return pinned
+
+    def pinned(function: Callable) -> Callable:
+        return lambda params, *rest: function(outer(params), *rest)
+
+    keys = (part.key for part in stages.stacked.parts)
     return pin(params, specs), dataclasses.replace(
         stages,
-        embed=lambda params, batch, rng: stages.embed(outer(params), batch, rng),
-        block=block,
-        head_loss=lambda params, x, batch: stages.head_loss(outer(params), x, batch),
+        embed=pinned(stages.embed),
+        block=tuple(map(pinned_block, stages.blocks, keys)),
+        head_loss=pinned(stages.head_loss),
+        between=tuple(map(pinned, stages.between)),
     )
 
 
@@ -193,7 +255,9 @@ def run_layers(
     rng: jax.Array | None,
     first: int | jax.Array = 0,
     *,
+    k: int = 0,
     looped: bool = False,
+    wrap: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> PyTree:
     """Scans consecutive layers.
 
@@ -202,35 +266,40 @@ def run_layers(
       x: the residual stream.
       batch, rng: the microbatch and its key; None means an evaluation.
       first: the number, in the whole model, of the first of these layers.
+      k: of which stack.
       looped: whether this is within a loop that keeps forward and backward pass apart.
+      wrap: what becomes of ``layer(weights, x, (batch, rng, number)) -> x``, after
+        ``Stages.remat``; the weights are like ``params``, with one layer of the stacked ones.
 
     Raises:
       ValueError: where a layer changes the shape or dtype of ``x``.
     """
-    stacked = params[stages.stacked.key]
-    count = jax.tree.leaves(stacked)[0].shape[0]
+    key, block = stages.stacked.parts[k].key, stages.blocks[k]
+    shared = {name: params[name] for name in stages.shared or ()}
+    count = jax.tree.leaves(params[key])[0].shape[0]
 
-    def layer(x, params_and_index):
-        layer_params, index = params_and_index
-        layer_rng = None if rng is None else jax.random.fold_in(rng, index)
+    def layer(weights, x, context):
+        batch, rng, index = context
+        rng = None if rng is None else jax.random.fold_in(rng, index)
         if stages.shared is None:
-            y = stages.block(layer_params, x, batch, layer_rng)
+            y = block(weights[key], x, batch, rng)
         else:
-            shared = {name: params[name] for name in stages.shared}
-            y = stages.block(layer_params, shared, x, batch, layer_rng, index)
-        if (kind := _kinds(y)) != _kinds(x):
-            raise ValueError(
-                f"a block turns {_kinds(x)} into {kind}: every layer must keep the shape and dtype "
-                "of the residual stream"
-            )
-        return y, None
+            rest = {name: weights[name] for name in shared}
+            y = block(weights[key], rest, x, batch, rng, index)
+        return _same_kind(y, x, "a block")
 
     unroll = _unroll(stages, count)
     if stages.remat is not None:
         # In a loop the forward and the backward pass are apart, and no common subexpression can
         # undo the rematerialisation; a loop of one iteration is no loop.
         layer = stages.remat(layer, prevent_cse=not looped and count <= unroll)
-    return jax.lax.scan(layer, x, (stacked, first + jnp.arange(count)), unroll=unroll)[0]
+    layer = wrap(layer)
+
+    def body(x, row):
+        weights, index = row
+        return layer({key: weights} | shared, x, (batch, rng, index)), None
+
+    return jax.lax.scan(body, x, (params[key], first + jnp.arange(count)), unroll=unroll)[0]
 
 
 def _unroll(stages: Stages, count: int) -> int:
@@ -242,5 +311,13 @@ def _unroll(stages: Stages, count: int) -> int:
     return count if alone and stages.remat is None and count <= UNROLLED else 1
 
 
-def _kinds(x: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)
+def _same_kind(y: PyTree, x: PyTree, what: str) -> PyTree:
+    def kinds(x: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)
+
+    if kinds(y) != kinds(x):
+        raise ValueError(
+            f"{what} turns {kinds(x)} into {kinds(y)}: every layer, and what is between, must keep "
+            "the shape and dtype of the residual stream"
+        )
+    return y

@@ -39,6 +39,8 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 (PipeDream, 1F1B), Nar
 import dataclasses
 import functools
 import heapq
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -144,13 +146,19 @@ def make_table(
             chunk, device = divmod(g, stages)
             arrays[f"{kind}_microbatch"][tick, device] = m
             arrays[f"{kind}_chunk"][tick, device] = chunk
-    inputs = place_inputs(arrays, fwd_tick_MG, last_tick_MG)
+    sent, arrived = fwd_tick_MG[:, :-1], fwd_tick_MG[:, 1:]
+    marks = {"recv_fwd_slot": sent, "fwd_slot": arrived}
+    marks |= {"bwd_slot": bwd_tick_MG[:, 1:]} if backward else {}
+    inputs = place(arrays, 1, sent, last_tick_MG[:, 1:], marks)
     cotangents = residuals = 1
     if backward:
-        cotangents = place_cotangents(arrays, bwd_tick_MG)
-        residuals = place_residuals(arrays, fwd_tick_MG, bwd_tick_MG)
-    else:
-        arrays["bwd_slot"].fill(NONE)
+        sent, arrived = bwd_tick_MG[:, 1:], bwd_tick_MG[:, :-1]
+        marks = {"recv_bwd_slot": sent, "cot_slot": arrived}
+        cotangents = place(arrays, 0, sent, arrived, marks)
+        # The forward unit of a tick writes before the backward unit reads, so its slot is taken
+        # from the end of the tick before.
+        marks = {"residual_slot_fwd": fwd_tick_MG, "residual_slot_bwd": bwd_tick_MG}
+        residuals = place(arrays, 0, fwd_tick_MG - 1, bwd_tick_MG, marks)
     for array in arrays.values():
         array.setflags(write=False)
     return Table(
@@ -166,33 +174,35 @@ def make_table(
     )
 
 
-def check_table(table: Table) -> None:
-    """Runs the table on labels in place of arrays, tick by tick, and sees that nothing goes wrong.
+Times = float | Sequence[float]
 
-    Every unit must run exactly once and find its own input, residuals and cotangent in the slots
-    that it reads; nothing that is still needed may be overwritten or dropped on arrival. It shares
-    no code with :func:`make_table`.
 
-    Raises:
-      ValueError: naming the first tick and device where that is not so.
+def unit_times(table: Table, forward: Times, backward: Times) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how long the forward and the backward unit of each tick and device take, ``[T, S]``.
+
+    Args:
+      table: the schedule.
+      forward, backward: as for :func:`makespan`.
     """
-    shape = (table.ticks, table.stages)
-    for name, array in table.arrays().items():
-        if array.shape != shape or array.dtype != np.int32:
-            raise ValueError(
-                f"{name} is {array.dtype}{list(array.shape)}: every array of a table must be "
-                f"int32{list(shape)}, ticks by devices"
-            )
-    Simulation(table).run()
+
+    def times(kind: str, time: Times) -> np.ndarray:
+        chunk_TS = getattr(table, f"{kind}_chunk")
+        stage_TS = np.maximum(chunk_TS, 0) * table.stages + np.arange(table.stages)
+        each = np.ndim(time) == 0
+        time_G = np.full(table.stages * table.virtual, time / table.virtual) if each else time
+        return np.where(chunk_TS != NONE, np.asarray(time_G)[stage_TS], 0.0)
+
+    return times("fwd", forward), times("bwd", backward)
 
 
-def makespan(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
+def makespan(table: Table, *, forward: Times = 1.0, backward: Times = 2.0) -> float:
     """Time of one step, when a tick lasts as long as its slowest device.
 
     Args:
       table: the schedule.
-      forward: time of a whole stage forward; a chunk takes ``1 / virtual`` of it.
-      backward: time of a whole stage backward: 2 forwards, or 3 when it recomputes the forward.
+      forward: time of a whole stage forward, of which a chunk takes ``1 / virtual``; or the times
+        of all global stages, S V of them.
+      backward: the same backward: 2 forwards, or 3 when it recomputes the forward.
 
     Returns:
       The time, in the unit of ``forward``; communication and the optimizer not counted.
@@ -201,19 +211,20 @@ def makespan(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> fl
     33.0
     >>> makespan(make_table("interleaved", stages=4, microbatches=8, virtual=3))
     27.0
+    >>> makespan(make_table("1f1b", stages=2, microbatches=8), forward=[1, 2], backward=[2, 4])
+    51.0
     """
-    cost_TS = forward * (table.fwd_microbatch != NONE) + backward * (table.bwd_microbatch != NONE)
-    return float(cost_TS.max(axis=1).sum()) / table.virtual
+    return math.fsum(sum(unit_times(table, forward, backward)).max(axis=1))
 
 
-def bubble(table: Table, *, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The part of the makespan in which a device has nothing to do, 0 to 1.
+def bubble(table: Table, *, forward: Times = 1.0, backward: Times = 2.0) -> float:
+    """The part of the makespan in which a device, on average, has nothing to do, 0 to 1.
 
     >>> bubble(make_table("gpipe", stages=4, microbatches=9))
     0.25
     """
-    ideal = table.microbatches * (forward + backward)
-    return 1 - ideal / makespan(table, forward=forward, backward=backward)
+    busy = sum(times.sum() for times in unit_times(table, forward, backward)) / table.stages
+    return float(1 - busy / makespan(table, forward=forward, backward=backward))
 
 
 def peak_stash(table: Table) -> np.ndarray:
@@ -273,223 +284,39 @@ def unit_ticks(
     return enter + g, enter + last + (last - g)
 
 
-def place_inputs(
-    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
+def place(
+    arrays: dict[str, np.ndarray],
+    first: int,
+    after_MG: np.ndarray,
+    until_MG: np.ndarray,
+    marks: dict[str, np.ndarray],
 ) -> int:
-    """Fills in the slots of stage inputs; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    held = [
-        (g % stages, fwd_tick_MG[m, g - 1], bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(fwd_tick_MG.shape)
-        if g > 0
-    ]
-    slots, count = colour(held)
-    for device, arrival, backward, (m, g) in held:
-        slot = slots[m, g]
-        arrays["recv_fwd_slot"][arrival, device] = slot
-        arrays["fwd_slot"][fwd_tick_MG[m, g], device] = slot
-        arrays["bwd_slot"][backward, device] = slot
-    return count
+    """Gives every unit a slot on its device, and notes it wherever the table names the slot.
 
+    Taken in order of time, the lowest free slot needs no more slots than are taken at once.
 
-def place_cotangents(arrays: dict[str, np.ndarray], bwd_tick_MG: np.ndarray) -> int:
-    """Fills in the slots of cotangents; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    last = bwd_tick_MG.shape[1] - 1
-    held = [
-        (g % stages, bwd_tick_MG[m, g + 1], bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(bwd_tick_MG.shape)
-        if g < last
-    ]
-    slots, count = colour(held)
-    for device, arrival, backward, unit in held:
-        arrays["recv_bwd_slot"][arrival, device] = slots[unit]
-        arrays["cot_slot"][backward, device] = slots[unit]
-    return count
-
-
-def place_residuals(
-    arrays: dict[str, np.ndarray], fwd_tick_MG: np.ndarray, bwd_tick_MG: np.ndarray
-) -> int:
-    """Fills in the slots of residuals; returns how many there must be."""
-    stages = arrays["fwd_slot"].shape[1]
-    # The forward unit of a tick writes before the backward unit reads, so its slot is taken from
-    # the end of the tick before.
-    held = [
-        (g % stages, fwd_tick_MG[m, g] - 1, bwd_tick_MG[m, g], (m, g))
-        for m, g in np.ndindex(fwd_tick_MG.shape)
-    ]
-    slots, count = colour(held)
-    for device, before, backward, unit in held:
-        arrays["residual_slot_fwd"][before + 1, device] = slots[unit]
-        arrays["residual_slot_bwd"][backward, device] = slots[unit]
-    return count
-
-
-def colour(held: list[tuple]) -> tuple[dict, int]:
-    """Gives each ``(device, after, until, unit)`` the lowest slot that is free on its device.
-
-    A slot is taken after tick ``after`` and free again after tick ``until``. Taken in order of
-    time, the lowest free slot needs no more slots than are taken at once.
+    Args:
+      arrays: the table's, which are filled in.
+      first: the global stage of the units in column 0; the next column is of the next one.
+      after_MG, until_MG: a slot is taken after tick ``after``, and free again after tick ``until``.
+      marks: array of the table to the tick of each unit's entry in it.
 
     Returns:
-      The slot of each unit, and the most slots that any device needs (at least 1, so that a buffer
-      of that size can be indexed).
+      The most slots that any device needs, and at least 1, so that a buffer of that size can be
+      indexed.
     """
-    slots: dict = {}
-    sizes: dict = {}
-    taken: dict = {}
-    free: dict = {}
-    for device, after, until, unit in sorted(held, key=lambda h: h[1]):
-        busy, idle = taken.setdefault(device, []), free.setdefault(device, [])
-        while busy and busy[0][0] <= after:
-            heapq.heappush(idle, heapq.heappop(busy)[1])
-        if idle:
-            slot = heapq.heappop(idle)
-        else:
-            slot = sizes.get(device, 0)
-            sizes[device] = slot + 1
-        slots[unit] = slot
-        heapq.heappush(busy, (until, slot))
-    return slots, max(sizes.values(), default=1)
-
-
-class Simulation:
-    """What every slot holds while a table runs; the state of :func:`check_table`."""
-
-    def __init__(self, table: Table):
-        self.table = table
-        self.last = table.stages * table.virtual - 1
-        # (device, slot) -> the (microbatch, global stage) whose data it holds and still needs.
-        self.inputs: dict[tuple[int, int], tuple[int, int]] = {}
-        self.cotangents: dict[tuple[int, int], tuple[int, int]] = {}
-        self.residuals: dict[tuple[int, int], tuple[int, int]] = {}
-        self.forwarded: set[tuple[int, int]] = set()
-        self.backwarded: set[tuple[int, int]] = set()
-
-    def run(self) -> None:
-        """Runs all ticks."""
-        table = self.table
-        for tick in range(table.ticks):
-            sent_forward, sent_backward = {}, {}
-            for device in range(table.stages):
-                here = {name: int(array[tick, device]) for name, array in table.arrays().items()}
-                where = f"tick {tick}, device {device}"
-                sent_forward[device] = self.forward(where, device, here)
-                sent_backward[device] = self.backward(where, device, here)
-            for device in range(table.stages):
-                where = f"tick {tick}, device {device}"
-                self.receive_activation(
-                    where, tick, device, sent_forward[(device - 1) % table.stages]
-                )
-                self.receive_cotangent(
-                    where, tick, device, sent_backward[(device + 1) % table.stages]
-                )
-        every = table.microbatches * (self.last + 1)
-        for kind, done, units in (
-            ("forward", self.forwarded, every),
-            ("backward", self.backwarded, every * table.backward),
-        ):
-            if len(done) != units:
-                raise ValueError(f"{len(done)} of {units} {kind} units run: each must, once")
-
-    def unit(self, where: str, device: int, here: dict[str, int], kind: str) -> tuple | None:
-        """The forward or backward unit of a device in a tick as (microbatch, global stage)."""
-        table = self.table
-        microbatch, chunk = here[f"{kind}_microbatch"], here[f"{kind}_chunk"]
-        mine = [f"{kind}_slot", f"residual_slot_{kind}"] + ["cot_slot"] * (kind == "bwd")
-        if microbatch == NONE:
-            for name in [f"{kind}_chunk", *mine]:
-                if here[name] != NONE:
-                    raise ValueError(f"{where}: {name} is {here[name]} where no {kind} unit runs")
-            return None
-        if not (0 <= microbatch < table.microbatches and 0 <= chunk < table.virtual):
-            raise ValueError(f"{where}: there is no microbatch {microbatch} of chunk {chunk}")
-        return microbatch, chunk * table.stages + device
-
-    def forward(self, where: str, device: int, here: dict[str, int]) -> tuple | None:
-        """Runs the forward unit; returns it."""
-        unit = self.unit(where, device, here, "fwd")
-        if unit is None:
-            return None
-        if unit in self.forwarded:
-            raise ValueError(f"{where}: {name_of(unit)} runs forward twice")
-        source = None if unit[1] == 0 else unit
-        self.read(where, self.inputs, device, here["fwd_slot"], source, "fwd_slot")
-        slot = here["residual_slot_fwd"]
-        if self.table.backward:
-            self.store(where, self.residuals, device, slot, unit, "residual")
-        else:
-            self.read(where, self.residuals, device, slot, None, "residual_slot_fwd")
-            self.inputs.pop((device, here["fwd_slot"]), None)
-        self.forwarded.add(unit)
-        return unit
-
-    def backward(self, where: str, device: int, here: dict[str, int]) -> tuple | None:
-        """Runs the backward unit and frees what only it needed; returns it."""
-        unit = self.unit(where, device, here, "bwd")
-        if unit is None:
-            return None
-        if unit not in self.forwarded or unit in self.backwarded:
-            state = "twice" if unit in self.backwarded else "before it ran forward"
-            raise ValueError(f"{where}: {name_of(unit)} runs backward {state}")
-        reads = (
-            (self.inputs, "bwd_slot", None if unit[1] == 0 else unit),
-            (self.cotangents, "cot_slot", None if unit[1] == self.last else unit),
-            (self.residuals, "residual_slot_bwd", unit),
-        )
-        for buffer, name, expected in reads:
-            self.read(where, buffer, device, here[name], expected, name)
-            buffer.pop((device, here[name]), None)
-        self.backwarded.add(unit)
-        return unit
-
-    def receive_activation(self, where: str, tick: int, device: int, sent: tuple | None) -> None:
-        """Stores what device ``s - 1`` forwarded."""
-        useful = None if sent is None or sent[1] == self.last else (sent[0], sent[1] + 1)
-        slot = int(self.table.recv_fwd_slot[tick, device])
-        self.arrive(where, self.inputs, device, slot, useful, "input")
-
-    def receive_cotangent(self, where: str, tick: int, device: int, sent: tuple | None) -> None:
-        """Stores the cotangent that device ``s + 1`` computed."""
-        useful = None if sent is None or sent[1] == 0 else (sent[0], sent[1] - 1)
-        slot = int(self.table.recv_bwd_slot[tick, device])
-        self.arrive(where, self.cotangents, device, slot, useful, "cotangent")
-
-    def arrive(self, where, buffer, device, slot, useful, kind) -> None:
-        """Stores an arrival, which must have a slot if, and only if, it is of use."""
-        if useful is None and slot != NONE:
-            raise ValueError(f"{where}: {kind} slot {slot} waits for what nobody sends")
-        if useful is not None:
-            self.store(where, buffer, device, slot, useful, kind)
-
-    def store(self, where, buffer, device, slot, unit, kind) -> None:
-        """Puts data into a slot, which must exist and hold nothing that is still needed."""
-        size = getattr(self.table, f"{kind}_slots")
-        if not 0 <= slot < size:
-            raise ValueError(
-                f"{where}: the {kind} of {name_of(unit)} goes to slot {slot} of {size}: it is lost"
-            )
-        if (device, slot) in buffer:
-            raise ValueError(
-                f"{where}: the {kind} of {name_of(unit)} overwrites that of "
-                f"{name_of(buffer[device, slot])} in slot {slot}, which is still needed"
-            )
-        buffer[device, slot] = unit
-
-    def read(self, where, buffer, device, slot, expected, name) -> None:
-        """Sees that a slot holds the data of ``expected`` (None: that no slot is read)."""
-        if expected is None and slot != NONE:
-            raise ValueError(f"{where}: {name} is {slot} where nothing is read: it must be -1")
-        found = buffer.get((device, slot))
-        if found != expected:
-            held = "nothing" if found is None else f"that of {name_of(found)}"
-            raise ValueError(
-                f"{where}: {name} {slot} should hold the data of {name_of(expected)}, "
-                f"and holds {held}"
-            )
-
-
-def name_of(unit: tuple[int, int]) -> str:
-    """A unit in words."""
-    return f"microbatch {unit[0]} at global stage {unit[1]}"
+    stages = arrays["fwd_slot"].shape[1]
+    busy, idle = ([[] for _ in range(stages)] for _ in range(2))
+    sizes = [0] * stages
+    for unit in sorted(np.ndindex(after_MG.shape), key=lambda unit: after_MG[unit]):
+        device = (first + unit[1]) % stages
+        while busy[device] and busy[device][0][0] <= after_MG[unit]:
+            heapq.heappush(idle[device], heapq.heappop(busy[device])[1])
+        if not idle[device]:
+            heapq.heappush(idle[device], sizes[device])
+            sizes[device] += 1
+        slot = heapq.heappop(idle[device])
+        heapq.heappush(busy[device], (until_MG[unit], slot))
+        for name, tick_MG in marks.items():
+            arrays[name][tick_MG[unit], device] = slot
+    return max(*sizes, 1)

@@ -332,6 +332,7 @@ def _left_out(
     """What stands in the base for the arrays that a checkpoint leaves out; not compared yet."""
     names = [name for name, entry in saved.items() if manifests.is_left_out(entry)]
     given = named_leaves(base()) if base and names else {}
+    given = {name: places.bare(leaf) for name, leaf in given.items()}
     for name in names:
         like, leaf = places.bare(wanted[name]), given.get(name)
         if leaf is None or (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
