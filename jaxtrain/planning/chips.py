@@ -64,6 +64,9 @@ class Chip:
       dcn_bytes_per_s: each device's share of its host's network, one direction: between slices of
         TPUs, between hosts of GPUs.
       devices_per_host: how many share a host.
+      efficiency: the share of its peak that each kind of operation is taken to reach when time is
+        predicted: ``"matmul"``, ``"attention"`` (of all tiles of a kernel, also those that a mask
+        lets it skip), ``"memory"`` and ``"links"``.
       cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
       sources: where the figures are from, by field.
     """
@@ -78,18 +81,43 @@ class Chip:
     links: int
     dcn_bytes_per_s: float | None
     devices_per_host: int
+    efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def peak_flops(self, dtype: Any) -> float | None:
         """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
-        name = jnp.dtype(dtype).name
-        return self.flops.get("float8" if name.startswith("float8") else name)
+        return _peak(self.flops, dtype)
 
     @property
-    def ring_bytes_per_s(self) -> float | None:
-        """What one device sends at best in a collective around one mesh axis."""
-        return None if self.link_bytes_per_s is None else self.links * self.link_bytes_per_s
+    def assumed(self) -> str:
+        """Bandwidths and efficiencies that predictions of time assume, in words."""
+        gigabytes = (self.hbm_bytes_per_s / 1e9, self.link_bytes_per_s / 1e9 * self.links)
+        network = self.dcn_bytes_per_s * 8 / 1e9
+        efficient = ", ".join(f"{kind} {share:.0%}" for kind, share in self.efficiency.items())
+        return (
+            f"{gigabytes[0]:,.0f} GB/s of memory, {gigabytes[1]:,.0f} GB/s along a mesh axis and "
+            f"{network:,.0f} Gb/s between {'slices' if self.kind == 'tpu' else 'hosts'} per device "
+            f"(--dcn-gbps), of which are reached: {efficient}"
+        )
+
+
+# Stated, not measured by us: what the published runs in planning's README reach.
+_EFFICIENCY = {
+    "v4": (0.8, 0.6, 0.9, 0.9),
+    "v5e": (0.9, 0.6, 0.9, 0.9),
+    "v5p": (0.9, 0.6, 0.9, 0.9),
+    "v6e": (0.8, 0.6, 0.9, 0.9),
+    "tpu7x": (0.8, 0.6, 0.9, 0.9),
+    "a100": (0.65, 0.5, 0.9, 0.8),
+    "h100": (0.6, 0.5, 0.9, 0.8),
+    "h200": (0.6, 0.5, 0.9, 0.8),
+}
+
+
+def _efficiency(name: str) -> Mapping[str, float]:
+    kinds = ("matmul", "attention", "memory", "links")
+    return MappingProxyType(dict(zip(kinds, _EFFICIENCY[name], strict=True)))
 
 
 def _tpu(name: str, device_kind: str, **figures: Any) -> Chip:
@@ -101,6 +129,7 @@ def _tpu(name: str, device_kind: str, **figures: Any) -> Chip:
         # One pass of bfloat16 per float32 product: XLA's DEFAULT precision on TPU.
         flops=MappingProxyType({**peaks, "float32": peaks["bfloat16"]}),
         links=2,
+        efficiency=_efficiency(name),
         sources={
             "memory": "the limit that the TPU compiler states when a program exceeds it",
             "flops": f"cloud.google.com/tpu/docs, page of {name}: peak compute per chip",
@@ -120,6 +149,7 @@ def _gpu(name: str, device_kind: str, *, tf32: float, **figures: Any) -> Chip:
         flops=MappingProxyType({**PEAK_FLOPS[device_kind], "float32": tf32}),
         links=1,
         devices_per_host=8,
+        efficiency=_efficiency(name),
         sources={
             "memory": f"device_memory_size of gpu_targets/{name}.txtpb",
             "flops": f"NVIDIA {name.upper()} data sheet: Tensor Core figures without sparsity",
@@ -251,5 +281,9 @@ def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
     >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H200", jnp.float32), peak_flops("cpu")
     (989400000000000.0, None, None)
     """
+    return _peak(PEAK_FLOPS.get(device_kind, {}), dtype)
+
+
+def _peak(peaks: Mapping[str, float], dtype: Any) -> float | None:
     name = jnp.dtype(dtype).name
-    return PEAK_FLOPS.get(device_kind, {}).get("float8" if name.startswith("float8") else name)
+    return peaks.get("float8" if name.startswith("float8") else name)

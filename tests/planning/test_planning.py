@@ -63,7 +63,7 @@ def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
     # 16 rows over data 4 x fsdp 2, five arrays of 4 bytes.
     assert memory["batch"] == 2 * 16 * 5 * 4
     assert plan["mesh"] == {"data": 4, "fsdp": 2}
-    assert (plan["fits"], plan["roofline"]["compute"], plan["mfu_ceiling"]) == (True, None, None)
+    assert (plan["fits"], plan["roofline"], plan["mfu_ceiling"]) == (True, None, None)
     assert {tuple(row["axes"]) for row in plan["traffic"]} == {
         ("data",),
         ("fsdp",),
@@ -315,6 +315,20 @@ def test_a_compilers_refusal_becomes_a_shortage(monkeypatch, message, missing):
     assert (plan.fits, plan.shortage, plan.memory) == (False, missing, None)
     assert f"{missing:,} bytes" in plan.report() or missing == 0
     assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_a_verdict_is_never_lost_to_a_text_or_a_trace_that_is_new(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "a new way of writing")
+
+    def fail(*_, **__):
+        raise KeyError("new_axes")
+
+    monkeypatch.setattr(ahead_of_time, "estimate_traced", fail)
+    plan = plan_experiment(small(), targets.parse_target("cpu:8"))
+    assert (plan.fits, plan.roofline, plan.traffic) == (True, None, None)
+    report = " ".join(plan.report().split())
+    assert "communication is not known: its text was not understood" in report
+    assert "time is not predicted: its trace was not understood (KeyError: 'new_axes')" in report
 
 
 def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypatch):
