@@ -68,7 +68,6 @@ def test_one_table_of_peaks_and_a_description_per_gpu():
             continue
         assert chip.flops["bfloat16"] == PEAK_FLOPS[chip.device_kind]["bfloat16"]
         assert chip.flops["bfloat16"] == peak_flops(chip.device_kind)
-        assert chip.sources
         assert set(chip.efficiency) == {"matmul", "attention", "memory", "links"}
         if chip.kind == "gpu":
             config = (GPU_TARGETS / f"{chip.name}.txtpb").read_text()
