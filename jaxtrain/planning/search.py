@@ -90,6 +90,24 @@ class Row:
         """Whether nothing that the compiler has said is against it."""
         return self.problem is None and (self.plan is None or self.plan.fits)
 
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data: bytes and seconds."""
+        predicted = self.prediction
+        names = ("estimated_bytes", "compiled_bytes", "error", "bubble", "mfu", "tokens_per_s")
+        names += ("compile_s", "problem", "note")
+        return (
+            dataclasses.asdict(dataclasses.replace(self.candidate, mesh=dict(self.candidate.mesh)))
+            | {name: getattr(self, name) for name in names}
+            | {
+                "flags": self.candidate.flags,
+                "step_s": predicted.step_seconds,
+                "compute_s": predicted.compute,
+                "hbm_s": predicted.hbm,
+                "wire_s": dict(predicted.interconnect),
+                "bound": predicted.bound,
+            }
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -134,41 +152,11 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain data: bytes and seconds."""
-        rows = [
-            {
-                "mesh": dict(row.candidate.mesh),
-                "microbatches": row.candidate.microbatches,
-                "remat": row.candidate.remat,
-                "stage_remat": row.candidate.stage_remat,
-                "flags": row.candidate.flags,
-                "estimated_bytes": row.estimated_bytes,
-                "compiled_bytes": row.compiled_bytes,
-                "error": row.error,
-                "step_s": row.prediction.step_seconds,
-                "compute_s": row.prediction.compute,
-                "hbm_s": row.prediction.hbm,
-                "wire_s": dict(row.prediction.interconnect),
-                "bound": row.prediction.bound,
-                "bubble": row.bubble,
-                "mfu": row.mfu,
-                "tokens_per_s": row.tokens_per_s,
-                "compile_s": row.compile_s,
-                "problem": row.problem,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
-        return {
-            "target": self.target,
-            "devices": self.devices,
-            "assumed": self.assumed,
-            "memory_bytes": self.memory_bytes,
-            "considered": self.considered,
-            "rows": rows,
-            "rejected": [dataclasses.asdict(family) for family in self.families],
-            "seconds": self.seconds,
-            "complete": self.complete,
-        }
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del plain["families"]
+        plain["rows"] = [row.to_json() for row in self.rows]
+        plain["rejected"] = [dataclasses.asdict(family) for family in self.families]
+        return plain
 
 
 def search(
@@ -362,56 +350,38 @@ def walk_mesh(
     microbatches, rematerialisation is only walked where less of it does not fit.
     """
     rows: list[Row] = []
-    kinds = list(dict.fromkeys((c.remat, c.stage_remat) for c in candidates))
+    limit = target.chip.memory_bytes or math.inf
     fewest = math.inf
-    for kind in kinds:
+    for kind in dict.fromkeys((c.remat, c.stage_remat) for c in candidates):
         ladder = [c for c in candidates if (c.remat, c.stage_remat) == kind]
         pipelined = ladder[0].stage_remat is not None
-        if pipelined:
-            ladder = ladder[::-1]
-        at = 0
-        while at < len(ladder):
-            candidate = ladder[at]
+        ladder = ladder[::-1] if pipelined else ladder
+        while ladder:
+            candidate, passed, over = ladder[0], len(ladder), None
             if candidate.microbatches >= fewest:
-                rejections.add(
-                    "recomputes, where less of that fits as well",
-                    candidate.mesh_name,
-                    len(ladder) - at,
-                )
-                break
-            try:
-                experiment, estimated = estimator(candidate)
-            except ValueError as error:
-                rejections.add(
-                    f"does not divide: {family_of(str(error))}",
-                    candidate.mesh_name,
-                    len(ladder) - at,
-                )
-                break
-            over = estimated.peak_bytes / (target.chip.memory_bytes or math.inf)
-            if over <= 1:
+                reason = "recomputes, where less of that fits as well"
+            else:
+                try:
+                    experiment, estimated = estimator(candidate)
+                except ValueError as error:
+                    reason = f"does not divide: {family_of(str(error))}"
+                else:
+                    over = estimated.peak_bytes / limit
+            if over is not None and over <= 1:
                 rows.append(make_row(candidate, experiment, estimated, target))
-                rest = len(ladder) - at - 1
-                if rest:
-                    what = "fewer" if pipelined else "more"
-                    rejections.add(
-                        f"{what} microbatches than the best of its mesh", candidate.mesh_name, rest
-                    )
-                fewest = min(fewest, candidate.microbatches)
-                break
-            # Working memory falls at best with the microbatch: what cannot fit is not walked.
-            step = 1
-            if not pipelined:
-                room = target.chip.memory_bytes - estimated.state_bytes - estimated.batch_bytes
-                step = max(1, int(math.log2(max(1.0, estimated.working_bytes / max(1, room)))))
-            if pipelined:
-                # Fewer microbatches are larger ones, and need no less.
-                step = len(ladder)
-            skipped = min(step, len(ladder) - at)
-            rejections.add(
-                "needs # x the memory with activations", candidate.mesh_name, skipped, over
-            )
-            at += step
+                fewest, passed, over = candidate.microbatches, passed - 1, None
+                ladder = ladder[1:]
+                what = "fewer" if pipelined else "more"
+                reason = f"{what} microbatches than the best of its mesh"
+            elif over is not None:
+                reason = "needs # x the memory with activations"
+                if not pipelined:
+                    # Working memory falls at best with the microbatch: what cannot fit is passed.
+                    room = max(1, limit - estimated.state_bytes - estimated.batch_bytes)
+                    passed = max(1, int(math.log2(max(1.0, estimated.working_bytes / room))))
+            if ladder:
+                rejections.add(reason, candidate.mesh_name, len(ladder[:passed]), over)
+            ladder = ladder[passed:]
     return rows
 
 

@@ -165,9 +165,9 @@ class Walk(Partitioner):
             else:
                 liveness.tick()
                 outputs = self.equation(name, equation, inputs, liveness)
-                for value, variable in zip(outputs, equation.outvars, strict=True):
-                    if variable in kept:
-                        self.settle(value, liveness, in_place=True)
+                pairs = zip(outputs, equation.outvars, strict=True)
+                asked = [value for value, variable in pairs if variable in kept]
+                self.settle(asked, liveness, in_place=True)
             self.fused_kernel = outside
             env.update(zip(equation.outvars, outputs, strict=True))
         return [_read(env, v) for v in jaxpr.outvars]
@@ -222,29 +222,37 @@ class Walk(Partitioner):
         most = self.size(value.shape, np.dtype(np.float32), value.spec)
         return sum(min(root.size, most) for root in value.roots)
 
-    def settle(self, value: Value, liveness: Liveness, *, in_place: bool = False) -> None:
+    def settle(
+        self, values: Iterable[Value], liveness: Liveness, *, in_place: bool = False
+    ) -> None:
         """Gives fused work memory of its own."""
-        liveness.read(value.roots)
-        if value.fused and not value.free:
-            size = self.bytes(value)
-            self.moved(self.traffic(value) + size)
-            value.roots, value.fused = liveness.write(size, in_place=in_place), False
+        for value in values:
+            liveness.read(value.roots)
+            if value.fused and not value.free:
+                size = self.bytes(value)
+                self.moved(self.traffic(value) + size)
+                value.roots, value.fused = liveness.write(size, in_place=in_place), False
 
     def heavy(self, name, variables, specs, inputs, liveness, *, product=False) -> list[Value]:
         """Results that are written to memory; operands are read where they lie, fused or not."""
-        liveness.read(_roots(inputs))
-        in_place = name in IN_PLACE
-        update = inputs[1 if name == "dynamic_update_slice" else -1] if in_place else None
-        read = inputs[1:] if in_place else inputs
-        self.moved(sum(map(self.traffic, read)), by_product=product)
-        outputs = []
-        for variable, spec in zip(variables, specs, strict=True):
-            aval = variable.aval
-            size = self.size(aval.shape, aval.dtype, spec)
+        outputs = self.landed(variables, specs, inputs, liveness, in_place=name in IN_PLACE)
+        read, written = inputs, outputs
+        if name in IN_PLACE:
             # What is updated in place is touched where the update is.
-            self.moved(self.bytes(update) if in_place else size, by_product=product)
-            roots = liveness.write(size, in_place=in_place)
-            outputs.append(Value(tuple(aval.shape), aval.dtype, spec, roots))
+            read, written = inputs[1:], [inputs[1 if name == "dynamic_update_slice" else -1]]
+        self.moved(sum(map(self.traffic, read)), by_product=product)
+        self.moved(sum(map(self.bytes, written)), by_product=product)
+        return outputs
+
+    def landed(self, variables, specs, inputs, liveness, *, in_place: int = 0) -> list[Value]:
+        """Results in memory of their own, the first ``in_place`` of them written over operands."""
+        liveness.read(_roots(inputs))
+        outputs = []
+        for i, (variable, spec) in enumerate(zip(variables, specs, strict=True)):
+            shape, dtype = tuple(variable.aval.shape), variable.aval.dtype
+            size = self.size(shape, dtype, spec) // (2 if variable in self.rounded else 1)
+            roots = liveness.write(size, in_place=i < in_place)
+            outputs.append(Value(shape, dtype, spec, roots))
         return outputs
 
     def fuse(self, inputs: list[Value], aval: Any, spec: Spec) -> Value:
@@ -303,8 +311,7 @@ class Walk(Partitioner):
 
     def do_dot_general(self, equation, inputs, liveness):
         (lhs, rhs), aval = inputs[:2], equation.outvars[0].aval
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         spec, split, meanwhile = self.product(
             lhs, rhs, product_dimensions(equation), tuple(aval.shape), aval.dtype
         )
@@ -316,8 +323,7 @@ class Walk(Partitioner):
     do_ragged_dot_general = do_dot_general
 
     def do_conv_general_dilated(self, equation, inputs, liveness):
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         numbers = equation.params["dimension_numbers"]
         wanted = [()] * len(equation.outvars[0].aval.shape)
         wanted[numbers.out_spec[0]] = rows = inputs[0].spec[numbers.lhs_spec[0]]
@@ -327,8 +333,7 @@ class Walk(Partitioner):
 
     def do_pallas_call(self, equation, inputs, liveness):
         # Local code: whoever calls a kernel has split its operands.
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         self.count(equation)
         specs = [((),) * len(v.aval.shape) for v in equation.outvars]
         return self.heavy("kernel", equation.outvars, specs, inputs, liveness, product=True)
@@ -355,7 +360,7 @@ class Walk(Partitioner):
 
     def do_scatter_add(self, equation, inputs, liveness):
         (table, _, updates), aval = inputs[:3], equation.outvars[0].aval
-        self.settle(updates, liveness)
+        self.settle([updates], liveness)
         numbers = equation.params["dimension_numbers"]
         windows = numbers.update_window_dims
         rows = [d for d in range(len(updates.shape)) if d not in windows]
@@ -373,23 +378,21 @@ class Walk(Partitioner):
         return self.heavy("scatter-add", equation.outvars, [final], [table, updates], liveness)
 
     def do_psum(self, equation, inputs, liveness):
-        for value in inputs:
-            self.send("all-reduce", tuple(equation.params["axes"]), self.bytes(value))
-        return self.heavy("psum", equation.outvars, [v.spec for v in inputs], inputs, liveness)
+        name, params = equation.primitive.name, equation.params
+        kind = "all-reduce" if name == "psum" else "collective-permute"
+        axes = axis_names(params["axes"] if name == "psum" else params["axis_name"])
+        self.send(kind, axes, sum(map(self.bytes, inputs)))
+        return self.heavy(name, equation.outvars, [v.spec for v in inputs], inputs, liveness)
 
-    def do_ppermute(self, equation, inputs, liveness):
-        for value in inputs:
-            axes = axis_names(equation.params["axis_name"])
-            self.send("collective-permute", axes, self.bytes(value))
-        return self.heavy("ppermute", equation.outvars, [v.spec for v in inputs], inputs, liveness)
+    do_ppermute = do_psum
 
     def do_shard_map(self, equation, inputs, liveness):
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
         inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        self.settle(inputs, liveness)
         arguments = []
         for value, variable in zip(inputs, inner.invars, strict=True):
-            self.settle(value, liveness)
             spec = tuple(tuple(a for a in axes if a not in manual) for axes in value.spec)
             arguments.append(
                 Value(tuple(variable.aval.shape), value.dtype, spec, stored=value.stored)
@@ -404,24 +407,12 @@ class Walk(Partitioner):
             )
         return self.landed(equation.outvars, specs, inputs, liveness)
 
-    def landed(self, variables, specs, inputs, liveness, *, in_place: int = 0) -> list[Value]:
-        """Results that inner code has written; the first ``in_place`` of them over operands."""
-        liveness.read(_roots(inputs))
-        outputs = []
-        for i, (variable, spec) in enumerate(zip(variables, specs, strict=True)):
-            shape, dtype = tuple(variable.aval.shape), variable.aval.dtype
-            size = self.size(shape, dtype, spec) // (2 if variable in self.rounded else 1)
-            roots = liveness.write(size, in_place=i < in_place)
-            outputs.append(Value(shape, dtype, spec, roots))
-        return outputs
-
     def do_scan(self, equation, inputs, liveness):
         params = equation.params
         body = params["jaxpr"]
         first, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
         first_x = first + n_carry
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         self.kept |= self.stacked & _roots(inputs[first_x:])
         slices = [
             Value(v.shape[1:], v.dtype, v.spec[1:], free=v.free, stored=v.stored)
@@ -463,8 +454,7 @@ class Walk(Partitioner):
     def do_while(self, equation, inputs, liveness):
         params = equation.params
         first = params["cond_nconsts"]
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         carry = inputs[first + params["body_nconsts"] :]
         consts = [Value(v.shape, v.dtype, v.spec) for v in inputs[first : len(inputs) - len(carry)]]
         specs = [v.spec for v in carry]
@@ -475,8 +465,7 @@ class Walk(Partitioner):
     def do_cond(self, equation, inputs, liveness):
         outer = self.cost
         walked = []
-        for value in inputs:
-            self.settle(value, liveness)
+        self.settle(inputs, liveness)
         for branch in equation.params["branches"]:
             self.cost = Cost()
             arguments = [
