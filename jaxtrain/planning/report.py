@@ -320,7 +320,8 @@ def _prediction(plan: Plan) -> str:
         + f", {_seconds(roofline.step_seconds_apart)} if no communication overlaps; its products "
         f"alone take at least {_seconds(roofline.least)}"
     )
-    return text if most is None else f"{text}: MFU at most {most:.1%}"
+    # A formula that counts masked scores too may exceed what is executed.
+    return text if most is None or most >= 1 else f"{text}: MFU at most {most:.1%}"
 
 
 def _explain(explanation: Explanation, console: Console) -> None:

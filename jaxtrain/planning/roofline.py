@@ -67,7 +67,8 @@ class Prediction:
     @property
     def bound(self) -> str:
         """What takes longest: ``"compute"``, ``"HBM"``, or the axes of the longest traffic."""
-        parts = {"compute": self.compute, "HBM": self.hbm}
+        waits = self.product_hbm if self.product_hbm > self.compute else 0
+        parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
         if self.hidden + self.exposed > max(parts.values()):
             return f"{max(self.interconnect, key=self.interconnect.get)} traffic"
         return max(parts, key=parts.get)
