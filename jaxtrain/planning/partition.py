@@ -73,6 +73,7 @@ class Value:
       fused: it is element-wise work on its roots, not (part of) a buffer as it lies.
       free: it needs nothing to be made again: constants, counters, broadcast scalars.
       stored: it comes from the state alone: a parameter, its cast, a slice of it.
+      part: it is a slice of a buffer.
     """
 
     shape: tuple[int, ...]
@@ -82,6 +83,7 @@ class Value:
     fused: bool = False
     free: bool = False
     stored: bool = False
+    part: bool = False
 
 
 class Partitioner:

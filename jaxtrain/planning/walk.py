@@ -279,7 +279,8 @@ class Walk(Partitioner):
                 spec = tuple(axes for d, axes in enumerate(value.spec) if d not in gone)
             else:
                 spec = self.fit(shape, value.spec)
-            outputs.append(dataclasses.replace(value, shape=shape, spec=spec))
+            part = value.part or name in ("slice", "dynamic_slice")
+            outputs.append(dataclasses.replace(value, shape=shape, spec=spec, part=part))
         return outputs
 
     # Equations with rules of their own.
@@ -413,6 +414,11 @@ class Walk(Partitioner):
         first, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
         first_x = first + n_carry
         self.settle(inputs, liveness)
+        for value in inputs:
+            if value.part and not value.free:
+                # A loop takes buffers, not parts of them.
+                self.moved(2 * self.bytes(value))
+                value.roots, value.part = liveness.write(self.bytes(value)), False
         self.kept |= self.stacked & _roots(inputs[first_x:])
         slices = [
             Value(v.shape[1:], v.dtype, v.spec[1:], free=v.free, stored=v.stored)

@@ -264,6 +264,20 @@ def test_flops_are_those_of_another_counter():
         assert 8 * sum(share.values()) == pytest.approx(sum(whole.by_dtype.values()), rel=0.01)
 
 
+def test_a_loop_takes_a_copy_of_a_part():
+    L, D = 5, 16
+
+    def part(xs):
+        half = jax.lax.slice_in_dim(xs, 0, L)
+        return jax.lax.scan(lambda c, x: (c + jnp.cumsum(x), None), jnp.zeros(D), half)[0]
+
+    def whole(xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.cumsum(x), None), jnp.zeros(D), xs)[0]
+
+    sliced = walk(part, [((), ())], (2 * L, D), mesh={})[1]
+    assert sliced - walk(whole, [((), ())], (L, D), mesh={})[1] == 4 * L * D
+
+
 def test_residuals_for_products_alone_are_rounded_where_a_compiler_does():
     L, B, D = 5, 8, 64
 
