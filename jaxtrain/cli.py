@@ -215,13 +215,22 @@ class PlanOptions:
     """Also save the compiled program's text in this file."""
     search: bool = False
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
-    compile_best: int = 5
-    """How many of the best the search compiles."""
+    compile_best: int | None = None
+    """How many of the best the search compiles; left out, as many as 45 s hold, at least one."""
+    search_seconds: float = 60.0
+    """For how long the search goes on to further meshes once it has one that fits."""
+    dcn_gbps: float | None = None
+    """Gb/s of one device's share of the network between hosts (of TPUs: between slices); left out,
+    the published figure, which the report prints."""
+    tokens: float | None = None
+    """Tokens to train on: the search says how many days the best layout takes for them."""
+    price: float | None = None
+    """Price of one chip for an hour, in any currency: the search says what the best costs."""
 
 
 def run_plan(options: PlanOptions, rest: list[str]) -> int:
     """Prints the plan, or the search; 1 where nothing fits."""
-    target = parse_target(options.target, slices=options.slices)
+    target = parse_target(options.target, slices=options.slices, dcn_gbps=options.dcn_gbps)
     if options.search:
         return _search(options, rest, target)
 
@@ -249,7 +258,14 @@ def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     module, config = _load_config(options.experiment, rest, command="plan")
     build = getattr(module, "outline", module.build)
     result = search.run_search(
-        build, config, target, compile_best=options.compile_best, as_json=options.json
+        build,
+        config,
+        target,
+        compile_best=options.compile_best,
+        seconds=options.search_seconds,
+        tokens=options.tokens,
+        price=options.price,
+        as_json=options.json,
     )
     return 0 if result.rows else 1
 

@@ -26,6 +26,10 @@ FUSED = {"gpu": "cudnn", "tpu": "splash"}
 # trains afterwards is traced again.
 ahead_of_time = jax.make_user_context(False)
 
+# The scope, in the traced program, of what a chip's fused kernel computes without memory traffic
+# (planning reads it).
+KERNEL_SCOPE = "fused_attention"
+
 _log = logging.getLogger(__name__)
 
 
@@ -77,16 +81,17 @@ def attention(
         # and fails inside a pipeline; each device's own part needs no rule.
         kernel = functools.partial(KERNELS[chosen].compute, causal=causal)
         return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    return tiled_attention(
-        q_BTHK,
-        k_BSGK,
-        v_BSGK,
-        causal=causal,
-        segments_BT=segments_BT,
-        dropout=dropout,
-        rng=rng,
-        block=block,
-    )
+    with jax.named_scope(KERNEL_SCOPE):
+        return tiled_attention(
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
+            causal=causal,
+            segments_BT=segments_BT,
+            dropout=dropout,
+            rng=rng,
+            block=block,
+        )
 
 
 def choose(

@@ -3,7 +3,9 @@
 Everything starts from shapes: nothing is allocated, and no data is read.
 """
 
+import collections
 import contextlib
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +19,19 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules
 from jaxtrain.planning.chips import Chip
-from jaxtrain.planning.flops import Flops, count_flops
+from jaxtrain.planning.estimate import (
+    Estimate,
+    estimate_traced,
+    on_critical_path,
+    predict,
+    trace_step,
+)
+from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import axis_seconds, make_roofline
+from jaxtrain.planning.roofline import wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
@@ -47,25 +55,23 @@ def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -
     ((), 16)
     """
     compiled = compiled.compiled if isinstance(compiled, CompiledStep) else compiled
-    program = read_program(compiled.as_text(), mesh)
+    program, _, unread = read_compiled(compiled, mesh)
     sizes = compiled.memory_analysis()
     memory = {
         "arguments": sizes.argument_size_in_bytes,
         "outputs": sizes.output_size_in_bytes,
         "outputs in place": sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
-        "kept by loops": program.kept_bytes,
         "program": sizes.generated_code_size_in_bytes,
         "peak": peak_bytes(compiled, _platform(compiled)),
     }
     found = () if params is None or mesh is None else unexpected_gathers(program, params, mesh)
     return Explanation(
-        traffic=summarize(program.collectives, None, mesh, 0),
+        traffic=summarize(program.collectives),
         collectives=program.collectives,
         memory=memory,
-        hbm_bytes=program.hbm_bytes,
         loops=program.loops,
-        warnings=found,
+        warnings=(*found, *unread),
     )
 
 
@@ -134,6 +140,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
         layers=experiment.stages.stacked.key if experiment.stages else None,
         steps_per_call=experiment.steps_per_call,
         rules=experiment.rules,
+        pipeline=experiment.pipeline,
     )
 
 
@@ -149,6 +156,7 @@ def plan_step(
     layers: str | None = None,
     steps_per_call: int = 1,
     rules: Rules | Sequence[Rule] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Like :func:`plan`, for a state that lies on the target's mesh.
 
@@ -158,6 +166,7 @@ def plan_step(
       layers: the parameters' subtree that is stacked layer by layer.
       steps_per_call: steps that the compiled call runs, each with such a batch.
       rules: as for :func:`jaxtrain.compile_step`.
+      pipeline: arguments of :func:`jaxtrain.pipeline`, where the step is one.
     """
     called, given = step, batch
     if steps_per_call > 1:
@@ -172,59 +181,53 @@ def plan_step(
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
-        flops = trace_flops(step, state, batch, mesh, rules)
+        traced = trace_step(step, state, batch, mesh, rules)
+    flops, (estimated, unread) = (
+        count_jaxpr(traced),
+        _walk(traced, state, batch, mesh, rules, kind=target.chip.kind),
+    )
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
-    notes += _flops_notes(flops)
+    notes += [*_flops_notes(flops), *unread]
     if steps_per_call > 1:
         notes.append(f"memory is of a call of {steps_per_call} steps, with all their batches")
-    common = {
-        "name": name,
-        "target": str(target),
-        "device_kind": target.chip.device_kind,
-        "devices": mesh.size,
-        "hosts": target.hosts,
-        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
-        "flops": flops,
-        "flops_formula": flops_formula,
-        "peak_flops": _peak(flops, target.chip),
-    }
+    planned = Plan(
+        name=name,
+        target=str(target),
+        device_kind=target.chip.device_kind,
+        devices=mesh.size,
+        hosts=target.hosts,
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        flops=flops,
+        flops_formula=flops_formula,
+        peak_flops=_peak(flops, target.chip),
+        assumed="" if target.chip.hbm_bytes_per_s is None else target.chip.assumed,
+        fits=False,
+        shortage=shortage,
+    )
     if train is None:
-        return Plan(
-            **common,
-            fits=False,
-            shortage=shortage,
-            memory=None,
-            traffic=(),
-            collectives=(),
-            hbm_bytes=None,
-            roofline=None,
-            compile_seconds=None,
-            notes=(*notes, f"the compiler: {refusal}"),
-        )
-    program, text, unread = _read(train.compiled, mesh)
+        return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
+    program, text, unread = read_compiled(train.compiled, mesh)
     program = program.per_step(steps_per_call)
-    memory = split_memory(train, state, given, target.chip, program)
-    island = target.devices_per_island
+    kept = estimated.kept_bytes if estimated else 0
+    memory = split_memory(train, state, given, target.chip, kept)
+    roofline = None
+    if estimated is not None:
+        estimated = on_critical_path(estimated, pipeline or {})
+        roofline = predict(estimated, target, None if unread else sent(program.collectives))
+    traffic = None
+    if not unread:
+        traffic = summarize(program.collectives, target, mesh)
     params = getattr(state, "params", None)
     gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)
-    return Plan(
-        **common,
+    return dataclasses.replace(
+        planned,
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
-        traffic=summarize(program.collectives, target.chip, mesh, island),
+        traffic=traffic,
         collectives=program.collectives,
-        hbm_bytes=None if unread else program.hbm_bytes,
-        roofline=None
-        if unread
-        else make_roofline(
-            target.chip,
-            mesh,
-            flops=flops.by_dtype,
-            hbm_bytes=program.hbm_bytes,
-            collectives=program.collectives,
-            devices_per_island=island,
-        ),
+        hbm_bytes=estimated and estimated.cost.hbm_bytes,
+        roofline=roofline,
         compile_seconds=train.compile_seconds,
         warnings=gathers,
         notes=(*notes, *unread, *_notes(program, memory, target)),
@@ -232,15 +235,33 @@ def plan_step(
     )
 
 
-def _read(compiled: Any, mesh: Mesh) -> tuple[Program, str, tuple[str, ...]]:
-    """The program, its text, and what is to be said where XLA fails to write that down."""
+def _walk(traced: Any, *step: Any, kind: str) -> tuple[Estimate | None, tuple[str, ...]]:
+    """The estimate of a traced step, and what is to be said where a verdict must do without it."""
+    try:
+        return estimate_traced(traced, *step, kind=kind), ()
+    except Exception as error:  # a jaxpr is no stable interface, and memory is known without it
+        reason = f"{type(error).__name__}: {error}"
+        return None, (f"the step's time is not predicted: its trace was not understood ({reason})",)
+
+
+def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple[str, ...]]:
+    """The program, its text, and what is to be said where XLA's text says nothing."""
+    text = ""
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        note = f"communication and traffic are not known: XLA cannot print the program ({reason})"
-        return Program((), 0.0, 0, ()), "", (note,)
-    return read_program(text, mesh), text, ()
+        return read_program(text, mesh), text, ()
+    except Exception as error:  # XLA fails to print some, and its text is no stable interface
+        what = "its text was not understood" if text else "XLA cannot print the program"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Program(), text, (f"communication is not known: {what} ({reason})",)
+
+
+def sent(collectives: Iterable[Collective]) -> Mapping[tuple[str, tuple[str, ...]], float]:
+    """Bytes that one device sends, by kind and axes."""
+    found: collections.Counter = collections.Counter()
+    for c in collectives:
+        found[c.kind, c.axes] += c.executions * c.sent
+    return found
 
 
 def split_memory(
@@ -248,9 +269,15 @@ def split_memory(
     state: PyTree,
     batch: PyTree,
     chip: Chip,
-    program: Program,
+    kept_bytes: int,
 ) -> Memory:
-    """Divides a compiled step's peak into what it is made of; see :class:`Memory`."""
+    """Divides a compiled step's peak into what it is made of; see :class:`Memory`.
+
+    Args:
+      train, state, batch: what was compiled, for what.
+      chip: of what.
+      kept_bytes: what loops keep for the backward pass, by the traced step.
+    """
     shapes = jax.eval_shape(lambda tree: tree, batch)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -265,8 +292,7 @@ def split_memory(
     parts["batch"] = local_bytes(placed)
     peak = peak_bytes(train.compiled, chip.kind)
     rest = max(0, peak - sum(parts.values()))
-    # Bounded by the rest: what lies in a TPU's fast memory is in the program's text and not here.
-    kept = min(rest, program.kept_bytes)
+    kept = min(rest, kept_bytes)
     return Memory(
         **parts,
         activations=kept,
@@ -275,18 +301,6 @@ def split_memory(
         peak=peak,
         limit=chip.memory_bytes,
     )
-
-
-def trace_flops(
-    step: Callable[..., Any],
-    state: PyTree,
-    batch: PyTree,
-    mesh: Mesh,
-    rules: Rules | Sequence[Rule] | None = None,
-) -> Flops:
-    """Counts a step's FLOPs as it is traced for a mesh (arguments of ``compile_step``)."""
-    with tracing_on(mesh, state, rules):
-        return count_flops(step, *jax.eval_shape(lambda *trees: trees, state, batch))
 
 
 def peak_bytes(compiled: Any, kind: str) -> int:
@@ -304,17 +318,18 @@ def peak_bytes(compiled: Any, kind: str) -> int:
 
 
 def summarize(
-    collectives: tuple[Collective, ...], chip: Chip | None, mesh: Mesh | None, island: int
+    collectives: tuple[Collective, ...], target: Target | None = None, mesh: Mesh | None = None
 ) -> tuple[Traffic, ...]:
-    """Adds up collectives by kind and axes, those that send most first."""
+    """Adds up collectives by kind and axes, those that send most first; times where given whose."""
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.axes), []).append(collective)
     rows = []
     for (kind, axes), group in groups.items():
-        seconds = None
-        if chip is not None and chip.link_bytes_per_s is not None:
-            seconds = sum(axis_seconds(c, chip, mesh, devices_per_island=island) for c in group)
+        seconds, bytes_sent = None, sum(c.executions * c.sent for c in group)
+        if target is not None and target.chip.link_bytes_per_s is not None:
+            island = target.devices_per_island
+            seconds = wire_seconds(kind, axes, bytes_sent, target.chip, mesh.shape, island)
         rows.append(
             Traffic(
                 kind=kind,
@@ -323,7 +338,7 @@ def summarize(
                 smallest=min(c.payload for c in group),
                 largest=max(c.payload for c in group),
                 payload=sum(c.executions * c.payload for c in group),
-                sent=sum(c.executions * c.sent for c in group),
+                sent=bytes_sent,
                 seconds=seconds,
                 conditional=any(c.conditional for c in group),
             )

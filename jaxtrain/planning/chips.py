@@ -64,8 +64,10 @@ class Chip:
       dcn_bytes_per_s: each device's share of its host's network, one direction: between slices of
         TPUs, between hosts of GPUs.
       devices_per_host: how many share a host.
+      efficiency: the share of its peak that each kind of operation is taken to reach when time is
+        predicted: ``"matmul"``, ``"attention"`` (of all tiles of a kernel, also those that a mask
+        lets it skip), ``"memory"`` and ``"links"``.
       cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
-      sources: where the figures are from, by field.
     """
 
     name: str
@@ -78,153 +80,86 @@ class Chip:
     links: int
     dcn_bytes_per_s: float | None
     devices_per_host: int
+    efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def peak_flops(self, dtype: Any) -> float | None:
         """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
-        name = jnp.dtype(dtype).name
-        return self.flops.get("float8" if name.startswith("float8") else name)
+        return _peak(self.flops, dtype)
 
     @property
-    def ring_bytes_per_s(self) -> float | None:
-        """What one device sends at best in a collective around one mesh axis."""
-        return None if self.link_bytes_per_s is None else self.links * self.link_bytes_per_s
+    def assumed(self) -> str:
+        """Bandwidths and efficiencies that predictions of time assume, in words."""
+        gigabytes = (self.hbm_bytes_per_s / 1e9, self.link_bytes_per_s / 1e9 * self.links)
+        network = self.dcn_bytes_per_s * 8 / 1e9
+        efficient = ", ".join(f"{kind} {share:.0%}" for kind, share in self.efficiency.items())
+        return (
+            f"{gigabytes[0]:,.0f} GB/s of memory, {gigabytes[1]:,.0f} GB/s along a mesh axis and "
+            f"{network:,.0f} Gb/s between {'slices' if self.kind == 'tpu' else 'hosts'} per device "
+            f"(--dcn-gbps), of which are reached: {efficient}"
+        )
 
 
-def _tpu(name: str, device_kind: str, **figures: Any) -> Chip:
-    peaks = PEAK_FLOPS[device_kind]
+# HBM bandwidth: cloud.google.com/tpu/docs, one page per generation, and NVIDIA's data sheets.
+# Links: bidirectional ICI bandwidth per chip on those pages is 400 GB/s (v5e, 4 ports), 800 (v6e, 4
+# ports), 1200 (v5p and TPU7x, 6 ports): 50 or 100 GB/s per port and direction, as in chapter 2 of
+# the scaling book (jax-ml.github.io/scaling-book), which has 45 for v4; of NVLink, half of the
+# figure for both ways. Network: v5e hosts have 2 x 100 Gb/s for 8 chips, v5p 50 Gb/s per chip, v6e
+# and TPU7x 100 Gb/s per chip, v4 by the scaling book 25 GB/s per host of 4; DGX A100 8 x 200 Gb/s,
+# DGX H100 and H200 8 x 400 Gb/s. Memory: the limit that the TPU compiler states when a program
+# exceeds it (hosts of v5e are as that compiler lays them out, 2 x 2), and device_memory_size of
+# gpu_targets/. TPU7x: one of a chip's two cores, with half of its memory, bandwidths and links.
+#
+# Efficiencies of products, attention, memory and links are stated once per chip, by what published
+# runs reach (planning's README); of chips without such a run, as their neighbours'.
+#
+# name: what JAX calls it, GiB of memory, GB/s of memory, GB/s of a link, Gb/s of network, per host
+_TPUS = {
+    "v4": ("TPU v4", 30.75, 1200, 45, 50, 4, (0.8, 0.6, 0.9, 0.9)),
+    "v5e": ("TPU v5 lite", 15.75, 819, 50, 25, 4, (0.9, 0.6, 0.9, 0.9)),
+    "v5p": ("TPU v5", 95.73, 2765, 100, 50, 4, (0.9, 0.6, 0.9, 0.9)),
+    "v6e": ("TPU v6 lite", 31.24, 1638, 100, 100, 4, (0.8, 0.6, 0.9, 0.9)),
+    "tpu7x": ("TPU7x", 94.74, 3690, 50, 50, 8, (0.8, 0.6, 0.9, 0.9)),
+}
+# The same, and TF32 TFLOP/s.
+_GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039, 300, 200, (0.65, 0.5, 0.9, 0.8), 156),
+    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3352, 450, 400, (0.6, 0.5, 0.9, 0.8), 494.7),
+    "h200": ("NVIDIA H200", 151_397_597_184, 4800, 450, 400, (0.6, 0.5, 0.9, 0.8), 494.7),
+}
+
+
+def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares, float32) -> Chip:
     return Chip(
         name=name,
-        kind="tpu",
+        kind=kind,
         device_kind=device_kind,
-        # One pass of bfloat16 per float32 product: XLA's DEFAULT precision on TPU.
-        flops=MappingProxyType({**peaks, "float32": peaks["bfloat16"]}),
-        links=2,
-        sources={
-            "memory": "the limit that the TPU compiler states when a program exceeds it",
-            "flops": f"cloud.google.com/tpu/docs, page of {name}: peak compute per chip",
-            "hbm": f"cloud.google.com/tpu/docs, page of {name}: HBM bandwidth per chip",
-            "link": "jax-ml.github.io/scaling-book, chapter 2: ICI bandwidth per link, one way",
-            "dcn": "cloud.google.com/tpu/docs, and scaling-book, chapter 2: DCN bandwidth",
-        },
-        **figures,
+        memory_bytes=int(memory),
+        flops=MappingProxyType({**PEAK_FLOPS[device_kind], "float32": float32}),
+        hbm_bytes_per_s=hbm * 1e9,
+        link_bytes_per_s=link * 1e9,
+        links=2 if kind == "tpu" else 1,
+        dcn_bytes_per_s=network * 1e9 / 8,
+        devices_per_host=per_host,
+        efficiency=MappingProxyType(
+            dict(zip(("matmul", "attention", "memory", "links"), shares, strict=True))
+        ),
+        cores_per_chip=2 if name == "tpu7x" else 1,
     )
 
 
-def _gpu(name: str, device_kind: str, *, tf32: float, **figures: Any) -> Chip:
-    return Chip(
-        name=name,
-        kind="gpu",
-        device_kind=device_kind,
-        flops=MappingProxyType({**PEAK_FLOPS[device_kind], "float32": tf32}),
-        links=1,
-        devices_per_host=8,
-        sources={
-            "memory": f"device_memory_size of gpu_targets/{name}.txtpb",
-            "flops": f"NVIDIA {name.upper()} data sheet: Tensor Core figures without sparsity",
-            "hbm": f"NVIDIA {name.upper()} data sheet: GPU memory bandwidth",
-            "link": f"NVIDIA {name.upper()} data sheet: NVLink, half of the figure for both ways",
-            "dcn": "NVIDIA DGX data sheet of that generation: cluster network cards / 8 GPUs",
-        },
-        **figures,
-    )
-
-
-# HBM bandwidth: the pages named in `sources`. Links: bidirectional ICI bandwidth per chip on those
-# pages is 400 GB/s (v5e, 4 ports), 800 (v6e, 4 ports), 1200 (v5p and TPU7x, 6 ports): 50 or 100
-# GB/s per port and direction, as in the scaling book, which has 45 for v4. Between slices: v5e
-# hosts have 2 x 100 Gb/s for 8 chips, v5p 50 Gb/s per chip, v6e and TPU7x 100 Gb/s per chip; v4 by
-# the scaling book's 25 GB/s per host of 4.
 _CHIPS = (
-    _tpu(
-        "v4",
-        "TPU v4",
-        memory_bytes=int(30.75 * GIB),
-        hbm_bytes_per_s=1200e9,
-        link_bytes_per_s=45e9,
-        dcn_bytes_per_s=6.25e9,
-        devices_per_host=4,
+    # One pass of bfloat16 per float32 product: XLA's DEFAULT precision on TPU.
+    *(
+        _make(name, "tpu", kind, memory * GIB, *row, PEAK_FLOPS[kind]["bfloat16"])
+        for name, (kind, memory, *row) in _TPUS.items()
     ),
-    _tpu(
-        "v5e",
-        "TPU v5 lite",
-        memory_bytes=int(15.75 * GIB),
-        hbm_bytes_per_s=819e9,
-        link_bytes_per_s=50e9,
-        dcn_bytes_per_s=3.125e9,
-        devices_per_host=4,  # as the compiler lays out hosts of more than one: 2 x 2
-    ),
-    _tpu(
-        "v5p",
-        "TPU v5",
-        memory_bytes=int(95.73 * GIB),
-        hbm_bytes_per_s=2765e9,
-        link_bytes_per_s=100e9,
-        dcn_bytes_per_s=6.25e9,
-        devices_per_host=4,
-    ),
-    _tpu(
-        "v6e",
-        "TPU v6 lite",
-        memory_bytes=int(31.24 * GIB),
-        hbm_bytes_per_s=1638e9,
-        link_bytes_per_s=100e9,
-        dcn_bytes_per_s=12.5e9,
-        devices_per_host=4,
-    ),
-    # A device is one of a chip's two cores: half of its memory, bandwidths and links.
-    _tpu(
-        "tpu7x",
-        "TPU7x",
-        memory_bytes=int(94.74 * GIB),
-        hbm_bytes_per_s=7380e9 / 2,
-        link_bytes_per_s=100e9 / 2,
-        dcn_bytes_per_s=12.5e9 / 2,
-        devices_per_host=8,
-        cores_per_chip=2,
-    ),
-    # DGX A100: 8 x 200 Gb/s; DGX H100 and H200: 8 x 400 Gb/s.
-    _gpu(
-        "a100",
-        "NVIDIA A100-SXM4-80GB",
-        tf32=156e12,
-        memory_bytes=85_100_068_864,
-        hbm_bytes_per_s=2039e9,
-        link_bytes_per_s=300e9,
-        dcn_bytes_per_s=25e9,
-    ),
-    _gpu(
-        "h100",
-        "NVIDIA H100 80GB HBM3",
-        tf32=494.7e12,
-        memory_bytes=84_942_979_072,
-        hbm_bytes_per_s=3352e9,
-        link_bytes_per_s=450e9,
-        dcn_bytes_per_s=50e9,
-    ),
-    _gpu(
-        "h200",
-        "NVIDIA H200",
-        tf32=494.7e12,
-        memory_bytes=151_397_597_184,
-        hbm_bytes_per_s=4800e9,
-        link_bytes_per_s=450e9,
-        dcn_bytes_per_s=50e9,
+    *(
+        _make(name, "gpu", *row, 8, shares, tf32 * 1e12)
+        for name, (*row, shares, tf32) in _GPUS.items()
     ),
     # Simulated devices: they share one machine, of which nothing is known here.
-    Chip(
-        name="cpu",
-        kind="cpu",
-        device_kind="cpu",
-        memory_bytes=None,
-        flops=MappingProxyType({}),
-        hbm_bytes_per_s=None,
-        link_bytes_per_s=None,
-        links=1,
-        dcn_bytes_per_s=None,
-        devices_per_host=8,
-    ),
+    Chip("cpu", "cpu", "cpu", None, MappingProxyType({}), None, None, 1, None, 8),
 )
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
@@ -251,5 +186,9 @@ def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
     >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H200", jnp.float32), peak_flops("cpu")
     (989400000000000.0, None, None)
     """
+    return _peak(PEAK_FLOPS.get(device_kind, {}), dtype)
+
+
+def _peak(peaks: Mapping[str, float], dtype: Any) -> float | None:
     name = jnp.dtype(dtype).name
-    return PEAK_FLOPS.get(device_kind, {}).get("float8" if name.startswith("float8") else name)
+    return peaks.get("float8" if name.startswith("float8") else name)

@@ -48,12 +48,7 @@ def run_plan(
     if save_hlo is not None and plan.hlo:
         save_hlo.write_text(plan.hlo)
     if not plan.fits:
-        found = nearest_fit.nearest_fit(
-            experiment,
-            target,
-            rematerialised=_rematerialised(load, flags, experiment),
-            has_flag=has_flag,
-        )
+        found = nearest_fit.nearest_fit(load, flags, target, has_flag=has_flag)
         plan = dataclasses.replace(plan, mend=nearest_fit.describe(found))
     if as_json:
         print(json.dumps(plan.to_json(), allow_nan=False, default=str))
@@ -65,29 +60,3 @@ def run_plan(
 def _width() -> int | None:
     # Wide enough for the tables where the output is no terminal.
     return None if Console().is_terminal else 100
-
-
-def _rematerialised(
-    load: Callable[[Sequence[str]], Experiment], flags: Sequence[str], experiment: Experiment
-) -> Callable[[Experiment], Experiment | None]:
-    """Makes the experiment of the same flags with ``--remat full``, where it has that flag."""
-    flags = list(flags)
-    if "--remat" in flags:
-        place = flags.index("--remat")
-        if flags[place + 1 : place + 2] == ["full"]:
-            return lambda _: None
-        del flags[place : place + 2]
-    if not has_remat(experiment):
-        return lambda _: None
-    full = load([*flags, "--remat", "full"])
-
-    def remat(other: Experiment) -> Experiment:
-        names = ("mesh", "zero", "accumulate", "pipeline")
-        return dataclasses.replace(full, **{name: getattr(other, name) for name in names})
-
-    return remat
-
-
-def has_remat(experiment: Experiment) -> bool:
-    """Whether the experiment's flags have ``--remat``."""
-    return "remat" in experiment.config.get("flags", {})

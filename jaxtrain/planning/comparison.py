@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment, build_step, make_abstract_state
+from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.parallel.mesh import describe_mesh
-from jaxtrain.planning.ahead_of_time import peak_bytes, trace_flops
+from jaxtrain.planning import estimate
+from jaxtrain.planning.ahead_of_time import peak_bytes, read_compiled, sent
 from jaxtrain.planning.chips import Chip, chip_of
-from jaxtrain.planning.hlo import read_program
-from jaxtrain.planning.roofline import Roofline, make_roofline
+from jaxtrain.planning.roofline import Prediction
+from jaxtrain.planning.targets import Target
 
 
 def compare_with_run(
@@ -75,31 +76,21 @@ def _time_line(
         return f"predicted step time: none, the peaks of {kind!r} are not known"
     if seconds is None:
         return "predicted step time: not compared, too few steps were timed"
-    roofline = predict(train, mesh, experiment, chip, steps=steps)
-    if not roofline.known:
-        return "predicted step time: none, a peak of this device is not known"
-    least, most = roofline.step_seconds, roofline.step_seconds_apart
+    predicted = predict(train, mesh, experiment, chip, steps=steps)
+    least, most = predicted.step_seconds, predicted.step_seconds_apart
     return (
         f"predicted step time {1e3 * least:.1f} to {1e3 * most:.1f} ms on {describe_mesh(mesh)} "
-        f"(bound by {roofline.bound}); measured {1e3 * seconds:.1f} ms, {seconds / least:.2f} times"
+        f"(bound by {predicted.bound}); measured {1e3 * seconds:.1f} ms, "
+        f"{seconds / least:.2f} times"
     )
 
 
 def predict(
     train: CompiledStep, mesh: Mesh, experiment: Experiment, chip: Chip, *, steps: int = 1
-) -> Roofline:
-    """Returns the roofline of a train step, from a compiled call of so many steps."""
-    state = make_abstract_state(experiment, mesh)
-    step = build_step(experiment, state, mesh)
-    flops = trace_flops(step, state, experiment.batch, mesh, experiment.rules)
-    program = read_program(train.compiled.as_text(), mesh).per_step(steps)
+) -> Prediction:
+    """Predicts the time of a train step that was compiled as a call of so many steps."""
     hosts = len({device.process_index for device in mesh.devices.flat})
-    island = mesh.size if chip.kind == "tpu" else max(1, mesh.size // hosts)
-    return make_roofline(
-        chip,
-        mesh,
-        flops=flops.by_dtype,
-        hbm_bytes=program.hbm_bytes,
-        collectives=program.collectives,
-        devices_per_island=island,
-    )
+    target = Target(chip.name, chip, (hosts, max(1, mesh.size // hosts)))
+    program = read_compiled(train.compiled, mesh)[0].per_step(steps)
+    estimated = estimate.estimate(experiment, mesh.size, kind=chip.kind)
+    return estimate.predict(estimated, target, sent(program.collectives))

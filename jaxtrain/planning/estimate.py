@@ -1,4 +1,4 @@
-"""What a step needs, without a compiler: memory of one device, and a prediction of its time.
+"""What a step needs, without a compiler: memory of one device, and the work that takes its time.
 
 Memory at the peak is a sum of
 
@@ -11,17 +11,13 @@ Memory at the peak is a sum of
   running sums of accumulation, buffers of a pipeline.
 
 The step that is walked is the step that would be compiled, traced over an abstract mesh, so this
-holds for any experiment, any optimizer and any loss, and no term is fitted: where compilers differ
-is in :data:`QUIRKS`. Against the compilers (jax 0.10.2) it was within 5 % on 15 steps for h100:1x8
-and within 14 % on 16 for v5e:2x4: decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all
-rematerialisation but offload, and accumulation. tests/planning/test_aot_search.py holds 15 % on
-these.
-
-Time is a roofline: see :class:`Prediction`.
+holds for any experiment, any optimizer and any loss, and no term is fitted to a compiler.
+tests/planning/test_aot_search.py holds it to 15 % of the TPU and the GPU compiler's figure on 31
+steps (jax 0.10.2): decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, all rematerialisation
+but offload, and accumulation.
 """
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,32 +31,15 @@ from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
-from jaxtrain.planning.chips import Chip
-from jaxtrain.planning.partition import Cost, Spec
-from jaxtrain.planning.roofline import wire_seconds
+from jaxtrain.planning import roofline
+from jaxtrain.planning.partition import Cost, Spec, axis_names
+from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
-from jaxtrain.planning.walk import CompilerQuirks, walk_step
+from jaxtrain.planning.walk import walk_step
 from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
-
-# Seen in the programs that the compilers make (jax 0.10.2): for GPUs, loops keep what JAX has moved
-# out of them, even where it is one number broadcast, buffers that one branch of a conditional
-# updates are copied, gradients of weights come last in a layer's backward pass, and a tanh that
-# several read is kept in float32. The TPU compiler does none of this; it rounds in advance what its
-# products would round, and pads what kernels read to tiles (jaxtrain.planning.uses).
-QUIRKS: Mapping[str, CompilerQuirks] = {
-    "tpu": CompilerQuirks(rounds_residuals=True, tiles_kernels=True),
-    "gpu": CompilerQuirks(
-        keeps_constants=True, copies_branches=True, delays_gradients=True, keeps_costly=True
-    ),
-    "cpu": CompilerQuirks(keeps_constants=True, copies_branches=True),
-}
-
-# Traffic that hides behind compute, where it can: gathering the next weights, summing gradients.
-# What goes along the other axes lies between one product and the next.
-OVERLAPPED = frozenset(["data", "fsdp"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +51,7 @@ class Estimate:
       parameter_bytes, optimizer_bytes, state_bytes: of the state; the last is all of it.
       batch_bytes: of the batch.
       working_bytes: of all else, at its peak.
+      kept_bytes: of that, what loops over layers stack for the backward pass.
       cost: products, memory traffic and collectives, on the critical path.
       bubble: the part of a pipeline's time in which a device waits, 0 to 1.
     """
@@ -82,6 +62,7 @@ class Estimate:
     state_bytes: int
     batch_bytes: int
     working_bytes: int
+    kept_bytes: int
     cost: Cost
     bubble: float = 0.0
 
@@ -89,54 +70,6 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Bytes of one device at the step's peak."""
         return self.state_bytes + self.batch_bytes + self.working_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """A prediction of a step's time, from published peaks.
-
-    Products run at the chip's peak, memory traffic at its bandwidth, collectives at that of their
-    links. Traffic of :data:`OVERLAPPED` axes hides behind compute and memory; that of the others
-    (tensor, pipe) is added to them. All axes share one set of links. In a pipeline all times are
-    those of the critical path, bubble and all.
-
-    Args:
-      compute_s, hbm_s: seconds of products and of memory traffic.
-      wire_s: seconds of collectives by mesh axes.
-    """
-
-    compute_s: float
-    hbm_s: float
-    wire_s: Mapping[str, float]
-
-    @property
-    def exposed_s(self) -> float:
-        """Collectives that nothing hides."""
-        return sum(s for axes, s in self.wire_s.items() if not hides(axes))
-
-    @property
-    def hidden_s(self) -> float:
-        """Collectives that run beside compute."""
-        return sum(s for axes, s in self.wire_s.items() if hides(axes))
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step."""
-        busy = max(self.compute_s, self.hbm_s) + self.exposed_s
-        return max(busy, self.exposed_s + self.hidden_s)
-
-    @property
-    def bound(self) -> str:
-        """What takes longest: ``"compute"``, ``"HBM"``, or the axes of the longest traffic."""
-        parts = {"compute": self.compute_s, "HBM": self.hbm_s}
-        if self.hidden_s + self.exposed_s > max(parts.values()):
-            return f"{max(self.wire_s, key=self.wire_s.get)} traffic"
-        return max(parts, key=parts.get)
-
-
-def hides(axes: str) -> bool:
-    """Whether traffic along these axes (joined by ``+``) overlaps with compute."""
-    return set(axes.split("+")) <= OVERLAPPED
 
 
 def estimate(
@@ -147,7 +80,7 @@ def estimate(
     Args:
       experiment: what would be trained; its data are not touched.
       devices: how many there are.
-      kind: whose compiler: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+      kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
       traced: what :func:`trace` returned for a like step, see there; None traces this one.
 
     Returns:
@@ -156,12 +89,10 @@ def estimate(
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
+    if traced is None:
+        traced = trace(experiment, devices, kind=kind)
     mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
-    if traced is None:
-        traced = trace_step(
-            build_step(experiment, state, mesh), state, experiment.batch, mesh, experiment.rules
-        )
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
@@ -169,7 +100,7 @@ def estimate(
         estimated = dataclasses.replace(
             estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
         )
-    return estimated if mesh.shape.get("pipe", 1) == 1 else _pipelined(experiment, estimated)
+    return on_critical_path(estimated, experiment.pipeline)
 
 
 def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
@@ -185,56 +116,43 @@ def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
     """
     mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
     state = make_abstract_state(experiment, mesh)
-    return trace_step(
-        build_step(experiment, state, mesh), state, experiment.batch, mesh, experiment.rules
-    )
-
-
-def estimate_step(
-    step: Callable[[PyTree, PyTree], Any],
-    state: PyTree,
-    batch: PyTree,
-    mesh: AbstractMesh,
-    *,
-    kind: str = "tpu",
-) -> Estimate:
-    """Estimates any step: the arguments of :func:`jaxtrain.compile_step`, as shapes.
-
-    Args:
-      step: ``(state, batch) -> (state, anything)``.
-      state: shapes with shardings on ``mesh``.
-      batch: shapes.
-      mesh: from :func:`abstract_mesh` (a mesh of devices has one as ``.abstract_mesh``).
-      kind: as in :func:`estimate`.
-    """
-    return estimate_traced(trace_step(step, state, batch, mesh), state, batch, mesh, kind=kind)
+    step = build_step(experiment, state, mesh)
+    return trace_step(step, state, experiment.batch, mesh, experiment.rules)
 
 
 def trace_step(
     step: Callable,
     state: PyTree,
     batch: PyTree,
-    mesh: AbstractMesh,
+    mesh: AbstractMesh | jax.sharding.Mesh,
     rules: Rules | Sequence[Rule] | None = None,
 ) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    quiet = warnings.catch_warnings()
-    with tracing_on(mesh, state, rules), ahead_of_time(True), quiet:
+    with tracing_on(mesh, state, rules), ahead_of_time(True), warnings.catch_warnings():
         # Whoever compiles says it.
         warnings.simplefilter("ignore", AheadOfTimeWarning)
-        return jax.make_jaxpr(step)(state, batch)
+        return jax.make_jaxpr(step)(*jax.eval_shape(lambda *trees: trees, state, batch))
 
 
 def estimate_traced(
     traced: Any,
     state: PyTree,
     batch: PyTree,
-    mesh: AbstractMesh,
+    mesh: AbstractMesh | jax.sharding.Mesh,
     rules: Rules | Sequence[Rule] | None = None,
     *,
-    kind: str,
+    kind: str = "tpu",
 ) -> Estimate:
-    """Estimates a traced step; arguments as in :func:`estimate_step` and :func:`trace_step`."""
+    """Estimates a traced step: the arguments of :func:`jaxtrain.compile_step`, as shapes.
+
+    Args:
+      traced: from :func:`trace_step`.
+      state: shapes with shardings on ``mesh``.
+      batch: shapes.
+      mesh: a mesh of devices, or one from :func:`abstract_mesh`.
+      rules: as for :func:`jaxtrain.compile_step`.
+      kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+    """
     split = batch_shardings(batch, mesh, rules)
     batch = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, split
@@ -243,21 +161,25 @@ def estimate_traced(
     specs = [_spec(leaf) for leaf in (*leaves, *jax.tree.leaves(batch))]
     train = isinstance(state, TrainState)
     params = state.params if train else state
-    cost, working = walk_step(
+    sizes = dict(mesh.shape)
+    cost, working, kept = walk_step(
         traced,
         specs,
-        dict(mesh.shape),
+        sizes,
         gradient_layouts(params),
         stored=len(leaves),
-        quirks=QUIRKS[kind],
+        rounds=kind == "tpu",
     )
+    # The update reads and writes the state, and reads the gradients.
+    cost.other_bytes += 2 * local_bytes(state) + local_bytes(params)
     return Estimate(
-        mesh=dict(mesh.shape),
+        mesh=sizes,
         parameter_bytes=local_bytes(params),
         optimizer_bytes=local_bytes(state.opt_state) if train else 0,
         state_bytes=local_bytes(state),
         batch_bytes=local_bytes(batch),
         working_bytes=working,
+        kept_bytes=kept,
         cost=cost,
     )
 
@@ -296,57 +218,24 @@ def state_bytes(experiment: Experiment, devices: int) -> int:
     return local_bytes(make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices)))
 
 
-def predict(estimated: Estimate, target: Target, *, peak_of: Chip | None = None) -> Prediction:
-    """Predicts the time of a step.
+def predict(estimated: Estimate, target: Target, wire_bytes: Any = None) -> Prediction | None:
+    """Predicts the time of a step (:mod:`.roofline`); None where the chip's peaks are not known.
 
     Args:
       estimated: of the same number of devices.
       target: what it would run on.
-      peak_of: whose peaks count; the target's own by default.
-
-    Raises:
-      ValueError: for a chip whose peaks are not known (simulated devices).
+      wire_bytes: what a compiled program sends, in place of what the estimate says.
     """
-    chip = peak_of or target.chip
-    if chip.hbm_bytes_per_s is None or chip.link_bytes_per_s is None:
-        raise ValueError(
-            f"there is no time to predict for {chip.name!r}: its peaks are not known; give a TPU "
-            "or GPU target"
-        )
     cost = estimated.cost
-    compute = 0.0
-    for dtype, flops in cost.flops.items():
-        # A dtype without a figure of its own (float64 on TPU) is taken at float32's.
-        compute += flops / (chip.peak_flops(dtype) or chip.flops["float32"])
-    wire: dict[str, float] = {}
-    for (kind, axes), size in cost.wire_bytes.items():
-        name = "+".join(axes)
-        group = math.prod(estimated.mesh[axis] for axis in axes)
-        inside = within_island(axes, estimated.mesh, target.devices_per_island)
-        seconds = wire_seconds(
-            size, chip, group=group, islands=group // inside, permutes=kind == "ppermute"
-        )
-        wire[name] = wire.get(name, 0.0) + seconds
-    return Prediction(compute, cost.hbm_bytes / chip.hbm_bytes_per_s, wire)
-
-
-def within_island(axes: tuple[str, ...], mesh: Mapping[str, int], island: int) -> int:
-    """How many devices of a group along mesh axes are in one island.
-
-    Devices are numbered along the axes in the order of :data:`jaxtrain.parallel.mesh.AXES`, the
-    last running fastest, and an island holds consecutive ones.
-
-    >>> within_island(("tensor",), {"data": 4, "tensor": 4}, 8)
-    4
-    >>> within_island(("data",), {"data": 4, "tensor": 4}, 8)
-    2
-    """
-    inside, stride = 1, 1
-    for axis in reversed([a for a in AXES if a in mesh]):
-        if axis in axes:
-            inside *= max(1, min(mesh[axis], island // stride))
-        stride *= mesh[axis]
-    return inside
+    return roofline.predict(
+        target.chip,
+        flops=cost.flops,
+        product_bytes=cost.product_bytes,
+        other_bytes=cost.other_bytes,
+        wire_bytes=cost.wire_bytes if wire_bytes is None else wire_bytes,
+        mesh=estimated.mesh,
+        devices_per_island=target.devices_per_island,
+    )
 
 
 def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
@@ -361,19 +250,24 @@ def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
     return layouts
 
 
-def _pipelined(experiment: Experiment, estimated: Estimate) -> Estimate:
-    """Takes ticks that hold half a unit, or none, as long as they last.
+def on_critical_path(estimated: Estimate, pipeline: Mapping[str, Any]) -> Estimate:
+    """Takes ticks of a pipeline that hold half a unit, or none, as long as they last.
 
     The walk counts a forward and a backward unit in every tick; a tick of the warm-up has one.
+
+    Args:
+      estimated: of the step.
+      pipeline: arguments of :func:`jaxtrain.pipeline`, read where the mesh has an axis ``pipe``.
     """
-    options = experiment.pipeline
+    if estimated.mesh.get("pipe", 1) == 1 or "microbatches" not in pipeline:
+        return estimated
     table = make_table(
-        options.get("schedule", "1f1b"),
+        pipeline.get("schedule", "1f1b"),
         stages=estimated.mesh["pipe"],
-        microbatches=options["microbatches"],
-        virtual=options.get("virtual", 1),
+        microbatches=pipeline["microbatches"],
+        virtual=pipeline.get("virtual", 1),
     )
-    times = {"forward": 1.0, "backward": 3.0 if options.get("remat", "full") == "full" else 2.0}
+    times = {"forward": 1.0, "backward": 3.0 if pipeline.get("remat", "full") == "full" else 2.0}
     full = table.ticks * sum(times.values()) / table.virtual
     scaled = Cost()
     scaled.add(estimated.cost, makespan(table, **times) / full)
@@ -381,5 +275,6 @@ def _pipelined(experiment: Experiment, estimated: Estimate) -> Estimate:
 
 
 def _spec(leaf: Any) -> Spec:
-    entries = list(leaf.sharding.spec) + [None] * (leaf.ndim - len(leaf.sharding.spec))
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+    sharding = getattr(leaf, "sharding", None)
+    spec = getattr(sharding, "spec", ())
+    return tuple(axis_names(e) for e in [*spec, *[None] * (leaf.ndim - len(spec))])

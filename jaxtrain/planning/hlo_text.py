@@ -23,11 +23,6 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found and found[1]
 
-    @functools.cached_property
-    def bytes(self) -> int:
-        """Of the result."""
-        return type_bytes(self.type)
-
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
@@ -43,15 +38,6 @@ class Computation:
         return next((i for i in self.instructions.values() if i.root), last)
 
     @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction's result."""
-        users: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions.values():
-            for operand in instruction.operands:
-                users.setdefault(operand, []).append(instruction)
-        return users
-
-    @functools.cached_property
     def parameters(self) -> list[Instruction]:
         """By their number."""
         found = [i for i in self.instructions.values() if i.op == "parameter"]
@@ -60,7 +46,7 @@ class Computation:
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+[a-z0-9]*|token|opaque)\[([\d,<=]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+[a-z0-9]*|token|opaque)\[([\d,<=]*)\]")
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -85,7 +71,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             current = None
         elif instruction := _parse_line(line):
             current[instruction.name] = instruction
-    if not entry:
+    if entry not in computations:
         raise ValueError("this is no compiled program's text: it has no ENTRY computation")
     return computations, entry
 
@@ -101,14 +87,15 @@ def _parse_line(line: str) -> Instruction | None:
     if start < 0:
         return None
     inside = _balanced(rest[start:])
-    operands = rest[start + 1 : start + inside - 1]
+    literal = rest[start + 1 : start + inside - 1]
     return Instruction(
         name=found[2],
         type=kind,
         op=rest[:start],
-        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+        # With their types or without, with % or without.
+        operands=tuple(o.split()[-1].lstrip("%") for o in split_tuple(f"({literal})")),
         attributes=rest[start + inside :],
-        literal=operands,
+        literal=literal,
         root=found[1] is not None,
     )
 
@@ -123,37 +110,26 @@ def _balanced(text: str) -> int:
     return len(text)
 
 
-def bits(dtype: str) -> int:
-    """Bits of an element, by the name of its type."""
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
-
-
-def arrays(type_text: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """The arrays in a type: (dtype, sizes, layout)."""
+def arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The arrays in a type: (dtype, sizes)."""
     return [
-        (dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d), layout or "")
-        for dtype, dims, layout in _ARRAY.findall(type_text)
+        (dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _ARRAY.findall(type_text)
     ]
 
 
-def type_bytes(type_text: str, *, fast_memory: bool = True) -> int:
+def type_bytes(type_text: str) -> int:
     """Bytes of an HLO type: ``f32[2,3]{1,0}``, or a tuple of such.
-
-    Args:
-      type_text: the type.
-      fast_memory: whether arrays count that the compiler placed outside of the main memory.
 
     >>> type_bytes("(bf16[4,8]{1,0:T(8,128)}, f32[])")
     68
     """
-    return sum(
-        math.prod(dims) * bits(dtype) // 8
-        for dtype, dims, layout in arrays(type_text)
-        if fast_memory or not re.search(r"S\([1-9]", layout)
-    )
+    return sum(math.prod(dims) * _bits(dtype) // 8 for dtype, dims in arrays(type_text))
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    return 8 if dtype == "pred" else int(digits[0]) if digits else 0
 
 
 def partitions_of(text: str) -> int:

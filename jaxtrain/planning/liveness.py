@@ -2,62 +2,56 @@
 
 import collections
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """Memory of one device, and what it holds, in words."""
+    """Memory of one device."""
 
     size: int
-    what: str = ""
 
 
 @dataclasses.dataclass(eq=False)
 class Work:
-    """One operation as memory sees it: what it reads, writes, writes over, and needs meanwhile."""
+    """One operation as memory sees it."""
 
     reads: set[Buffer] = dataclasses.field(default_factory=set)
-    writes: list[Buffer] = dataclasses.field(default_factory=list)
+    writes: set[Buffer] = dataclasses.field(default_factory=set)
     over: int = 0
     transient: int = 0
 
 
 class Liveness:
-    """What is read and written when, on a clock of operations."""
+    """What is read and written when, on a clock of operations.
 
-    def __init__(self):
+    Args:
+      adopted: places of a loop's carry: counted outside, and to be written over once they are read.
+    """
+
+    def __init__(self, adopted: frozenset[Buffer] = frozenset()):
         self.work = [Work()]
-        self.written: set[Buffer] = set()
-        self.adopted: set[Buffer] = set()
-        # What is read once more when all else is done.
-        self.late: set[Buffer] = set()
-        # Inputs are kept with the outputs so that an id names one value for as long as this lives.
-        self.known: dict[Any, tuple[list, list]] = {}
+        self.adopted = adopted
+        self.known = set(adopted)
 
     def tick(self) -> None:
         """Goes on to the next operation."""
         self.work.append(Work())
 
-    def write(self, buffer: Buffer, *, in_place: bool = False) -> None:
-        """A buffer is written now, over operands that die now if ``in_place``."""
-        self.written.add(buffer)
-        self.work[-1].writes.append(buffer)
-        if in_place:
-            self.work[-1].over += buffer.size
+    def write(self, size: int, *, in_place: bool = False) -> frozenset[Buffer]:
+        """Writes a new buffer now, over operands that die now if ``in_place``."""
+        buffer = Buffer(size)
+        self.known.add(buffer)
+        self.work[-1].writes.add(buffer)
+        self.work[-1].over += size if in_place else 0
+        return frozenset([buffer])
 
-    def read(self, buffer: Buffer) -> None:
-        """A buffer is read now."""
-        if buffer in self.written or buffer in self.adopted:
-            self.work[-1].reads.add(buffer)
+    def read(self, buffers: frozenset[Buffer]) -> None:
+        """Buffers are read now; those of other levels are alive anyway."""
+        self.work[-1].reads |= buffers & self.known
 
-    def transient(self, size: int) -> None:
+    def transient(self, size: float) -> None:
         """Bytes that only the present operation needs."""
-        self.work[-1].transient += max(0, size)
-
-    def adopt(self, buffer: Buffer) -> None:
-        """Takes in a loop's carry: counted outside, and to be written over once it is read."""
-        self.adopted.add(buffer)
+        self.work[-1].transient += max(0, int(size))
 
     def peak(self) -> int:
         """The most bytes alive at once, besides what was adopted."""
@@ -67,12 +61,12 @@ class Liveness:
             ends[at].append(buffer)
         alive = most = 0
         for at, w in enumerate(self.work):
-            new = set(w.writes)
-            alive += sum(b.size for b in new)
+            alive += sum(b.size for b in w.writes)
             # The places of the carry first: they stay taken.
-            handed = sum(b.size for b in ends[at] if b in self.adopted)
-            alive -= (handed := min(w.over, handed))
-            dying = sum(b.size for b in ends[at] if b not in self.adopted and b not in new)
+            handed = min(w.over, sum(b.size for b in ends[at] if b in self.adopted))
+            alive -= handed
+            ending = [b for b in ends[at] if b not in self.adopted]
+            dying = sum(b.size for b in ending if b not in w.writes)
             most = max(most, alive - min(w.over - handed, dying) + w.transient)
-            alive -= sum(b.size for b in ends[at] if b not in self.adopted)
+            alive -= sum(b.size for b in ending)
         return most

@@ -1,9 +1,7 @@
-"""The nearest change that makes a plan fit: tried on the compiler, nearest first."""
+"""The nearest change of flags that makes a plan fit: tried on the compiler, nearest first."""
 
 import contextlib
-import dataclasses
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -18,23 +16,14 @@ from jaxtrain.state import local_bytes
 TRIES = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A change of an experiment or its target, by the flags that make it."""
-
-    flags: str
-    experiment: Experiment
-    target: Target
-
-
 def nearest_fit(
-    experiment: Experiment,
+    load: Callable[[Sequence[str]], Experiment],
+    flags: Sequence[str],
     target: Target,
     *,
-    rematerialised: Callable[[Experiment], Experiment | None] = lambda _: None,
     has_flag: Callable[[str], bool] = lambda _: True,
     tries: int = TRIES,
-) -> tuple[Change, Plan] | None:
+) -> tuple[str, Plan] | None:
     """Looks for the nearest change that fits.
 
     First what costs no time on the device (more microbatches), then what costs some (gathering
@@ -42,40 +31,41 @@ def nearest_fit(
     state and the gradients alone exceed the memory is passed over; any other is compiled.
 
     Args:
-      experiment: what does not fit.
+      load: builds an experiment from its flags, of which a later one overrides an earlier.
+      flags: of the one that does not fit.
       target: where.
-      rematerialised: makes an experiment that recomputes all it can, or None where it cannot.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``; a change by
         another is passed over.
       tries: compilations at most.
 
     Returns:
-      The change and its plan, or None where none of those tried fits.
+      The flags that change and the plan, or None where none of those tried fits.
     """
-    for change in _changes(experiment, target, rematerialised):
+    for change, where in _changes(load(flags), target, has_flag):
         if tries == 0:
             return None
-        flags = re.findall(r"--([\w.]+)", change.flags)
-        if not all(flag == "target" or has_flag(flag) for flag in flags):
+        if not all(map(has_flag, change)) or all(_given(flags, *item) for item in change.items()):
             continue
+        words = [word for name, value in change.items() for word in (f"--{name}", str(value))]
         try:
-            if least_bytes(change.experiment, change.target) > change.target.chip.memory_bytes:
+            experiment = load([*flags, *words])
+            if least_bytes(experiment, where) > where.chip.memory_bytes:
                 continue
             tries -= 1
-            plan = plan_experiment(change.experiment, change.target)
+            plan = plan_experiment(experiment, where)
         except (ValueError, RuntimeError):
             continue  # that change does not go with this experiment
         if plan.fits:
-            return change, plan
+            return " ".join(words if where is target else ["--target", where.name, *words]), plan
     return None
 
 
-def describe(found: tuple[Change, Plan] | None) -> str:
+def describe(found: tuple[str, Plan] | None) -> str:
     """Says it in a sentence."""
     if found is None:
         return "none was found; use more devices, or a smaller model or batch"
     change, plan = found
-    return f"{change.flags} (compiled: {human_bytes(plan.memory.needed)} per device)"
+    return f"{change} (compiled: {human_bytes(plan.memory.needed)} per device)"
 
 
 def least_bytes(experiment: Experiment, target: Target) -> int:
@@ -86,68 +76,41 @@ def least_bytes(experiment: Experiment, target: Target) -> int:
 
 
 def _changes(
-    experiment: Experiment,
-    target: Target,
-    rematerialised: Callable[[Experiment], Experiment | None],
-) -> Iterator[Change]:
-    def change(flags: str, changed: Experiment | None, on: Target = target) -> Iterator[Change]:
-        if changed is not None:
-            yield Change(flags, changed, on)
-
+    experiment: Experiment, target: Target, has_flag: Callable[[str], bool]
+) -> Iterator[tuple[dict[str, object], Target]]:
+    """Flags and their values, and the target that they are for."""
     sizes = fill_sizes(dict(experiment.mesh), target.size)
-    finest = _finer(experiment, sizes, 10**9)
-    for factor in (2, 4):
-        yield from change(*_finer(experiment, sizes, factor))
-    if sizes.get("data", 1) > 1 and experiment.zero < 1:
-        yield from change("--zero 1", dataclasses.replace(experiment, zero=1))
-    yield from change("--remat full", rematerialised(experiment))
-    wide, flags = experiment, ""
-    if sizes.get("data", 1) > 1:
-        flags = f"--mesh.fsdp {sizes['data'] * sizes.get('fsdp', 1)} --mesh.data 1"
-        wide = _with_mesh(experiment, sizes, fsdp=sizes["data"] * sizes.get("fsdp", 1), data=1)
-        yield from change(flags, wide)
-    together = rematerialised(wide) or wide
-    all_flags = [flags, "--remat full" if together is not wide else "", finest[0]]
-    both = _finer(together, fill_sizes(dict(together.mesh), target.size), 10**9)[1]
-    yield from change(" ".join(f for f in all_flags if f), both or together)
+    data, shards = sizes.get("data", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
+    for most in (2, 4):
+        yield _finer(experiment, shards, sizes, most), target
+    if data > 1 and experiment.zero < 1:
+        yield {"zero": 1}, target
+    full = {"remat": "full"} if has_flag("remat") else {}
+    yield full, target
+    wide = {"mesh.fsdp": shards, "mesh.data": 1} if data > 1 else {}
+    yield wide, target
+    yield wide | full | _finer(experiment, shards, sizes, 10**9), target
     for larger in _larger(target):
-        sizes = fill_sizes(dict(wide.mesh), target.size)
-        sizes["fsdp"] = sizes.get("fsdp", 1) * larger.size // target.size
-        flags = f"--target {larger.name} --mesh.fsdp {sizes['fsdp']} --mesh.data {sizes['data']}"
-        for form in (wide, together):
-            more = " --remat full" if form is not wide else ""
-            yield from change(flags + more, _with_mesh(form, sizes), larger)
-            if together is wide:
-                break
+        wider = {"mesh.fsdp": shards * larger.size // target.size, "mesh.data": 1}
+        for more in (wider, wider | full) if full else (wider,):
+            yield more, larger
 
 
-def _finer(
-    experiment: Experiment, sizes: dict[str, int], factor: int
-) -> tuple[str, Experiment | None]:
-    """The experiment with up to ``factor`` times as many microbatches."""
-    rows = jax.tree.leaves(experiment.batch)[0].shape[0]
-    rows //= sizes.get("data", 1) * sizes.get("fsdp", 1)
+def _finer(experiment: Experiment, shards: int, sizes: dict[str, int], most: int) -> dict[str, int]:
+    """The flag for up to ``most`` times as many microbatches; none where rows allow no more."""
+    rows = jax.tree.leaves(experiment.batch)[0].shape[0] // shards
+    name, now = "accumulate", experiment.accumulate
     if sizes.get("pipe", 1) > 1:
-        now = experiment.pipeline.get("microbatches", 1)
-        more = _times(now, rows, factor)
-        changed = dict(experiment.pipeline) | {"microbatches": more}
-        flags = f"--pipeline.microbatches {more}"
-        return flags, None if more == now else dataclasses.replace(experiment, pipeline=changed)
-    more = _times(experiment.accumulate, rows, factor)
-    changed = dataclasses.replace(experiment, accumulate=more)
-    return f"--accumulate {more}", None if more == experiment.accumulate else changed
-
-
-def _times(now: int, rows: int, factor: int) -> int:
-    """The largest multiple of ``now`` by a power of two up to ``factor`` that divides ``rows``."""
+        name, now = "pipeline.microbatches", experiment.pipeline.get("microbatches", 1)
     times = 1
-    while times * 2 <= factor and rows % (now * times * 2) == 0:
+    while times * 2 <= most and rows % (now * times * 2) == 0:
         times *= 2
-    return now * times
+    return {name: now * times} if times > 1 else {}
 
 
-def _with_mesh(experiment: Experiment, sizes: dict[str, int], **changed: int) -> Experiment:
-    return dataclasses.replace(experiment, mesh=sizes | changed)
+def _given(flags: Sequence[str], name: str, value: object) -> bool:
+    """Whether the flags say so already."""
+    return f" --{name} {value} " in f" {' '.join(flags)} ".replace("=", " ")
 
 
 def _larger(target: Target) -> Iterator[Target]:

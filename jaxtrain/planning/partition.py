@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from jaxtrain.planning.roofline import ring_share
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
@@ -29,18 +30,26 @@ class Cost:
     """What one device does in one step.
 
     Args:
-      flops: of matrix products and convolutions, by dtype of their operands.
-      hbm_bytes: read and written by everything that is not fused away.
+      flops: of products, by what computes them (``"matmul"``, also of convolutions, or
+        ``"attention"``, of any fused kernel) and the dtype of their operands.
+      product_bytes: read and written by products and kernels, in the device's memory.
+      other_bytes: read and written by everything else that is not fused away.
       wire_bytes: sent by one device, by (kind of collective, mesh axes).
       wire_count: executions, by the same.
       unknown: primitives whose operations are not known, see :class:`.flops.Flops`.
     """
 
     flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    hbm_bytes: float = 0.0
+    product_bytes: float = 0.0
+    other_bytes: float = 0.0
     wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     wire_count: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     unknown: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def hbm_bytes(self) -> float:
+        """All that is read and written."""
+        return self.product_bytes + self.other_bytes
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
         """Adds another cost, ``times`` over."""
@@ -48,7 +57,8 @@ class Cost:
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] += value * times
-        self.hbm_bytes += other.hbm_bytes * times
+        self.product_bytes += other.product_bytes * times
+        self.other_bytes += other.other_bytes * times
         self.unknown |= other.unknown
 
 
@@ -76,16 +86,6 @@ class Value:
     part: bool = False
 
 
-@dataclasses.dataclass
-class Operand:
-    """One side of a product: dimensions it is contracted over, and those of its own rows."""
-
-    value: Value
-    contracted: Sequence[int]
-    rows: Sequence[int]
-    spec: list[Axes]
-
-
 class Partitioner:
     """Specs, sizes and traffic on one mesh.
 
@@ -102,8 +102,6 @@ class Partitioner:
         self.parameters = parameters
         self.cost = Cost()
 
-    # Sizes.
-
     def parts(self, axes: Iterable[str]) -> int:
         """Into how many parts these axes split."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
@@ -117,27 +115,12 @@ class Partitioner:
         """Bytes of one device."""
         return self.size(value.shape, value.dtype, value.spec)
 
-    def traffic(self, value: Value) -> int:
-        """Bytes read for a value: of each buffer it is made of, as much as it has elements."""
-        if value.free:
-            return 0
-        if not value.fused or not value.roots:
-            return self.bytes(value)
-        most = self.size(value.shape, np.dtype(np.float32), value.spec)
-        return sum(min(root.size, most) for root in value.roots)
-
-    def argument(self, aval: Any, spec: Spec) -> Value:
-        """A value whose memory is counted elsewhere."""
-        spec = tuple(tuple(a for a in axes if a in self.mesh) for axes in spec)
-        spec += ((),) * (len(aval.shape) - len(spec))
-        return Value(tuple(aval.shape), aval.dtype, spec)
-
     def fit(self, shape: Sequence[int], wanted: Sequence[Axes]) -> Spec:
-        """Drops what does not divide, and the second use of an axis."""
+        """Drops axes that the mesh lacks, the second use of one, and those that do not divide."""
         used: set[str] = set()
         spec = []
         for n, axes in zip(shape, wanted, strict=True):
-            axes = tuple(a for a in axes if a not in used)
+            axes = tuple(a for a in axes if a in self.mesh and a not in used)
             if n % self.parts(axes):
                 axes = ()
             used.update(axes)
@@ -148,57 +131,126 @@ class Partitioner:
 
     def send(self, kind: str, axes: Axes, size: float) -> None:
         """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array."""
-        n = self.parts(axes)
-        if n == 1:
-            return
-        factor = {"all-reduce": 2 * (n - 1) / n, "ppermute": 1.0}.get(kind, (n - 1) / n)
-        self.cost.wire_bytes[kind, axes] += factor * size
-        self.cost.wire_count[kind, axes] += 1
+        if (n := self.parts(axes)) > 1:
+            self.cost.wire_bytes[kind, axes] += ring_share(kind, n) * size
+            self.cost.wire_count[kind, axes] += 1
 
-    def reshard(self, value: Value, spec: Spec) -> tuple[Value, int]:
-        """Lays a value out anew; returns it and the bytes of a gathered copy (0 for none)."""
-        before = {a for axes in value.spec for a in axes}
-        after = {a for axes in spec for a in axes}
-        gathered = tuple(a for a in self.mesh if a in before - after)
-        moved = tuple(
-            a for a in self.mesh if a in before & after and _place(value.spec, a) != _place(spec, a)
-        )
+    def reshard(self, value: Value, spec: Spec) -> int:
+        """Lays a value out anew, and returns the bytes of a gathered copy (0 for none)."""
+        before = {a: d for d, axes in enumerate(value.spec) for a in axes}
+        after = {a: d for d, axes in enumerate(spec) for a in axes}
+        gathered = tuple(a for a in self.mesh if a in before and a not in after)
+        moved = tuple(a for a in self.mesh if a in after and before.get(a, after[a]) != after[a])
         size = self.size(value.shape, value.dtype, spec)
-        if not value.free:
-            self.send("all-gather", gathered, size)
-            self.send("all-to-all", moved, self.bytes(value))
-        copied = size if (gathered or moved) and not value.free else 0
-        return dataclasses.replace(value, spec=spec), copied
+        if value.free or not (gathered or moved):
+            return 0
+        self.send("all-gather", gathered, size)
+        self.send("all-to-all", moved, self.bytes(value))
+        return size
 
-    def along(self, name: str, equation: Any, inputs: list[Value], shape: tuple) -> Spec:
-        """The spec of a result that lies as its operands do."""
-        params = equation.params
+    def add_up(
+        self, shape: tuple[int, ...], dtype: Any, spec: Spec, partial: Axes
+    ) -> tuple[Spec, int]:
+        """Adds up partial results over mesh axes.
+
+        A gradient is scattered over those of them that split its parameter.
+
+        Returns:
+          How the sum lies, and the bytes of the whole where only a part of it stays.
+        """
+        if not partial:
+            return spec, 0
+        final, scattered = spec, ()
+        if (goal := self.parameters.get(shape)) is not None:
+            wanted = [
+                tuple(dict.fromkeys((*have, *(a for a in want if a in partial))))
+                for have, want in zip(spec, goal, strict=True)
+            ]
+            final = self.fit(shape, wanted)
+            scattered = tuple(a for a in partial if any(a in axes for axes in final))
+        whole = self.size(shape, dtype, spec)
+        self.send("reduce-scatter", scattered, whole)
+        rest = tuple(a for a in partial if a not in scattered)
+        self.send("all-reduce", rest, self.size(shape, dtype, final))
+        return final, whole if scattered else 0
+
+    def product(
+        self, lhs: Value, rhs: Value, dimensions: Any, shape: tuple[int, ...], dtype: Any
+    ) -> tuple[Spec, Axes, int]:
+        """Partitions a product.
+
+        An axis splits one thing: the smaller operand (or a weight) is gathered along axes that
+        split the other one's own rows, and its own rows are along axes that the other is contracted
+        over.
+
+        Args:
+          lhs, rhs: the operands.
+          dimensions: as :func:`.flops.product_dimensions` returns them.
+          shape, dtype: of the result.
+
+        Returns:
+          How the result lies, the axes that split the work, and bytes needed meanwhile: gathered
+          copies, and a sum of which a part stays.
+        """
+        (left_rows, right_rows), (lc, rc), (lb, rb), groups = dimensions
+        left, right = list(lhs.spec), list(rhs.spec)
+        copied = 0
+        for d in groups:
+            # Any row may need any group.
+            self.send("all-gather", right[d], self.bytes(rhs) * self.parts(right[d]))
+            right[d] = ()
+        for a, b in zip(lb, rb, strict=True):
+            left[a] = right[b] = left[a] or right[b]
+        left_gives = self.bytes(lhs) < self.bytes(rhs)
+        if lhs.stored != rhs.stored:
+            left_gives = lhs.stored
+        sides = [(lhs, left, left_rows, lc), (rhs, right, right_rows, rc)]
+        (value, gives, rows, summed), (_, stays, its_rows, its_summed) = (
+            sides if left_gives else sides[::-1]
+        )
+        taken = {a for d in its_rows for a in stays[d]}
+        contracted = {a for d in its_summed for a in stays[d]}
+        gathered = []
+        for d, lost in [(d, taken | contracted) for d in rows] + [(d, taken) for d in summed]:
+            gathered += [a for a in gives[d] if a in lost]
+            gives[d] = tuple(a for a in gives[d] if a not in lost)
+        if gathered:
+            copied = self.size(value.shape, value.dtype, tuple(gives))
+            self.send("all-gather", tuple(dict.fromkeys(gathered)), copied)
+        # Either side of a contracted dimension may be cut as the other one is.
+        over = [a for i, j in zip(lc, rc, strict=True) for a in left[i] or right[j]]
+        wanted = [left[d] for d in (*lb, *left_rows)] + [right[d] for d in right_rows]
+        # Rows that are contracted group by group make a leading dimension of groups.
+        spec = self.fit(shape, [()] * (len(shape) - len(wanted)) + wanted)
+        used = [a for axes in spec for a in axes]
+        partial = tuple(dict.fromkeys(a for a in over if a not in used))
+        final, whole = self.add_up(shape, dtype, spec, partial)
+        return final, (*used, *partial), copied + whole
+
+    # How results lie.
+
+    def along(self, name: str, params: Mapping, inputs: Sequence[Value], shape: tuple) -> Spec:
+        """The spec of a result that lies as its operands do; sends sums over split dimensions."""
+        first = inputs[0] if inputs else None
         if name == "broadcast_in_dim":
             wanted = [()] * len(shape)
-            for at, n, axes in zip(
-                params["broadcast_dimensions"], inputs[0].shape, inputs[0].spec, strict=True
-            ):
+            places = params["broadcast_dimensions"]
+            for at, n, axes in zip(places, first.shape, first.spec, strict=True):
                 wanted[at] = axes if n == shape[at] else ()
             return self.fit(shape, wanted)
-        if name in REDUCTIONS and inputs:
+        if name in REDUCTIONS and first is not None:
             gone = set(params["axes"])
-            value = inputs[0]
-            wanted = [axes for d, axes in enumerate(value.spec) if d not in gone]
-            over = tuple(a for d in sorted(gone) for a in value.spec[d])
-            spec = self.fit(shape, wanted)
-            self.send("all-reduce", over, self.size(shape, value.dtype, spec))
+            spec = self.fit(shape, [axes for d, axes in enumerate(first.spec) if d not in gone])
+            over = tuple(a for d in sorted(gone) for a in first.spec[d])
+            self.send("all-reduce", over, self.size(shape, first.dtype, spec))
             return spec
-        return self.merged(inputs, shape)
-
-    def merged(self, inputs: list[Value], shape: tuple) -> Spec:
-        """Per dimension, the axes of the largest operand that is split there."""
+        # Per dimension, the axes of the largest operand that is split there.
         alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
         alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
-        wanted = []
-        for d, n in enumerate(shape):
-            wanted.append(next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ()))
-            if n == 1:
-                wanted[-1] = ()
+        wanted = [
+            () if n == 1 else next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ())
+            for d, n in enumerate(shape)
+        ]
         return self.fit(shape, wanted)
 
     def reshaped(self, value: Value, shape: tuple) -> Spec:
@@ -213,74 +265,16 @@ class Partitioner:
                 wanted[d] = tuple(mine)
         return self.fit(shape, wanted)
 
-    def scatter(self, shape: tuple, spec: Spec, partial: Axes) -> tuple[Spec, Axes]:
-        """How a gradient lies: over the axes of its sum that split its parameter."""
-        goal = self.parameters.get(shape)
-        if goal is None or not partial:
-            return spec, ()
-        wanted = [
-            tuple(dict.fromkeys((*have, *(a for a in want if a in partial))))
-            for have, want in zip(spec, goal, strict=True)
-        ]
-        final = self.fit(shape, wanted)
-        used = {a for axes in final for a in axes}
-        return final, tuple(a for a in partial if a in used)
-
-    def sum_up(
-        self, shape: tuple[int, ...], dtype: Any, spec: Spec, partial: Axes
-    ) -> tuple[Spec, int]:
-        """Adds up partial results over mesh axes.
-
-        Returns:
-          How the sum lies, and the bytes of the whole where only a part of it stays.
-        """
-        if not partial:
-            return spec, 0
-        final, scattered = self.scatter(shape, spec, partial)
-        whole = self.size(shape, dtype, spec)
-        self.send("reduce-scatter", scattered, whole)
-        rest = tuple(a for a in partial if a not in scattered)
-        self.send("all-reduce", rest, self.size(shape, dtype, final))
-        return final, whole if scattered else 0
-
-    def give_way(self, gives: "Operand", stays: "Operand") -> int:
-        """Gathers what cannot be split in one operand of a product, because the other one is.
-
-        An axis splits one thing. ``gives`` loses the axes of the other's own rows, and those of its
-        own rows that the other is contracted over.
-
-        Returns:
-          The bytes of the gathered copy, 0 for none.
-        """
-        rows = {a for d in stays.rows for a in stays.spec[d]}
-        summed = {a for d in stays.contracted for a in stays.spec[d]}
-        gathered = []
-        for d, lost in [(d, rows | summed) for d in gives.rows] + [
-            (d, rows) for d in gives.contracted
-        ]:
-            gathered += [a for a in gives.spec[d] if a in lost]
-            gives.spec[d] = tuple(a for a in gives.spec[d] if a not in lost)
-        if not gathered:
-            return 0
-        whole = self.size(gives.value.shape, gives.value.dtype, tuple(gives.spec))
-        self.send("all-gather", tuple(dict.fromkeys(gathered)), whole)
-        return whole
-
-
-def _itemsize(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return 8
-    return dtype.itemsize
-
 
 def axis_names(entry: Any) -> Axes:
+    """The mesh axes in an entry of a ``PartitionSpec``."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _place(spec: Spec, axis: str) -> int:
-    return next(d for d, axes in enumerate(spec) if axis in axes)
+def _itemsize(dtype: Any) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
 
 
 def _groups(old: tuple, new: tuple) -> list[tuple[list[int], list[int]]]:
@@ -290,15 +284,13 @@ def _groups(old: tuple, new: tuple) -> list[tuple[list[int], list[int]]]:
         a, b, left, right = old[i], new[j], [i], [j]
         i, j = i + 1, j + 1
         while a != b:
-            if a < b:
-                if i == len(old):
-                    return groups
+            if a < b and i < len(old):
                 a, i = a * old[i], i + 1
                 left.append(i - 1)
-            else:
-                if j == len(new):
-                    return groups
+            elif a > b and j < len(new):
                 b, j = b * new[j], j + 1
                 right.append(j - 1)
+            else:
+                return groups
         groups.append((left, right))
     return groups

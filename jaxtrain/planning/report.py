@@ -13,7 +13,7 @@ from rich.text import Text
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.planning.flops import Flops
 from jaxtrain.planning.hlo import Collective
-from jaxtrain.planning.roofline import Roofline
+from jaxtrain.planning.roofline import Prediction, hides
 
 UNKNOWN = "not known"
 
@@ -25,9 +25,8 @@ class Memory:
     Args:
       parameters, optimizer_state, other_state, batch: what the step is given; the state is donated,
         so its new value takes no more.
-      activations: what loops over layers stack in the forward pass for the backward pass to read
-        (:class:`.hlo.Program`). Of layers that are not in a loop, what is kept counts as
-        temporaries.
+      activations: what loops over layers stack in the forward pass for the backward pass to read,
+        by the traced step. Of layers that are not in a loop, what is kept counts as temporaries.
       temporaries: the rest of the peak: gradients, and what comes and goes.
       program: the compiled code.
       peak: all of the above except the program, at the fullest moment.
@@ -98,13 +97,14 @@ class Plan:
       fits: whether it fits in a device's memory.
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
-      traffic: collectives by kind and axes.
+      traffic: collectives by kind and axes; None where the program could not be read.
       collectives: every one.
       flops: of one step over all devices, counted from the jaxpr.
       flops_formula: by the model's formula, and the formula's name; None where there is none.
-      hbm_bytes: moved by one device per step, an estimate (:class:`jaxtrain.planning.hlo.Program`).
-      roofline: times at the chip's peaks.
+      hbm_bytes: moved by one device per step, an estimate (:class:`.partition.Cost`).
+      roofline: the predicted time; None where the chip's peaks are not known.
       peak_flops: of one device for the dtype that most is multiplied in.
+      assumed: bandwidths and efficiencies of the predicted time, in words.
       compile_seconds: wall time of tracing and compiling; None where the compiler refused.
       warnings: what should not be there.
       notes: what is left out or assumed.
@@ -118,29 +118,38 @@ class Plan:
     devices: int
     hosts: int
     mesh: Mapping[str, int]
-    fits: bool
-    shortage: int
-    memory: Memory | None
-    traffic: tuple[Traffic, ...]
-    collectives: tuple[Collective, ...]
     flops: Flops
     flops_formula: tuple[float, str] | None
-    hbm_bytes: float | None
-    roofline: Roofline | None
     peak_flops: float | None
-    compile_seconds: float | None
+    assumed: str
+    fits: bool
+    shortage: int
+    memory: Memory | None = None
+    traffic: tuple[Traffic, ...] | None = None
+    collectives: tuple[Collective, ...] = ()
+    hbm_bytes: float | None = None
+    roofline: Prediction | None = None
+    compile_seconds: float | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     mend: str | None = None
     hlo: str = dataclasses.field(default="", repr=False)
 
     @property
-    def mfu_ceiling(self) -> float | None:
+    def mfu(self) -> float | None:
         """Model FLOPs (by the formula, else counted) over peak, at the predicted step time."""
-        if self.roofline is None or self.roofline.step_seconds is None or not self.peak_flops:
+        return None if self.roofline is None else self._mfu(self.roofline.step_seconds)
+
+    @property
+    def mfu_ceiling(self) -> float | None:
+        """The same if the step took no longer than its products at the published peak."""
+        return None if self.roofline is None else self._mfu(self.roofline.least)
+
+    def _mfu(self, seconds: float) -> float | None:
+        if not self.peak_flops or not seconds:
             return None
         flops = self.flops_formula[0] if self.flops_formula else self.flops.total
-        return flops / (self.devices * self.peak_flops * self.roofline.step_seconds)
+        return flops / (self.devices * self.peak_flops * seconds)
 
     def report(self, width: int = 100) -> str:
         """Draws it as text of at most ``width`` columns."""
@@ -157,11 +166,8 @@ class Plan:
         """Returns it as data that ``json.dumps`` takes, without the program's text."""
         plain = dataclasses.asdict(dataclasses.replace(self, hlo=""))
         del plain["hlo"]
-        plain["mfu_ceiling"] = self.mfu_ceiling
-        if self.roofline is not None:
-            plain["roofline"]["step_seconds"] = self.roofline.step_seconds
-            plain["roofline"]["step_seconds_apart"] = self.roofline.step_seconds_apart
-            plain["roofline"]["bound"] = self.roofline.bound
+        plain |= {"mfu": self.mfu, "mfu_ceiling": self.mfu_ceiling}
+        plain["roofline"] = self.roofline and self.roofline.to_json()
         return plain
 
 
@@ -171,9 +177,7 @@ class Explanation:
 
     Args:
       traffic, collectives: as in :class:`Plan`.
-      memory: by name, in bytes per device: arguments, outputs, temporaries, program, peak, and what
-        loops keep for later loops.
-      hbm_bytes: as in :class:`Plan`.
+      memory: by name, in bytes per device: arguments, outputs, temporaries, program, peak.
       loops: trip counts; None where it is not known, and counted as 1.
       warnings: what should not be there, where parameters were given.
     """
@@ -181,7 +185,6 @@ class Explanation:
     traffic: tuple[Traffic, ...]
     collectives: tuple[Collective, ...]
     memory: Mapping[str, int]
-    hbm_bytes: float
     loops: tuple[int | None, ...]
     warnings: tuple[str, ...] = ()
 
@@ -212,13 +215,13 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _line(console, f"WARNING: {warning}", style="bold yellow")
     if plan.memory is not None:
         _section(console, "memory per device", _memory(plan))
-        traffic = Text("not known") if plan.hbm_bytes is None else _traffic(plan.traffic)
+        traffic = Text(UNKNOWN) if plan.traffic is None else _traffic(plan.traffic)
         _section(console, "communication per step, one device", traffic)
     _section(console, "FLOPs per step, all devices", _flops(plan))
     if plan.roofline is not None:
-        _section(console, "time per step at the chip's published peaks", _roofline(plan))
-        for sentence in _prediction(plan):
-            _line(console, sentence, indent=2)
+        _section(console, "predicted time per step", _roofline(plan))
+        _line(console, _prediction(plan), indent=2)
+        _line(console, f"at {plan.assumed}", indent=2)
     if plan.compile_seconds is not None:
         _line(console, "")
         _line(console, f"compiled in {plan.compile_seconds:.1f} s")
@@ -302,25 +305,23 @@ def _roofline(plan: Plan) -> Table:
     table.columns[2].justify = "left"
     peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
     table.add_row("compute", _seconds(roofline.compute), peak)
-    moved = f"{human_bytes(plan.hbm_bytes)} moved, an estimate" if plan.hbm_bytes else ""
-    table.add_row("HBM", _seconds(roofline.hbm), moved)
+    table.add_row("HBM", _seconds(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
     for axes, seconds in roofline.interconnect.items():
-        sent = sum(row.sent for row in plan.traffic if " + ".join(row.axes) == axes)
-        table.add_row(f"interconnect {axes}", _seconds(seconds), f"{human_bytes(sent)} sent")
+        overlaps = "overlaps" if hides(axes) else "does not overlap"
+        table.add_row(f"interconnect {axes}", _seconds(seconds), overlaps)
     return table
 
 
-def _prediction(plan: Plan) -> list[str]:
-    roofline = plan.roofline
-    if not roofline.known:
-        return ["predicted step time: not known, for want of the device's peaks"]
-    lines = [
-        f"bound by {roofline.bound}; predicted step time {_seconds(roofline.step_seconds)} if all "
-        f"of it overlaps, {_seconds(roofline.step_seconds_apart)} if no communication does"
-    ]
-    if plan.mfu_ceiling is not None:
-        lines.append(f"MFU at most {plan.mfu_ceiling:.1%}")
-    return lines
+def _prediction(plan: Plan) -> str:
+    roofline, mfu, most = plan.roofline, plan.mfu, plan.mfu_ceiling
+    text = (
+        f"bound by {roofline.bound}; predicted step time {_seconds(roofline.step_seconds)}"
+        + ("" if mfu is None else f" (MFU {mfu:.1%})")
+        + f", {_seconds(roofline.step_seconds_apart)} if no communication overlaps; its products "
+        f"alone take at least {_seconds(roofline.least)}"
+    )
+    # A formula that counts masked scores too may exceed what is executed.
+    return text if most is None or most >= 1 else f"{text}: MFU at most {most:.1%}"
 
 
 def _explain(explanation: Explanation, console: Console) -> None:

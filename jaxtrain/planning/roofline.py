@@ -1,170 +1,191 @@
-"""How long a step takes at least, by what the chip can do: compute, memory, interconnect per axis.
+"""How long a step takes: work over what a chip does in a second, and what overlaps with what.
 
-Every part is the work over the chip's published peak; nothing reaches its peak, so each is a bound.
+One rule for a compiled plan and for a row of a search:
+
+- products run at the published peak of their dtype times the chip's stated efficiency for their
+  kind (:attr:`jaxtrain.planning.chips.Chip.efficiency`), beside the memory traffic of their own
+  operands and results: the longer of the two counts;
+- all other memory traffic (element-wise work between products, the optimizer's update) is added;
+- collectives over :data:`OVERLAPPED` axes (weights gathered ahead, gradients summed) run beside all
+  of that; those over other axes lie between one product and the next, and come on top.
+
+All axes share one set of links. In a pipeline all times are those of the critical path.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
-from jax.sharding import Mesh
-
-from jaxtrain.parallel.mesh import slice_of
 from jaxtrain.planning.chips import Chip
-from jaxtrain.planning.groups import UNKNOWN
-from jaxtrain.planning.hlo import Collective
+
+OVERLAPPED = frozenset(["data", "fsdp"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline:
-    """Seconds per step of one device, None where a peak is not known.
+class Prediction:
+    """Seconds per step of one device.
 
     Args:
-      compute: products, at the peak of their operands' dtype.
-      hbm: memory traffic, at the memory's bandwidth.
-      interconnect: collectives, by mesh axes, at the links' bandwidth (see :func:`axis_seconds`).
+      compute: products, at the stated efficiency.
+      product_hbm, other_hbm: memory traffic, of products and of all else.
+      interconnect: collectives, by mesh axes joined with ``+``.
+      least: products at the published peak, and nothing else: no step is faster.
     """
 
-    compute: float | None
-    hbm: float | None
-    interconnect: Mapping[str, float | None]
+    compute: float
+    product_hbm: float
+    other_hbm: float
+    interconnect: Mapping[str, float]
+    least: float
 
     @property
-    def parts(self) -> dict[str, float]:
-        """What is known, by name."""
-        named = {"compute": self.compute, "HBM": self.hbm}
-        named |= {f"interconnect {axes}": s for axes, s in self.interconnect.items()}
-        return {name: seconds for name, seconds in named.items() if seconds is not None}
+    def hbm(self) -> float:
+        """All memory traffic."""
+        return self.product_hbm + self.other_hbm
 
     @property
-    def known(self) -> bool:
-        """Whether every part is."""
-        return None not in (self.compute, self.hbm, *self.interconnect.values())
+    def exposed(self) -> float:
+        """Collectives that nothing hides."""
+        return sum(s for axes, s in self.interconnect.items() if not hides(axes))
 
     @property
-    def communication(self) -> float | None:
-        """Interconnect time, one axis after the other."""
-        return sum(self.interconnect.values()) if self.known else None
+    def hidden(self) -> float:
+        """Collectives that run beside compute."""
+        return sum(s for axes, s in self.interconnect.items() if hides(axes))
 
     @property
-    def step_seconds(self) -> float | None:
-        """If compute, memory and communication overlap in full: the longest of the three."""
-        return max(self.compute, self.hbm, self.communication) if self.known else None
+    def step_seconds(self) -> float:
+        """Seconds per step."""
+        busy = max(self.compute, self.product_hbm) + self.other_hbm
+        return max(busy, self.hidden) + self.exposed
 
     @property
-    def step_seconds_apart(self) -> float | None:
-        """If no communication overlaps with anything."""
-        return max(self.compute, self.hbm) + self.communication if self.known else None
+    def step_seconds_apart(self) -> float:
+        """The same where no communication overlaps with anything."""
+        return max(self.compute, self.product_hbm) + self.other_hbm + self.hidden + self.exposed
 
     @property
-    def bound(self) -> str | None:
-        """Which part bounds: the longest of compute, HBM, and all communication together."""
-        if not self.known:
-            return None
-        sums = {"compute": self.compute, "HBM": self.hbm, "interconnect": self.communication}
-        return max(sums, key=sums.get)
+    def bound(self) -> str:
+        """What takes longest: ``"compute"``, ``"HBM"``, or the axes of the longest traffic."""
+        waits = self.product_hbm if self.product_hbm > self.compute else 0
+        parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
+        if self.hidden + self.exposed > max(parts.values()):
+            return f"{max(self.interconnect, key=self.interconnect.get)} traffic"
+        return max(parts, key=parts.get)
+
+    def to_json(self) -> dict:
+        """Returns it as plain data."""
+        names = ("hbm", "step_seconds", "step_seconds_apart", "bound")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def make_roofline(
+def hides(axes: str) -> bool:
+    """Whether traffic along these axes (joined by ``+``) overlaps with compute."""
+    return set(axes.split("+")) <= OVERLAPPED
+
+
+def predict(
     chip: Chip,
-    mesh: Mesh,
     *,
-    flops: Mapping[str, float],
-    hbm_bytes: float,
-    collectives: Sequence[Collective],
+    flops: Mapping[tuple[str, str], float],
+    product_bytes: float,
+    other_bytes: float,
+    wire_bytes: Mapping[tuple[str, tuple[str, ...]], float],
+    mesh: Mapping[str, int],
     devices_per_island: int,
-) -> Roofline:
-    """Divides work by peaks.
+) -> Prediction | None:
+    """Predicts the time of a step; None for a chip whose peaks are not known.
 
     Args:
-      chip: the peaks.
-      mesh: what the collectives go along.
-      flops: of the whole step over all devices, by dtype; taken to be divided evenly.
-      hbm_bytes: of one device.
-      collectives: of one device.
-      devices_per_island: devices that reach each other by links, consecutive in the mesh's own
-        numbering of hosts or slices.
+      chip: what it runs on.
+      flops: of one device, by kind of product and dtype (:class:`.partition.Cost`).
+      product_bytes, other_bytes: memory traffic of one device.
+      wire_bytes: that one device sends, by kind of collective and mesh axes.
+      mesh: sizes of mesh axes, outermost first.
+      devices_per_island: devices that reach each other by links, consecutive in the mesh.
     """
-    peaks = {dtype: chip.peak_flops(dtype) for dtype in flops}
-    compute = None
-    if None not in peaks.values():
-        compute = sum(flops[d] / mesh.size / peaks[d] for d in flops)
-    axes: dict[str, float | None] = {}
-    for collective in collectives:
-        name = " + ".join(collective.axes)
-        seconds = axis_seconds(collective, chip, mesh, devices_per_island=devices_per_island)
-        before = axes.get(name, 0.0)
-        axes[name] = None if None in (seconds, before) else before + seconds
-    hbm = None if chip.hbm_bytes_per_s is None else hbm_bytes / chip.hbm_bytes_per_s
-    return Roofline(compute=compute, hbm=hbm, interconnect=axes)
-
-
-def axis_seconds(
-    collective: Collective, chip: Chip, mesh: Mesh, *, devices_per_island: int
-) -> float | None:
-    """Seconds of all executions of a collective in one step, at the links' published bandwidth.
-
-    See :func:`wire_seconds`. Latency is not counted.
-    """
-    if chip.link_bytes_per_s is None:
+    if chip.hbm_bytes_per_s is None or chip.link_bytes_per_s is None:
         return None
-    islands = _islands(collective.axes, mesh, devices_per_island)
-    permutes = collective.kind == "collective-permute"
-    once = wire_seconds(
-        collective.payload if permutes else collective.sent,
-        chip,
-        group=collective.group,
-        islands=islands,
-        permutes=permutes,
-    )
-    return collective.executions * once
+    compute = least = 0.0
+    for (kind, dtype), count in flops.items():
+        # A dtype without a figure of its own (float64 on TPU) is taken at float32's.
+        seconds = count / (chip.peak_flops(dtype) or chip.flops["float32"])
+        compute += seconds / chip.efficiency[kind]
+        # A kernel skips the tiles that a mask leaves out, which are counted: almost half of them.
+        least += seconds / (2 if kind == "attention" else 1)
+    memory = chip.hbm_bytes_per_s * chip.efficiency["memory"]
+    interconnect: dict[str, float] = {}
+    for (kind, axes), sent in wire_bytes.items():
+        seconds = wire_seconds(kind, axes, sent, chip, mesh, devices_per_island)
+        name = "+".join(axes)
+        interconnect[name] = interconnect.get(name, 0.0) + seconds
+    return Prediction(compute, product_bytes / memory, other_bytes / memory, interconnect, least)
+
+
+def ring_share(kind: str, group: int) -> float:
+    """What a device of a ring sends in a collective, as a part of the whole array.
+
+    The whole array is what an all-gather ends with, what a reduce-scatter begins with, and what is
+    reduced, exchanged or sent.
+
+    >>> ring_share("all-gather", 4), ring_share("all-reduce", 4)
+    (0.75, 1.5)
+    """
+    if kind in ("collective-permute", "collective-broadcast") or group < 1:
+        return 1.0
+    return (2 if kind == "all-reduce" else 1) * (group - 1) / group
 
 
 def wire_seconds(
-    sent: float, chip: Chip, *, group: int, islands: int, permutes: bool = False
+    kind: str,
+    axes: tuple[str, ...],
+    sent: float,
+    chip: Chip,
+    mesh: Mapping[str, int],
+    devices_per_island: int,
 ) -> float:
-    """Seconds of a collective at the links' published bandwidth.
+    """Seconds of a collective at the links' bandwidth and the chip's stated efficiency on them.
 
-    A group within an island (a TPU slice, a host of GPUs) is a ring: a device sends
-    ``(n - 1) / n`` of the payload (an all-reduce twice that), on TPUs both ways round one axis of
-    the torus, on GPUs through all NVLinks. A group over several islands works in two steps: within
-    each island, and then each device exchanges its part with its peers over the network between
-    hosts. A permutation sends its payload over one link.
+    A group within an island (a TPU slice, a host of GPUs) is a ring: on TPUs both ways round one
+    axis of the torus, on GPUs through all NVLinks. A group over several islands works in two steps:
+    within each island, and then each device exchanges its part with its peers over the network
+    between hosts. A permutation sends its payload over one link. Latency is not counted.
 
     Args:
-      sent: bytes that one device would send in a ring.
+      kind, axes: what goes along which mesh axes; axes that the mesh lacks are taken as all of it.
+      sent: bytes that one device sends in a ring (:func:`ring_share`).
       chip: the peaks, which must be known.
-      group: devices that take part.
-      islands: over how many of these they are spread, evenly.
-      permutes: whether it is a permutation.
+      mesh: sizes of mesh axes, outermost first.
+      devices_per_island: devices that reach each other by links, consecutive in the mesh.
     """
-    if permutes:
-        return sent / (chip.dcn_bytes_per_s if islands > 1 else chip.link_bytes_per_s)
+    axes = axes if set(axes) <= set(mesh) else tuple(mesh)
+    group = math.prod(mesh[axis] for axis in axes)
+    inside = within_island(axes, mesh, devices_per_island)
+    islands = group // inside
+    link = chip.link_bytes_per_s * chip.efficiency["links"]
+    network = chip.dcn_bytes_per_s * chip.efficiency["links"]
+    if kind == "collective-permute":
+        return sent / (network if islands > 1 else link)
     if islands == 1:
-        return sent / chip.ring_bytes_per_s
-    inside = max(1, group // islands)
-    whole = sent * group / (group - 1) if group > 1 else sent
-    within = (inside - 1) / inside / chip.ring_bytes_per_s
-    between = (islands - 1) / islands / inside / chip.dcn_bytes_per_s
-    return whole * (within + between)
+        return sent / (chip.links * link)
+    whole = sent * group / (group - 1)
+    within = (inside - 1) / inside / (chip.links * link)
+    return whole * (within + (islands - 1) / islands / inside / network)
 
 
-def _islands(axes: Sequence[str], mesh: Mesh, devices_per_island: int) -> int:
-    """Over how many islands a group along these axes extends."""
-    if UNKNOWN in axes or mesh.size <= devices_per_island:
-        # A group of unknown make is taken to stay within its island where there is only one.
-        return max(1, math.ceil(mesh.size / devices_per_island))
-    names = tuple(mesh.shape)
-    island = np.vectorize(lambda d: island_of(d, devices_per_island))(mesh.devices)
-    moved = [names.index(axis) for axis in axes]
-    rest = [d for d in range(len(names)) if d not in moved]
-    groups = island.transpose([*rest, *moved]).reshape(math.prod(island.shape[d] for d in rest), -1)
-    return max(len(set(group)) for group in groups.tolist())
+def within_island(axes: tuple[str, ...], mesh: Mapping[str, int], island: int) -> int:
+    """How many devices of a group along mesh axes are in one island of consecutive devices.
 
+    Devices are numbered along the axes in the mesh's order, the last running fastest.
 
-def island_of(device, devices_per_island: int) -> int:
-    """The slice of a TPU, the host of another device."""
-    if device.platform == "tpu":
-        return slice_of(device)
-    return device.id // devices_per_island
+    >>> within_island(("tensor",), {"data": 4, "tensor": 4}, 8)
+    4
+    >>> within_island(("data",), {"data": 4, "tensor": 4}, 8)
+    2
+    """
+    inside, stride = 1, 1
+    for axis, size in reversed(mesh.items()):
+        if axis in axes:
+            inside *= max(1, min(size, island // stride))
+        stride *= size
+    return inside

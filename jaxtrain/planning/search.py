@@ -10,7 +10,9 @@ rematerialisation. All that divide the target's devices are looked at:
 3. those that fit are ranked by their predicted step time, and the best few are compiled by the
    target's own compiler, whose memory stands beside the estimate.
 
-Rejected layouts are told by family: how many, why, and one of them.
+Meshes with little tensor and pipe come first, so that a search which runs out of its time (or is
+interrupted) has seen those that are most often best. Rejected layouts are told by family: how many,
+why, and one of them.
 """
 
 import contextlib
@@ -22,7 +24,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,21 +31,19 @@ import jax
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from jaxtrain.experiment import (
-    Experiment,
-    compile_loop,
-    make_abstract_state,
-    make_experiment_mesh,
-)
+from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
-from jaxtrain.ops.attention import AheadOfTimeWarning
-from jaxtrain.planning.ahead_of_time import unknown_note
+from jaxtrain.planning.ahead_of_time import plan_experiment, unknown_note
 from jaxtrain.planning.candidates import Candidate, make_candidates, make_meshes, with_candidate
-from jaxtrain.planning.estimate import Estimate, Prediction, estimate, predict, state_bytes, trace
+from jaxtrain.planning.estimate import Estimate, estimate, predict, state_bytes, trace
+from jaxtrain.planning.report import Plan
+from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
 
 WIDTH = 100
 GIB = 2**30
+# Of compiling, where nobody says how many layouts.
+COMPILE_SECONDS = 45.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +56,11 @@ class Row:
       prediction: seconds, and what bounds them.
       bubble: of a pipeline.
       mfu: model FLOPs over peak FLOPs in the predicted time; None where either is unknown.
-      compiled_bytes: peak by the compiler; None where it was not asked.
-      compile_s: how long it took.
-      problem: why the compiler refused, in one sentence; None where it did not.
-      note: how what was compiled differs from what would run; None where it does not.
+      tokens_per_s: what a step holds (``Experiment.item``) per second, over all devices.
+      plan: by the compiler; None where it was not asked, or failed.
+      compile_s: how long it took; None where it was not asked.
+      problem: why it failed, in one sentence.
+      note: how what was estimated or compiled differs from what would run.
     """
 
     candidate: Candidate
@@ -68,17 +68,45 @@ class Row:
     prediction: Prediction
     bubble: float
     mfu: float | None
-    compiled_bytes: int | None = None
+    tokens_per_s: float = 0.0
+    plan: Plan | None = None
     compile_s: float | None = None
     problem: str | None = None
     note: str | None = None
 
     @property
+    def compiled_bytes(self) -> int | None:
+        """Peak by the compiler; None where it was not asked or did not say."""
+        return self.plan.memory.peak if self.plan and self.plan.memory else None
+
+    @property
     def error(self) -> float | None:
         """Estimate over compiler, less 1; None where it was not compiled."""
-        if self.compiled_bytes is None:
-            return None
-        return self.estimated_bytes / self.compiled_bytes - 1
+        size = self.compiled_bytes
+        return None if size is None else self.estimated_bytes / size - 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing that the compiler has said is against it."""
+        return self.problem is None and (self.plan is None or self.plan.fits)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data: bytes and seconds."""
+        predicted = self.prediction
+        names = ("estimated_bytes", "compiled_bytes", "error", "bubble", "mfu", "tokens_per_s")
+        names += ("compile_s", "problem", "note")
+        return (
+            dataclasses.asdict(dataclasses.replace(self.candidate, mesh=dict(self.candidate.mesh)))
+            | {name: getattr(self, name) for name in names}
+            | {
+                "flags": self.candidate.flags,
+                "step_s": predicted.step_seconds,
+                "compute_s": predicted.compute,
+                "hbm_s": predicted.hbm,
+                "wire_s": dict(predicted.interconnect),
+                "bound": predicted.bound,
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +130,8 @@ class SearchResult:
 
     Args:
       target: its name.
+      devices: how many it has.
+      assumed: bandwidths and efficiencies, in words.
       memory_bytes: of one device; None where nothing limits it.
       considered: layouts in all.
       rows: those that fit, fastest first; compiled ones that fit before the others.
@@ -111,6 +141,8 @@ class SearchResult:
     """
 
     target: str
+    devices: int
+    assumed: str
     memory_bytes: int | None
     considered: int
     rows: tuple[Row, ...]
@@ -120,38 +152,11 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain data: bytes and seconds."""
-        rows = [
-            {
-                "mesh": dict(row.candidate.mesh),
-                "microbatches": row.candidate.microbatches,
-                "remat": row.candidate.remat,
-                "stage_remat": row.candidate.stage_remat,
-                "flags": row.candidate.flags,
-                "estimated_bytes": row.estimated_bytes,
-                "compiled_bytes": row.compiled_bytes,
-                "error": row.error,
-                "step_s": row.prediction.step_s,
-                "compute_s": row.prediction.compute_s,
-                "hbm_s": row.prediction.hbm_s,
-                "wire_s": dict(row.prediction.wire_s),
-                "bound": row.prediction.bound,
-                "bubble": row.bubble,
-                "mfu": row.mfu,
-                "compile_s": row.compile_s,
-                "problem": row.problem,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
-        return {
-            "target": self.target,
-            "memory_bytes": self.memory_bytes,
-            "considered": self.considered,
-            "rows": rows,
-            "rejected": [dataclasses.asdict(family) for family in self.families],
-            "seconds": self.seconds,
-            "complete": self.complete,
-        }
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del plain["families"]
+        plain["rows"] = [row.to_json() for row in self.rows]
+        plain["rejected"] = [dataclasses.asdict(family) for family in self.families]
+        return plain
 
 
 def search(
@@ -159,7 +164,8 @@ def search(
     config: Any,
     target: Target,
     *,
-    compile_best: int = 5,
+    compile_best: int | None = None,
+    seconds: float = math.inf,
     progress: Callable[[str], None] = lambda line: None,
     watch: Callable[[Callable[[], SearchResult]], None] = lambda so_far: None,
 ) -> SearchResult:
@@ -170,8 +176,10 @@ def search(
       config: the experiment's, a frozen dataclass. Varied are its ``mesh``, ``accumulate``,
         ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them; all else
         (global batch, precision, optimizer, zero, schedule) stays.
-      target: what to run on. Its compiler is needed for ``compile_best`` above 0 only.
-      compile_best: how many layouts to compile, the fastest by prediction first.
+      target: what to run on. Its compiler is needed unless ``compile_best`` is 0.
+      compile_best: how many layouts to compile, the fastest by prediction first; None compiles as
+        many as :data:`COMPILE_SECONDS` hold, and at least one.
+      seconds: after so many, as soon as some layout fits, no further mesh is looked at.
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.
@@ -190,23 +198,25 @@ def search(
             f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
         )
     start = time.perf_counter()
-    if compile_best:
+    if compile_best != 0:
         # What is not installed is better known now than in a minute.
         target.devices()
     rejections, estimator = Rejections(), Estimator(build, config, target)
     rows, considered = [], 0
 
     def found(complete: bool) -> SearchResult:
-        ranked, rejected = rank(rows, target), copy.deepcopy(rejections)
-        shown = [row for row in ranked if row.compiled_bytes is not None]
-        shown = shown or ranked[: max(1, compile_best)]
+        ranked, rejected = rank(rows), copy.deepcopy(rejections)
+        shown = [row for row in ranked if row.compile_s is not None]
+        shown = shown or ranked[: max(1, 5 if compile_best is None else compile_best)]
         for row in ranked:
             if row not in shown:
-                slower = row.prediction.step_s / ranked[0].prediction.step_s
+                slower = row.prediction.step_seconds / ranked[0].prediction.step_seconds
                 reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
                 rejected.add(reason, row.candidate.mesh_name, 1, slower)
         return SearchResult(
             target=str(target),
+            devices=target.size,
+            assumed=target.chip.assumed,
             memory_bytes=target.chip.memory_bytes,
             considered=considered,
             rows=tuple(shown),
@@ -217,15 +227,24 @@ def search(
 
     watch(lambda: found(complete=False))
     meshes = list(make_meshes(config, target.size, slices=target.slices))
+    meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
     for i, mesh in enumerate(meshes):
-        progress(f"mesh {i + 1} of {len(meshes)}")
+        best = min((row.prediction.step_seconds for row in rows), default=0)
+        progress(
+            f"mesh {i + 1} of {len(meshes)}: {Candidate(mesh).mesh_name}"
+            + (f"; {len(rows)} fit, the best takes {1000 * best:,.0f} ms" if rows else "")
+        )
         candidates = list(make_candidates(config, mesh))
         considered += len(candidates)
+        if rows and time.perf_counter() - start > seconds:
+            reason = f"not looked at: {seconds:.0f} s were over (--search-seconds)"
+            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
+            continue
         if reason := refuse_mesh(build, config, mesh, target):
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
         rows += walk_mesh(estimator, candidates, target, rejections)
-    rows.sort(key=lambda row: row.prediction.step_s)
+    rows.sort(key=lambda row: row.prediction.step_seconds)
     compile_rows(build, config, rows, target, compile_best, progress)
     return found(complete=True)
 
@@ -331,56 +350,38 @@ def walk_mesh(
     microbatches, rematerialisation is only walked where less of it does not fit.
     """
     rows: list[Row] = []
-    kinds = list(dict.fromkeys((c.remat, c.stage_remat) for c in candidates))
+    limit = target.chip.memory_bytes or math.inf
     fewest = math.inf
-    for kind in kinds:
+    for kind in dict.fromkeys((c.remat, c.stage_remat) for c in candidates):
         ladder = [c for c in candidates if (c.remat, c.stage_remat) == kind]
         pipelined = ladder[0].stage_remat is not None
-        if pipelined:
-            ladder = ladder[::-1]
-        at = 0
-        while at < len(ladder):
-            candidate = ladder[at]
-            if not pipelined and candidate.microbatches >= fewest:
-                rejections.add(
-                    "recomputes, where less of that fits as well",
-                    candidate.mesh_name,
-                    len(ladder) - at,
-                )
-                break
-            try:
-                experiment, estimated = estimator(candidate)
-            except ValueError as error:
-                rejections.add(
-                    f"does not divide: {family_of(str(error))}",
-                    candidate.mesh_name,
-                    len(ladder) - at,
-                )
-                break
-            over = estimated.peak_bytes / (target.chip.memory_bytes or math.inf)
-            if over <= 1:
+        ladder = ladder[::-1] if pipelined else ladder
+        while ladder:
+            candidate, passed, over = ladder[0], len(ladder), None
+            if candidate.microbatches >= fewest:
+                reason = "recomputes, where less of that fits as well"
+            else:
+                try:
+                    experiment, estimated = estimator(candidate)
+                except ValueError as error:
+                    reason = f"does not divide: {family_of(str(error))}"
+                else:
+                    over = estimated.peak_bytes / limit
+            if over is not None and over <= 1:
                 rows.append(make_row(candidate, experiment, estimated, target))
-                rest = len(ladder) - at - 1
-                if rest:
-                    what = "fewer" if pipelined else "more"
-                    rejections.add(
-                        f"{what} microbatches than the best of its mesh", candidate.mesh_name, rest
-                    )
-                fewest = min(fewest, candidate.microbatches)
-                break
-            # Working memory falls at best with the microbatch: what cannot fit is not walked.
-            step = 1
-            if not pipelined:
-                room = target.chip.memory_bytes - estimated.state_bytes - estimated.batch_bytes
-                step = max(1, int(math.log2(max(1.0, estimated.working_bytes / max(1, room)))))
-            if pipelined:
-                # Fewer microbatches are larger ones, and need no less.
-                step = len(ladder)
-            skipped = min(step, len(ladder) - at)
-            rejections.add(
-                "needs # x the memory with activations", candidate.mesh_name, skipped, over
-            )
-            at += step
+                fewest, passed, over = candidate.microbatches, passed - 1, None
+                ladder = ladder[1:]
+                what = "fewer" if pipelined else "more"
+                reason = f"{what} microbatches than the best of its mesh"
+            elif over is not None:
+                reason = "needs # x the memory with activations"
+                if not pipelined:
+                    # Working memory falls at best with the microbatch: what cannot fit is passed.
+                    room = max(1, limit - estimated.state_bytes - estimated.batch_bytes)
+                    passed = max(1, int(math.log2(max(1.0, estimated.working_bytes / room))))
+            if ladder:
+                rejections.add(reason, candidate.mesh_name, len(ladder[:passed]), over)
+            ladder = ladder[passed:]
     return rows
 
 
@@ -389,13 +390,14 @@ def make_row(
 ) -> Row:
     """The row of a layout that fits."""
     prediction = predict(estimated, target)
+    rate = experiment.items_per_step / prediction.step_seconds
     peak = target.chip.peak_flops(experiment.policy.compute_dtype)
     mfu = None
     if experiment.flops_per_step and peak:
-        mfu = experiment.flops_per_step / (prediction.step_s * target.size * peak)
+        mfu = experiment.flops_per_step / (prediction.step_seconds * target.size * peak)
     unknown = estimated.cost.unknown
     note = unknown_note(unknown) if unknown else None
-    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, note=note)
+    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, rate, note=note)
 
 
 def compile_rows(
@@ -403,65 +405,46 @@ def compile_rows(
     config: Any,
     rows: list[Row],
     target: Target,
-    count: int,
+    count: int | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Compiles the first rows, in their place, until ``count`` of them fit."""
+    """Compiles the first rows, in their place, until ``count`` of them fit.
+
+    With ``count`` None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
+    """
     good = bad = 0
+    start = time.perf_counter()
     for i, row in enumerate(rows):
-        if good == count or bad > count:
+        late = count is None and time.perf_counter() - start > COMPILE_SECONDS
+        if good == count or (late and good) or bad > (count or 5):
             return
-        progress(f"compiling {row.candidate.mesh_name}")
+        progress(f"compiling {row.candidate.mesh_name}, the {i + 1}. of {len(rows)} that fit")
         rows[i] = compile_row(build, config, row, target)
-        fits = _fits(rows[i], target.chip.memory_bytes)
-        good, bad = good + fits, bad + (not fits)
+        good, bad = good + rows[i].fits, bad + (not rows[i].fits)
 
 
-def rank(rows: Sequence[Row], target: Target) -> list[Row]:
+def rank(rows: Sequence[Row]) -> list[Row]:
     """Sorts rows: compiled ones that fit, compiled ones that do not, others, each fastest first."""
 
     def group(row: Row) -> int:
-        if row.compile_s is None:
-            return 2
-        return int(not _fits(row, target.chip.memory_bytes))
+        return 2 if row.compile_s is None else int(not row.fits)
 
-    return sorted(rows, key=lambda row: (group(row), row.prediction.step_s))
-
-
-def _fits(row: Row, memory_bytes: int | None) -> bool:
-    """Whether nothing that the compiler has said of a row is against it."""
-    return row.problem is None and (row.compiled_bytes or 0) <= (memory_bytes or math.inf)
+    return sorted(rows, key=lambda row: (group(row), row.prediction.step_seconds))
 
 
 def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, target: Target) -> Row:
     """Asks the compiler about a layout."""
-    experiment = build(with_candidate(config, row.candidate))
     start = time.perf_counter()
-    mesh = make_experiment_mesh(experiment, target.devices())
-    state = make_abstract_state(experiment, mesh)
+    plan = problem = None
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", AheadOfTimeWarning)
-            calls = experiment.steps_per_call
-            compiled = compile_loop(experiment, state, mesh, 0, calls)[1][calls].compiled
+        plan = plan_experiment(build(with_candidate(config, row.candidate)), target)
+        if not plan.fits:
+            problem = "does not fit, says the compiler"
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMG]) of", str(error))
-        scale = {"K": 2**10, "M": 2**20, "G": 2**30}
-        size = int(float(used[1]) * scale[used[2]]) if used else None
-        problem = "does not fit, says the compiler" if used else str(error).splitlines()[0]
-        return dataclasses.replace(
-            row,
-            compiled_bytes=size,
-            compile_s=time.perf_counter() - start,
-            problem=problem,
-        )
-    notes = [str(w.message) for w in caught if issubclass(w.category, AheadOfTimeWarning)]
-    return dataclasses.replace(
-        row,
-        compiled_bytes=compiled.memory_analysis().peak_memory_in_bytes,
-        compile_s=time.perf_counter() - start,
-        note=notes[0] if notes else row.note,
-    )
+        problem = str(error).splitlines()[0]
+    seconds = time.perf_counter() - start
+    note = next(iter(plan.notes), row.note) if plan else row.note
+    return dataclasses.replace(row, plan=plan, compile_s=seconds, problem=problem, note=note)
 
 
 def family_of(sentence: str) -> str:
@@ -476,8 +459,55 @@ def family_of(sentence: str) -> str:
     return re.sub(r"(of size|be cut into \w+=|over|into) \d+", r"\1 some", clause)
 
 
-def print_search(result: SearchResult, console: Console | None = None) -> None:
-    """Prints the ranked table and the families that lost, 100 columns wide."""
+def cost(
+    result: SearchResult, *, tokens: float | None = None, price: float | None = None
+) -> dict[str, float]:
+    """What training with the first row costs; empty where nothing says how much a step holds.
+
+    Args:
+      result: of a search.
+      tokens: to train on in all.
+      price: of one chip (a device of the target) for an hour.
+
+    Returns:
+      ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all
+      tokens, ``price_per_billion`` and ``price`` of all.
+    """
+    rate = result.rows[0].tokens_per_s if result.rows else 0
+    if not rate:
+        return {}
+    hours = result.devices * 1e9 / rate / 3600
+    found = {"tokens_per_s": rate, "chip_hours_per_billion": hours}
+    if price is not None:
+        found["price_per_billion"] = price * hours
+    if tokens is not None:
+        found["days"] = tokens / rate / 86400
+        if price is not None:
+            found["price"] = price * hours * tokens / 1e9
+    return found
+
+
+def _cost_line(costs: Mapping[str, float], tokens: float | None) -> str:
+    line = (
+        f"the first: {costs['tokens_per_s']:,.0f} tokens/s, "
+        f"{costs['chip_hours_per_billion']:,.1f} chip-hours per billion tokens"
+    )
+    if "price_per_billion" in costs:
+        line += f" (costs {costs['price_per_billion']:,.2f})"
+    if "days" in costs:
+        line += f"; {tokens / 1e9:,.1f} billion take {costs['days']:,.1f} days"
+        line += f" and cost {costs['price']:,.0f}" if "price" in costs else ""
+    return line
+
+
+def print_search(
+    result: SearchResult,
+    console: Console | None = None,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+) -> None:
+    """Prints the ranked table, what the first costs, and the families that lost, 100 wide."""
     console = console or Console(width=WIDTH, highlight=False)
     memory = "" if result.memory_bytes is None else f", {result.memory_bytes / GIB:.2f} GiB each"
     console.print(
@@ -497,7 +527,7 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     table.add_column("bound by")
     rank = 0
     for row in result.rows:
-        bad = not _fits(row, result.memory_bytes)
+        bad = not row.fits
         rank += not bad
         bound = row.prediction.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
         table.add_row(
@@ -508,7 +538,7 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
             f"{row.estimated_bytes / unit:.2f}",
             "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",
-            f"{1000 * row.prediction.step_s:,.1f}",
+            f"{1000 * row.prediction.step_seconds:,.1f}",
             "-" if row.mfu is None else f"{row.mfu:.0%}",
             row.problem or bound,
         )
@@ -517,7 +547,11 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     else:
         console.print(table)
         console.print(f"train the first with: {' '.join(result.rows[0].candidate.flags)}")
-        console.print("times are predictions at published peaks; the error is estimate / compiler")
+        if costs := cost(result, tokens=tokens, price=price):
+            console.print(_cost_line(costs, tokens))
+        console.print(
+            f"times are predictions, at {result.assumed}; the error is estimate / compiler"
+        )
         for note in dict.fromkeys(row.note for row in result.rows if row.note):
             console.print(note)
     console.print("\nrejected:")
@@ -535,21 +569,31 @@ def run_search(
     config: Any,
     target: Target,
     *,
-    compile_best: int = 5,
+    compile_best: int | None = None,
+    seconds: float = math.inf,
+    tokens: float | None = None,
+    price: float | None = None,
     as_json: bool = False,
 ) -> SearchResult:
-    """Searches with a line of progress on the terminal, and prints the result.
+    """Searches with progress on standard error, and prints the result.
 
     A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
+
+    Args:
+      build, config, target, compile_best, seconds: as for :func:`search`.
+      tokens, price: as for :func:`cost`.
+      as_json: prints one JSON object instead of tables.
     """
     console = Console(width=WIDTH, highlight=False)
+    errors = Console(stderr=True, highlight=False)
     so_far: list[Callable[[], SearchResult]] = []
+    asked = {"tokens": tokens, "price": price}
 
     def show(result: SearchResult) -> None:
         if as_json:
-            print(json.dumps(result.to_json(), default=str))
+            print(json.dumps(result.to_json() | {"cost": cost(result, **asked)}, default=str))
         else:
-            print_search(result, console)
+            print_search(result, console, **asked)
 
     def stop(number: int) -> None:
         try:
@@ -561,16 +605,18 @@ def run_search(
             # A compiler that is at work would not let the main thread end.
             os._exit(128 + number)
 
-    if compile_best:
+    if compile_best != 0:
         target.devices()  # libraries that are loaded later would take the signals
-    status = console.status("searching")
-    with SignalWatch(stop), contextlib.nullcontext() if as_json else status:
+    status = errors.status("searching")
+    live = errors.is_terminal
+    with SignalWatch(stop), status if live else contextlib.nullcontext():
         result = search(
             build,
             config,
             target,
             compile_best=compile_best,
-            progress=status.update,
+            seconds=seconds,
+            progress=status.update if live else errors.print,
             watch=so_far.append,
         )
     show(result)

@@ -92,15 +92,17 @@ class Target:
         return f"{self.name}{slices}"
 
 
-def parse_target(text: str, *, slices: int = 1) -> Target:
+def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -> Target:
     """Reads a target.
 
     Args:
       text: ``"v5e:4x4"``, ``"h100:4x8"``, ``"cpu:8"``.
       slices: TPU slices of that topology.
+      dcn_gbps: a device's share of its host's network in Gb/s, where that is not the chip's usual.
 
     Raises:
-      ValueError: for a name that is not known or a topology that cannot be, naming what can.
+      ValueError: for a name that is not known or a topology that cannot be, naming what can, and
+        for a network without speed.
 
     >>> parse_target("v5e:4x4").size, parse_target("h100:4x8").hosts, parse_target("7x:2x2x1").size
     (16, 4, 8)
@@ -110,6 +112,10 @@ def parse_target(text: str, *, slices: int = 1) -> Target:
     if name not in CHIPS:
         raise ValueError(f"target {text!r} names no chip that is known: use {_known()}")
     chip = CHIPS[name]
+    if dcn_gbps is not None:
+        if dcn_gbps <= 0:
+            raise ValueError(f"dcn_gbps is {dcn_gbps}: a network's speed is more than 0 Gb/s")
+        chip = dataclasses.replace(chip, dcn_bytes_per_s=dcn_gbps * 1e9 / 8)
     if mark == "-":
         layout = _accelerator_layout(text, chip, layout)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", layout):

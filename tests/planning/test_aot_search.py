@@ -158,7 +158,7 @@ def test_a_search_compiles_its_best_and_shows_the_error():
         assert row.problem is None
         assert abs(row.error) <= TOLERANCE
         assert row.compile_s > 0
-    assert found.rows[0].prediction.step_s <= found.rows[1].prediction.step_s
+    assert found.rows[0].prediction.step_seconds <= found.rows[1].prediction.step_seconds
 
 
 @pytest.mark.slow

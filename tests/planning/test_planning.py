@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
@@ -35,17 +37,39 @@ def _fast(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "compile_step", quick)
 
 
+SMALL = experiment_gpt.Config(
+    layers=2,
+    width=16,
+    heads=2,
+    seq_len=16,
+    global_batch=64,
+    optimizer=OptimizerOptions(name="sgd"),
+    mesh=MeshOptions(data=8),
+)
+
+
 def small(**changes) -> Experiment:
-    config = experiment_gpt.Config(
-        layers=2,
-        width=16,
-        heads=2,
-        seq_len=16,
-        global_batch=64,
-        optimizer=OptimizerOptions(name="sgd"),
-        mesh=MeshOptions(data=8),
-    )
-    return experiment_gpt.outline(dataclasses.replace(config, **changes))
+    return experiment_gpt.outline(dataclasses.replace(SMALL, **changes))
+
+
+def load_small(flags) -> Experiment:
+    return experiment_gpt.outline(tyro.cli(experiment_gpt.Config, args=flags, default=SMALL))
+
+
+def test_changes_go_from_the_nearest_to_the_farthest():
+    changes = nearest_fit._changes(small(remat="none"), parse_target("v5e:2x4"), lambda _: True)
+    found = [(change, target.name) for change, target in itertools.islice(changes, 8)]
+    here, wide = "v5e:2x4", {"mesh.fsdp": 8, "mesh.data": 1}
+    assert found == [
+        ({"accumulate": 2}, here),
+        ({"accumulate": 4}, here),
+        ({"zero": 1}, here),
+        ({"remat": "full"}, here),
+        (wide, here),
+        (wide | {"remat": "full", "accumulate": 8}, here),
+        (wide | {"mesh.fsdp": 16}, "v5e:4x4"),
+        (wide | {"mesh.fsdp": 16, "remat": "full"}, "v5e:4x4"),
+    ]
 
 
 def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
@@ -63,7 +87,7 @@ def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
     # 16 rows over data 4 x fsdp 2, five arrays of 4 bytes.
     assert memory["batch"] == 2 * 16 * 5 * 4
     assert plan["mesh"] == {"data": 4, "fsdp": 2}
-    assert (plan["fits"], plan["roofline"]["compute"], plan["mfu_ceiling"]) == (True, None, None)
+    assert (plan["fits"], plan["roofline"], plan["mfu_ceiling"]) == (True, None, None)
     assert {tuple(row["axes"]) for row in plan["traffic"]} == {
         ("data",),
         ("fsdp",),
@@ -253,10 +277,12 @@ def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
     monkeypatch.setattr(nearest_fit, "plan_experiment", lambda *_: types.SimpleNamespace(fits=True))
     box = Box(monkeypatch, 2**40).target
     found = [
-        nearest_fit.nearest_fit(small(), box, has_flag=lambda flag, has=has: flag.startswith(has))
+        nearest_fit.nearest_fit(
+            load_small, [], box, has_flag=lambda flag, has=has: flag.startswith(has)
+        )
         for has in ("accumulate", "mesh")
     ]
-    found = [change.flags for change, _ in found]
+    found = [change for change, _ in found]
     assert found == ["--accumulate 2", "--mesh.fsdp 8 --mesh.data 1"]
 
 
@@ -278,8 +304,8 @@ def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
     assert not plan.fits
     assert plan.shortage == whole.memory.needed - box.chip.memory_bytes
     assert f"{plan.shortage:,} bytes" in plan.report()
-    change, found = nearest_fit.nearest_fit(experiment, box)
-    assert change.flags == "--accumulate 2"
+    change, found = nearest_fit.nearest_fit(load_small, [], box)
+    assert change == "--accumulate 2"
     assert found.fits
     assert nearest_fit.describe((change, found)).startswith("--accumulate 2 (compiled: ")
     nothing = Box(monkeypatch, 1000).target
@@ -287,7 +313,7 @@ def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
     monkeypatch.setattr(
         nearest_fit, "plan_experiment", None
     )  # the state alone says no: none is compiled
-    assert nearest_fit.nearest_fit(experiment, nothing) is None
+    assert nearest_fit.nearest_fit(load_small, [], nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -315,6 +341,20 @@ def test_a_compilers_refusal_becomes_a_shortage(monkeypatch, message, missing):
     assert (plan.fits, plan.shortage, plan.memory) == (False, missing, None)
     assert f"{missing:,} bytes" in plan.report() or missing == 0
     assert json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_a_verdict_is_never_lost_to_a_text_or_a_trace_that_is_new(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "a new way of writing")
+
+    def fail(*_, **__):
+        raise KeyError("new_axes")
+
+    monkeypatch.setattr(ahead_of_time, "estimate_traced", fail)
+    plan = plan_experiment(small(), targets.parse_target("cpu:8"))
+    assert (plan.fits, plan.roofline, plan.traffic) == (True, None, None)
+    report = " ".join(plan.report().split())
+    assert "communication is not known: its text was not understood" in report
+    assert "time is not predicted: its trace was not understood (KeyError: 'new_axes')" in report
 
 
 def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypatch):

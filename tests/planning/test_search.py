@@ -18,6 +18,7 @@ from jaxtrain.planning.search import (
     Candidate,
     Estimator,
     Rejections,
+    cost,
     family_of,
     make_candidates,
     make_meshes,
@@ -180,7 +181,7 @@ def test_the_printed_table_fits_and_the_json_says_the_same(result):
     assert "rejected:" in lines
     data = json.loads(json.dumps(result.to_json()))
     assert data["considered"] == result.considered
-    assert data["rows"][0]["step_s"] == result.rows[0].prediction.step_s
+    assert data["rows"][0]["step_s"] == result.rows[0].prediction.step_seconds
     assert len(data["rejected"]) == len(result.families)
 
 
@@ -210,6 +211,39 @@ def test_a_search_that_is_stopped_prints_what_it_has_found():
     assert b"@ " not in err  # no stack trace
     assert b"stopped before the end" in out
     assert b"train the first with: --mesh.data=" in out
+
+
+def test_what_the_first_costs(result):
+    # 16 rows of 64 tokens on 2 devices.
+    rate = 16 * 64 / result.rows[0].prediction.step_seconds
+    hours = 2 * 1e9 / rate / 3600
+    found = cost(result, tokens=5e9, price=2.5)
+    assert found["tokens_per_s"] == pytest.approx(rate)
+    assert found["chip_hours_per_billion"] == pytest.approx(hours)
+    assert found["price_per_billion"] == pytest.approx(2.5 * hours)
+    assert found["days"] == pytest.approx(5e9 / rate / 86400)
+    assert found["price"] == pytest.approx(5 * 2.5 * hours)
+    assert set(cost(result)) == {"tokens_per_s", "chip_hours_per_billion"}
+    text = io.StringIO()
+    print_search(result, Console(file=text, width=100), tokens=5e9, price=2.5)
+    printed = " ".join(text.getvalue().split())
+    assert "chip-hours per billion tokens (costs " in printed
+    assert "5.0 billion take" in printed
+    assert "400 Gb/s between hosts per device (--dcn-gbps)" in printed
+
+
+def test_a_search_that_runs_out_of_time_says_what_it_has_not_seen():
+    config = dataclasses.replace(CONFIG, layers=3)
+    lines = []
+    found = search(
+        *(gpt.outline, config, parse_target("h100:2x1")),
+        **{"compile_best": 0, "seconds": 0, "progress": lines.append},
+    )
+    assert len(found.rows) == 1
+    (late,) = (f for f in found.families if f.reason.startswith("not looked at: 0 s were over"))
+    assert late.count > 0
+    assert lines[0].startswith("mesh 1 of 4: ")
+    assert "1 fit, the best takes" in lines[1]
 
 
 def test_only_flags_that_a_config_has_are_named():
