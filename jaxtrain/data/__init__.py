@@ -19,8 +19,17 @@ from jaxtrain.data.loader import (
     RowSource,
     eval_batches,
 )
+from jaxtrain.data.mixtures import (
+    Mixture,
+    TextData,
+    first_texts,
+    open_data,
+    open_tokenizer,
+    parse_data,
+    tokenizer_of_stores,
+)
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes, tokenize
+from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -28,6 +37,15 @@ from jaxtrain.data.sources import (
     hash_fraction,
     python_stdlib,
     text_folder,
+)
+from jaxtrain.data.store import (
+    MappedTokens,
+    Store,
+    cached_store,
+    is_store,
+    open_store,
+    tokenize,
+    write_store,
 )
 from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
 
@@ -41,15 +59,28 @@ __all__ = [
     "Corpus",
     "Document",
     "Documents",
+    "MappedTokens",
+    "Mixture",
     "PackedTokens",
     "RowSource",
     "Split",
+    "Store",
+    "TextData",
     "Tokenizer",
+    "cached_store",
     "eval_batches",
+    "first_texts",
     "hash_fraction",
+    "is_store",
     "ngram_bits_per_byte",
+    "open_data",
+    "open_store",
+    "open_tokenizer",
     "packed_shapes",
+    "parse_data",
     "python_stdlib",
     "text_folder",
     "tokenize",
+    "tokenizer_of_stores",
+    "write_store",
 ]

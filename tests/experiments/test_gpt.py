@@ -15,10 +15,8 @@ from experiments.gpt import (
     Config,
     build,
     conclude,
-    first_texts,
     generate,
     model_config,
-    take_bytes,
 )
 from jaxtrain import data
 from jaxtrain.run.checkpoints.checkpointer import digest
@@ -178,26 +176,20 @@ def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
 
 def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypatch):
     documents = [data.Document(str(i), b"ab" * 5) for i in range(4)]
-    assert list(first_texts(documents, 11)) == [b"ab" * 5] * 2
+    assert list(data.first_texts(documents, 11)) == [b"ab" * 5] * 2
     counted = []
     monkeypatch.setattr(
         data, "ngram_bits_per_byte", lambda train, held: counted.append(list(train)) or 1.0
     )
     model, tokenizer = model_config(Config(), 257), data.ByteTokenizer()
-    given = (Config(sample_tokens=0), model, tokenizer, documents, documents, None, {"loss": 1.0})
+    corpus = data.tokenize(documents, tokenizer)
+    texts = {"": (corpus, corpus)}
+    given = (Config(sample_tokens=0), model, tokenizer, texts, None, {"loss": 1.0})
     assert len(conclude(*given)) == 1
     assert counted == [[b"ab" * 5] * 4]
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert conclude(*given) == []
     assert len(counted) == 1
-
-
-def test_the_held_out_text_is_whole_documents_up_to_a_size():
-    documents = [data.Document(str(i), b"x" * size) for i, size in enumerate([5, 80, 10, 20])]
-    chosen = take_bytes(documents, 36)
-    assert sorted(len(d.text) for d in chosen) == [5, 10, 20]
-    assert take_bytes(documents[1:2], 36) == documents[1:2]
-    assert take_bytes(documents[::-1], 36) == chosen[::-1]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class Logging(Hook):
             utilisation = self._mfu(seconds)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
+        if experiment.counts is not None:
+            values |= experiment.counts(step)
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
         self.run.log.write(step, values)
