@@ -92,6 +92,8 @@ class Config(jt.Config):
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first.
     Stores have their own."""
+    packing: Literal["cut", "fit"] = "cut"
+    """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -123,7 +125,7 @@ def build(config: Config) -> jt.Experiment:
     tokenizer = text.tokenizer
     step = outline(config, vocab_size=tokenizer.vocab_size)
     model = model_config(config, tokenizer.vocab_size)
-    rows = text.rows(model.seq_len)
+    rows = text.rows(model.seq_len, config.packing)
     texts = {
         name: (text.stores[name].corpus(), held_out)
         for name, held_out in text.held_out(config.held_out_bytes).items()

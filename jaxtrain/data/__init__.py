@@ -29,7 +29,7 @@ from jaxtrain.data.mixtures import (
     tokenizer_of_stores,
 )
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes
+from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, packed_shapes, waste
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -59,6 +59,7 @@ __all__ = [
     "Corpus",
     "Document",
     "Documents",
+    "FittedTokens",
     "MappedTokens",
     "Mixture",
     "PackedTokens",
@@ -82,5 +83,6 @@ __all__ = [
     "text_folder",
     "tokenize",
     "tokenizer_of_stores",
+    "waste",
     "write_store",
 ]

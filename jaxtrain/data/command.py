@@ -11,12 +11,14 @@ import numpy as np
 import tyro
 
 from jaxtrain.data.mixtures import open_tokenizer
-from jaxtrain.data.packing import PackedTokens
+from jaxtrain.data.packing import FittedTokens, PackedTokens, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
 from jaxtrain.data.store import TOKENIZER, Store, cpus, open_store, source_of, write_store
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
+# Up to how many documents the best fit is found too.
+FITTED_DOCUMENTS = 5_000_000
 _BLOCK = 1 << 16
 _BAR = 40
 
@@ -182,12 +184,18 @@ def _samples(store: Store, count: int) -> list[str]:
 
 
 def _epochs(store: Store, options: DataOptions) -> list[str]:
-    rows = len(PackedTokens(store.corpus(), options.seq_len))
-    lines = [
-        f"one epoch is {rows:,} rows of {options.seq_len:,} tokens: "
-        f"{rows / options.global_batch:,.1f} steps of {options.global_batch:,} rows"
-    ]
-    if options.steps is not None:
-        read = options.steps * options.global_batch / rows
-        lines.append(f"{options.steps:,} steps read it {read:,.2f} times")
+    corpus, T = store.corpus(), options.seq_len
+    packings = {"cut": PackedTokens}
+    if len(corpus.starts) <= FITTED_DOCUMENTS:
+        packings["fit"] = FittedTokens
+    lines = []
+    for name, pack in packings.items():
+        rows = pack(corpus, T)
+        steps, lost = len(rows) / options.global_batch, waste(rows)
+        read = "" if options.steps is None else f", read {options.steps / steps:,.2f} times"
+        lines.append(
+            f"packing {name}: {len(rows):,} rows of {T:,} tokens, {steps:,.1f} steps an epoch{read}"
+            f"; {lost['idle']:.2%} of the inputs predict nothing, {lost['cut']:.2%} of "
+            "the documents that would fit are cut"
+        )
     return lines

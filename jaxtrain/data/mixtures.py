@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
-from jaxtrain.data.packing import Corpus, PackedTokens
+from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens
 from jaxtrain.data.store import Report, Store, cached_store, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
 
@@ -220,9 +220,10 @@ class TextData:
     tokenizer: Tokenizer
     stores: Mapping[str, Store]
 
-    def rows(self, seq_len: int) -> PackedTokens | Mixture:
-        """Returns the rows to train on, for `Batches`."""
-        rows = {name: PackedTokens(s.corpus(), seq_len) for name, s in self.stores.items()}
+    def rows(self, seq_len: int, packing: str = "cut") -> PackedTokens | FittedTokens | Mixture:
+        """Returns the rows to train on, for `Batches`: "cut" or "fit" is how they are packed."""
+        pack = {"cut": PackedTokens, "fit": FittedTokens}[packing]
+        rows = {name: pack(store.corpus(), seq_len) for name, store in self.stores.items()}
         return rows[""] if "" in rows else Mixture(rows, self.spec.phases)
 
     def held_out(self, num_bytes: int) -> dict[str, Corpus]:

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, PackedTokens, tokenize
+from jaxtrain.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    Document,
+    FittedTokens,
+    PackedTokens,
+    tokenize,
+    waste,
+)
 from jaxtrain.data.tokenizers import EOD
 
 DTYPES = {
@@ -133,3 +141,59 @@ def test_nothing_to_train_on():
         PackedTokens(tokenize(documents_of([b"", b""]), ByteTokenizer()), 4)
     with pytest.raises(ValueError, match="seq_len is 0"):
         PackedTokens(tokenize(documents_of([b"ab"]), ByteTokenizer()), 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=texts_strategy, T=st.integers(1, 20))
+def test_fitted_rows_hold_every_document_once(texts, T):
+    corpus = tokenize(documents_of(texts), ByteTokenizer())
+    found, cut = [], []
+    for row in FittedTokens(corpus, T):
+        assert {name: values.dtype for name, values in row.items()} == DTYPES
+        assert (np.diff(row["segments"][row["segments"] > 0]) >= 0).all()
+        for segment in range(1, row["segments"].max() + 1):
+            where = row["segments"] == segment
+            assert row["mask"][where].all()
+            assert row["positions"][where].tolist() == list(range(where.sum()))
+            targets = row["targets"][where].tolist()
+            assert row["tokens"][where][1:].tolist() == targets[:-1]
+            piece = (row["tokens"][where][0], *targets)
+            (found if piece[-1] == 256 and where.sum() < T else cut).append(piece)
+        assert not row["mask"][row["segments"] == 0].any()
+    expected = []
+    for text in filter(None, texts):
+        tokens = (*text, 256)
+        for start in range(0, len(text), T):
+            expected.append(tokens[start : start + T + 1])
+    assert sorted(found + cut) == sorted(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40))
+def test_documents_are_fitted_longest_first_into_the_fullest_row(lengths):
+    """By its definition: each into a row with the least space left, of those that hold it."""
+    texts = [bytes([n]) * length for n, length in enumerate(lengths)]
+    left = []
+    for length in sorted(lengths, reverse=True):
+        holding = [space for space in left if space >= length]
+        if holding:
+            left[left.index(min(holding))] -= length
+        else:
+            left.append(12 - length)
+    rows = FittedTokens(tokenize(documents_of(texts), ByteTokenizer()), 12)
+    assert sorted(int((row["segments"] == 0).sum()) for row in rows) == sorted(left)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=texts_strategy, T=st.integers(1, 20))
+def test_the_waste_of_a_packing_is_counted(texts, T):
+    corpus = tokenize(documents_of(texts), ByteTokenizer())
+    for rows in (PackedTokens(corpus, T), FittedTokens(corpus, T)):
+        used = sum(float(row["mask"].sum()) for row in rows)
+        assert waste(rows)["idle"] == pytest.approx(1 - used / (len(rows) * T))
+    ends = np.cumsum([len(text) + 1 for text in texts])
+    pairs = zip(texts, ends - [len(text) + 1 for text in texts], strict=True)
+    cut = [
+        begin // T != (begin + len(text) - 1) // T for text, begin in pairs if 0 < len(text) <= T
+    ]
+    assert waste(PackedTokens(corpus, T))["cut"] == pytest.approx(np.mean(cut) if cut else 0)

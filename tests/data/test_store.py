@@ -591,9 +591,15 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
     assert status == 0
     assert made.rstrip() in shown
     assert f"{texts} (unchanged)" in shown
-    rows = len(data.PackedTokens(corpus, 64))
-    assert f"one epoch is {rows:,} rows of 64 tokens" in shown
-    assert f"50 steps read it {50 * 16 / rows:.2f} times" in shown
+    for name, rows in (
+        ("cut", data.PackedTokens(corpus, 64)),
+        ("fit", data.FittedTokens(corpus, 64)),
+    ):
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"packing {name}: ")]
+        assert f" {len(rows):,} rows of 64 tokens" in line
+        assert f"read {50 * 16 / len(rows):.2f} times" in line
+        idle = 1 - sum(row["mask"].sum() for row in rows) / (64 * len(rows))
+        assert f"{idle:.2%} of the inputs predict nothing" in line
     most = int(np.bincount(corpus.tokens[:]).argmax())
     share = (corpus.tokens[:] == most).mean()
     assert f"{most:>7}  {share:>6.2%}  {tokenizer.decode([most])!r}" in shown
