@@ -2,8 +2,6 @@
 one."""
 
 import dataclasses
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +56,6 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
         options.out,
         source=source | {"tokenizer": options.tokenizer},
         workers=options.workers or cpus(),
-        report=Progress(),
     )
     print("\n".join(_counts(store)))
     return 0
@@ -92,32 +89,6 @@ def run_data(options: DataOptions, rest: list[str]) -> int:
     lines += ["", *_samples(store, options.samples), "", *_epochs(store, options)]
     print("\n".join(lines))
     return 0
-
-
-class Progress:
-    """Says on standard error how far the writing of a store is, every few seconds.
-
-    Args:
-      seconds: between two lines.
-    """
-
-    def __init__(self, seconds: float = 10.0):
-        self._seconds, self._begun, self._first = seconds, None, 0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._begun is None:
-            self._begun = self._said = now
-            self._first = done
-        if now - self._said < self._seconds:
-            return
-        rate = (done - self._first) / (now - self._begun)
-        print(
-            f"tokenizing: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({done / max(total, 1):.0%}), "
-            f"{rate / 1e6:,.1f} MB/s, {(total - done) / max(rate, 1) / 60:,.0f} minutes left",
-            file=sys.stderr,
-        )
-        self._said = now
 
 
 def _counts(store: Store) -> list[str]:

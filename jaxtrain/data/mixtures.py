@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens
-from jaxtrain.data.store import Report, Store, cached_store, is_store, open_store, source_of
+from jaxtrain.data.store import Store, cached_store, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
@@ -237,7 +237,6 @@ def open_data(
     field: str = "text",
     tokenizer: str = "bytes",
     kept: os.PathLike[str] | None = None,
-    report: Report | None = None,
 ) -> TextData:
     """Opens what ``--data`` names; text that is no store becomes one under the cache.
 
@@ -248,7 +247,6 @@ def open_data(
       tokenizer: "bytes", a ``tokenizer.json``, or a number: a BPE tokenizer of that many tokens is
         trained on the text. Stores have their own.
       kept: a tokenizer that was trained before, to take instead where there is that file.
-      report: as for `write_store`.
 
     Raises:
       ValueError: stores of different tokenizers, and what the stores and the text raise.
@@ -262,8 +260,7 @@ def open_data(
             continue
         split = sources.open_text(path, field=field)
         encoder = encoder or open_tokenizer(tokenizer, split, kept=kept)
-        source = source_of(path, field)
-        stores[name] = cached_store(split, encoder, source=source, report=report)
+        stores[name] = cached_store(split, encoder, source=source_of(path, field))
     return TextData(spec, encoder, stores)
 
 

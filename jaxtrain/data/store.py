@@ -24,11 +24,13 @@ import mmap
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import threading
+import time
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -55,10 +57,9 @@ TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
+PROGRESS_SECONDS = 10.0
 _ENCODE_BYTES = 1 << 23
 _RANKED = "held_out"  # the set whose documents are chosen by rank
-
-Report = Callable[[int, int], None]
 
 
 class Store:
@@ -237,9 +238,10 @@ def write_store(
     *,
     source: dict[str, Any] | None = None,
     workers: int = 1,
-    report: Report | None = None,
 ) -> Store:
     """Tokenizes documents into a store, or goes on where an earlier call was interrupted.
+
+    How far it is stands on standard error every few seconds.
 
     The text is cut into parts, each of which becomes one shard. A part is complete or absent,
     whatever ends the process, and is named by a hash of its source and the tokenizer: a later call
@@ -253,7 +255,6 @@ def write_store(
       path: the folder, on a disk.
       source: what the manifest says of where the text comes from.
       workers: processes to use, where there is more text than one shard takes.
-      report: called with the bytes of the source that are done, and all of them.
 
     Raises:
       ValueError: if there is no text to train on, the path is in a bucket, holds other files or a
@@ -284,7 +285,7 @@ def write_store(
             if not _is_made(folder, about):
                 folder.mkdir(exist_ok=True)
                 try:
-                    _make(folder, sides, tokenizer, about, workers, report)
+                    _make(folder, sides, tokenizer, about, workers)
                 except BaseException:
                     if not any(folder.glob("*.npz")):  # nothing is done that could be kept
                         shutil.rmtree(folder, ignore_errors=True)
@@ -299,7 +300,6 @@ def cached_store(
     tokenizer: Tokenizer,
     *,
     source: dict[str, Any] | None = None,
-    report: Report | None = None,
 ) -> Store:
     """Opens the store of a text under ``~/.cache/jaxtrain/tokens``, after making it if need be.
 
@@ -316,9 +316,7 @@ def cached_store(
     if not is_store(folder / key) and not os.access(folder, os.W_OK):
         temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
         folder = Path(temporary.name)
-    store = write_store(
-        split, tokenizer, folder / key, source=source, workers=cpus(), report=report
-    )
+    store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
     store.temporary = temporary  # which is removed with the store
     return store
 
@@ -375,7 +373,6 @@ def _make(
     tokenizer: Tokenizer,
     about: dict[str, Any],
     workers: int,
-    report: Report | None,
 ) -> None:
     """Writes what is missing of a store, its manifest last; before, the manifest has no sets."""
     with _whole(folder / MANIFEST) as sink:
@@ -390,30 +387,20 @@ def _make(
             key = f"{name}-{_hash(tokenizer.fingerprint, tokenizer.eod, stamp)[:16]}"
             size = cut.num_bytes() if isinstance(cut, Files) else 0
             parts.append(_Part(name, key, cut, stamp, size))
-    _write_parts(folder, parts, tokenizer, workers, report)
+    _write_parts(folder, parts, tokenizer, workers)
     sets = {name: _join(folder, name, parts) for name in sides}
     with _whole(folder / MANIFEST) as sink:
         sink.write(json.dumps(about | {"sets": sets}, indent=1).encode())
 
 
-def _write_parts(
-    folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int, report: Report | None
-) -> None:
+def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
     """Writes the parts that are missing, by other processes where there is much to do."""
     missing = [part for part in parts if not (folder / f"{part.name}.npz").exists()]
-    total, left = (sum(part.num_bytes for part in some) for some in (parts, missing))
-
-    def count(num_bytes: int) -> None:
-        nonlocal left
-        left -= num_bytes
-        if report is not None:
-            report(total - left, total)
-
-    count(0)
-    if workers < 2 or left <= SHARD_BYTES:
+    progress = _Progress(parts, missing)
+    if workers < 2 or progress.left <= SHARD_BYTES:
         for part in missing:
             _write_part(folder, part, tokenizer)
-            count(part.num_bytes)
+            progress.count(part)
         return
     # Not by fork: this process has threads, of JAX and of others.
     context = multiprocessing.get_context("spawn")
@@ -422,7 +409,7 @@ def _write_parts(
         try:
             for future in as_completed(futures):
                 future.result()
-                count(futures[future].num_bytes)
+                progress.count(futures[future])
         except BrokenProcessPool:
             raise ChildProcessError(
                 f"a process that tokenized into '{folder}' was killed, as where memory runs out: "
@@ -430,6 +417,28 @@ def _write_parts(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+class _Progress:
+    """Says on standard error how much of the parts is done."""
+
+    def __init__(self, parts: list[_Part], missing: list[_Part]):
+        self.total, self.left = (sum(part.num_bytes for part in some) for some in (parts, missing))
+        self._first, self._begun = self.left, time.monotonic()
+        self._said = self._begun
+
+    def count(self, part: _Part) -> None:
+        self.left -= part.num_bytes
+        now = time.monotonic()
+        if now - self._said < PROGRESS_SECONDS:
+            return
+        rate = (self._first - self.left) / (now - self._begun)
+        print(
+            f"tokenizing: {(self.total - self.left) / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
+            f"{rate / 1e6:,.1f} MB/s, {self.left / max(rate, 1) / 60:,.0f} minutes left",
+            file=sys.stderr,
+        )
+        self._said = now
 
 
 def _start_worker() -> None:

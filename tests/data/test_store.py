@@ -7,12 +7,14 @@ import json
 import mmap
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -231,8 +233,8 @@ from jaxtrain.data.sources import text_folder
 if __name__ == "__main__":
     store.SHARD_BYTES = 30_000
     tokenizer = data.BPETokenizer.load(sys.argv[1])
-    report = lambda done, total: print(done, total, flush=True)
-    data.write_store(text_folder(sys.argv[2]), tokenizer, sys.argv[3], workers=2, report=report)
+    store.PROGRESS_SECONDS = 0.0
+    data.write_store(text_folder(sys.argv[2]), tokenizer, sys.argv[3], workers=2)
 """
 
 
@@ -248,10 +250,10 @@ def test_workers_end_with_a_killed_parent_and_the_next_call_finishes(tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
     begin = [sys.executable, str(script), str(tmp_path / "tokenizer.json"), str(folder), str(path)]
-    kept = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    kept = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(begin, **kept) as process:
-        assert process.stdout.readline().startswith("0 ")
-        process.stdout.readline()
+        said = next(line for line in process.stderr if line.startswith("tokenizing: "))
+        assert re.search(r"tokenizing: 0 of 1 MB, \d+\.\d MB/s, \d+ minutes left", said)
         process.send_signal(signal.SIGKILL)
         process.wait()
         group, deadline = process.pid, time.monotonic() + 60
@@ -266,7 +268,7 @@ def test_workers_end_with_a_killed_parent_and_the_next_call_finishes(tmp_path):
     assert done
     with pytest.raises(ValueError, match="is not complete: run the same jaxtrain tokenize again"):
         data.open_store(path)
-    subprocess.run(begin, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    subprocess.run(begin, check=True, stderr=subprocess.DEVNULL, timeout=300)
     found = data.open_store(path)
     assert len(found.manifest["sets"]["train"]["shards"]) > len(done) > 0
     for name, time_ns in done.items():
@@ -427,6 +429,22 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(texts, tmp_path, m
     assert len(list(path.glob("*.npz"))) == 2
     assert not list(path.glob("*.partial"))
     same(data.write_store(split, BYTES, path).corpus(), tokenize(split.train, BYTES))
+
+
+def test_a_killed_worker_is_said(texts, tmp_path, monkeypatch):
+    class Killed(ThreadPoolExecutor):
+        def __init__(self, workers, context, *, initializer):
+            super().__init__(workers)
+
+        def submit(self, *args):
+            future = Future()
+            future.set_exception(BrokenProcessPool("a process was terminated abruptly"))
+            return future
+
+    monkeypatch.setattr(store, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(store, "ProcessPoolExecutor", Killed)
+    with pytest.raises(OSError, match=r"tokenized into '.*store' was killed, as where memory runs"):
+        data.write_store(data.text_folder(texts), BYTES, tmp_path / "store", workers=2)
 
 
 def test_documents_are_encoded_in_chunks(monkeypatch):

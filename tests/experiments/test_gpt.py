@@ -270,3 +270,48 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
     expected = fit(build(config), config.run).state
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be_added(
+    texts, tmp_path, capsys
+):
+    tokenizer = data.ByteTokenizer()
+    for name in ("code", "docs", "math"):
+        documents = [data.Document(str(n), f"{name} {n} ".encode() * 30) for n in range(30)]
+        data.write_store(data.Split(documents[3:], documents[:3]), tokenizer, tmp_path / name)
+    shares = f"code=0.75:{tmp_path}/code,docs=0.25:{tmp_path}/docs"
+    flags = [*SMALL, "--sample-tokens", "0", "--log-every", "1"]
+    flags += ["--optimizer.warmup-steps", "1", "--optimizer.schedule", "constant"]
+    for name, steps in (("run", "2"), ("whole", "4")):
+        more = (
+            shares if name == "run" else f"{shares};2:code=0.5,docs=0.25,math=0.25:{tmp_path}/math"
+        )
+        main(
+            Config,
+            build,
+            [*flags, "--steps", steps, "--data", more, "--run-dir", str(tmp_path / name)],
+        )
+    printed = capsys.readouterr().out
+    assert "; the shares are exact over any 4 rows" in printed
+    assert re.search(r"\ncode: held-out loss \d\.\d+ bits per byte, which .* byte model's", printed)
+    assert "\ndocs: held-out loss " in printed
+    resume = ["--resume", "--steps", "4", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(Config, build, [*resume, "--data", shares.replace("75", "5").replace("0.25", "0.5")])
+    assert "had shares.0 code 3/4, docs 1/4 (now code 1/2, docs 1/2)" in capsys.readouterr().err
+    main(Config, build, [*resume, "--data", more])
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("run", "whole")
+    ]
+    losses = [{x["step"]: x["train/loss"] for x in log if "train/loss" in x} for log in logs]
+    assert losses[0] == losses[1]
+    rows = {
+        name: len(data.PackedTokens(data.open_store(tmp_path / name).corpus(), 32))
+        for name in ("code", "math")
+    }
+    (last,) = [x for x in logs[0] if x["step"] == 4 and "train/loss" in x]
+    assert last["data/epochs/math"] == pytest.approx(4 / rows["math"])
+    assert last["data/epochs/code"] == pytest.approx((12 + 8) / rows["code"])
+    (evaluated,) = [x for x in logs[0] if x["step"] == 4 and "eval/math/loss" in x]
+    assert {"eval/code/loss", "eval/docs/loss"} <= evaluated.keys()
