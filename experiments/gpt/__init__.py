@@ -134,12 +134,13 @@ def build(config: Config) -> jt.Experiment:
         name: data.PackedTokens(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
     bpe = isinstance(tokenizer, data.BPETokenizer)
-    fingerprints = {
-        "text": {name: train.fingerprint for name, (train, _) in texts.items()},
-        "held_out_text": {name: held_out.fingerprint for name, (_, held_out) in texts.items()},
-    }
-    mixture = {}
+    fingerprints, mixture = {}, {}
+    for name, (train, held_out) in texts.items():
+        of = f".{name}" if name else ""  # the only one has no name
+        fingerprints |= {f"text{of}": train.fingerprint}
+        fingerprints |= {f"held_out_text{of}": held_out.fingerprint}
     if isinstance(rows, data.Mixture):
+        fingerprints |= {f"shares.{step}": told for step, told in text.spec.described().items()}
         mixture = {
             "best_metric": f"{next(iter(texts))}/loss",
             "counts": lambda step: {
@@ -147,13 +148,9 @@ def build(config: Config) -> jt.Experiment:
                 for name, n in rows.epochs(step, config.global_batch).items()
             },
         }
-        fingerprints["shares"] = text.spec.described()
-    else:  # the only one has no name
-        held_out_rows = held_out_rows[""]
-        fingerprints = {name: found[""] for name, found in fingerprints.items()}
     return dataclasses.replace(
         step,
-        **config.batches_of(rows, held_out_rows),
+        **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
         **mixture,
         config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
         files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},

@@ -1,8 +1,9 @@
 """Text to batches on a device mesh: a batch is a function of (seed, step) and nothing else.
 
 Four pieces, each usable without the others: documents (`python_stdlib`, `text_folder`, or any
-iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`,
-`PackedTokens`) and batches (`Batches`, `eval_batches`).
+iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`, or
+`write_store` and `open_store` for text of any size; `PackedTokens` or `FittedTokens`) and batches
+(`Batches`, `eval_batches`; of several sources by a `Mixture`).
 
 >>> tokenizer = ByteTokenizer()
 >>> documents = [Document("a", b"Some text."), Document("b", b"Some more.")]

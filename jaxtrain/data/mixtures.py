@@ -6,6 +6,7 @@ function of (seed, step): row n of a run is found from n by two divisions and tw
 
 import bisect
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -208,17 +209,30 @@ class _Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class TextData:
-    """The stores that ``--data`` names, made where they were not.
+    """What ``--data`` names, opened.
 
     Attributes:
       spec: what it says.
-      tokenizer: of all of them.
-      stores: by name; the only one has an empty name.
+      tokenizer: of all sources.
+      found: the stores and the texts by name; the only one has an empty name.
+      field: of rows, that holds the text.
     """
 
     spec: DataSpec
     tokenizer: Tokenizer
-    stores: Mapping[str, Store]
+    found: Mapping[str, Store | sources.Split]
+    field: str
+
+    @functools.cached_property
+    def stores(self) -> dict[str, Store]:
+        """The stores by name; those of texts are made when this is first asked for."""
+        stores = {}
+        for name, found in self.found.items():
+            if not isinstance(found, Store):
+                source = source_of(self.spec.paths[name], self.field)
+                found = cached_store(found, self.tokenizer, source=source)
+            stores[name] = found
+        return stores
 
     def rows(self, seq_len: int, packing: str = "cut") -> PackedTokens | FittedTokens | Mixture:
         """Returns the rows to train on, for `Batches`: "cut" or "fit" is how they are packed."""
@@ -238,7 +252,7 @@ def open_data(
     tokenizer: str = "bytes",
     kept: os.PathLike[str] | None = None,
 ) -> TextData:
-    """Opens what ``--data`` names; text that is no store becomes one under the cache.
+    """Opens what ``--data`` names; text that is no store becomes one under the cache when used.
 
     Args:
       text: "python", a folder or file of text, a token store, or a mixture of those: see
@@ -253,15 +267,14 @@ def open_data(
     """
     spec = parse_data(text)
     encoder = tokenizer_of_stores(spec, tokenizer)
-    stores: dict[str, Store] = {}
+    found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():
         if is_store(path):
-            stores[name] = open_store(path)
-            continue
-        split = sources.open_text(path, field=field)
-        encoder = encoder or open_tokenizer(tokenizer, split, kept=kept)
-        stores[name] = cached_store(split, encoder, source=source_of(path, field))
-    return TextData(spec, encoder, stores)
+            found[name] = open_store(path)
+        else:
+            found[name] = sources.open_text(path, field=field)
+            encoder = encoder or open_tokenizer(tokenizer, found[name], kept=kept)
+    return TextData(spec, encoder, found, field)
 
 
 def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | None:
