@@ -242,9 +242,9 @@ def waste(rows: PackedTokens | FittedTokens) -> dict[str, float]:
     of the documents that would fit into a row, those that were cut (``cut``).
 
     >>> from jaxtrain.data import ByteTokenizer, tokenize
-    >>> corpus = tokenize([Document("a", b"abc"), Document("b", b"de")], ByteTokenizer())
+    >>> corpus = tokenize([Document("a", b"ab"), Document("b", b"cdef")], ByteTokenizer())
     >>> waste(PackedTokens(corpus, 4)), waste(FittedTokens(corpus, 4))
-    ({'idle': 0.375, 'cut': 0.5}, {'idle': 0.375, 'cut': 0.0})
+    ({'idle': 0.25, 'cut': 0.5}, {'idle': 0.25, 'cut': 0.0})
     """
     corpus, T = rows.corpus, rows.seq_len
     inputs = np.diff(corpus.starts, append=len(corpus.tokens)) - 1
