@@ -115,7 +115,9 @@ class Files:
                 parts += [dataclasses.replace(self, names=(name,), span=span) for span in spans]
             else:
                 small, size = [*small, name], size + own
-        return parts + ([dataclasses.replace(self, names=tuple(small))] if small else [])
+        if small or not parts:
+            parts.append(dataclasses.replace(self, names=tuple(small)))
+        return parts
 
     def _read(self, root: Path, name: str) -> Iterator[Document]:
         if self.field is not None and name.lower().endswith(_JSON_SUFFIXES):

@@ -105,6 +105,16 @@ def test_a_single_file_is_split_as_in_memory(texts, tmp_path, monkeypatch, name)
     assert (len(found.manifest["sets"]["train"]["shards"]) > 3) == many
 
 
+@pytest.mark.parametrize("name", ["", "lines.jsonl", "00.txt"])
+def test_nothing_may_be_held_out(texts, tmp_path, name):
+    split = data.text_folder(texts / name, held_out=0)
+    found = data.write_store(split, BYTES, tmp_path / "store")
+    same(found.corpus(), tokenize(split.train, BYTES))
+    about = found.manifest["sets"]["held_out"]
+    assert (about["documents"], about["tokens"], about["shards"]) == (0, 0, [])
+    assert len(found.corpus("held_out").tokens[:]) == len(found.corpus("held_out").starts) == 0
+
+
 def test_rows_and_batches_of_a_store_are_those_of_memory(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHARD_BYTES", 2000)
     split = data.text_folder(texts)
