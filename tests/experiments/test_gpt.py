@@ -17,6 +17,7 @@ from experiments.gpt import (
     conclude,
     generate,
     model_config,
+    outline,
 )
 from jaxtrain import data
 from jaxtrain.run.checkpoints.checkpointer import digest
@@ -315,3 +316,31 @@ def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be
     assert last["data/epochs/code"] == pytest.approx((12 + 8) / rows["code"])
     (evaluated,) = [x for x in logs[0] if x["step"] == 4 and "eval/math/loss" in x]
     assert {"eval/code/loss", "eval/docs/loss"} <= evaluated.keys()
+
+
+def test_a_store_gives_the_batches_of_its_text_with_its_own_tokenizer(texts, tmp_path):
+    split, path = data.text_folder(texts), str(tmp_path / "store")
+    tokenizer = data.BPETokenizer.train((d.text for d in split.train), 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    data.write_store(split, tokenizer, path)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def first(*flags):
+        experiment = build(parse(Config, [*SMALL, *flags]))
+        with experiment.train_batches(3, sharding) as stream:
+            return experiment, next(stream), next(iter(experiment.eval_batches(sharding)))
+
+    flags = ("--tokenizer", str(tmp_path / "tokenizer.json"))
+    raw, *batches = first("--data", texts, *flags)
+    for same_flags in (("--data", path), ("--data", path, *flags)):
+        stored, *others = first(*same_flags)
+        jax.tree.map(np.testing.assert_array_equal, batches, others)
+        assert stored.fingerprints == raw.fingerprints
+        assert stored.files == raw.files
+    assert outline(parse(Config, [*SMALL, "--data", path])).config["model"] == raw.config["model"]
+    _, fitted, _ = first("--data", path, "--packing", "fit")
+    rows = data.FittedTokens(data.open_store(path).corpus(), 32)
+    wanted = data.Batches(rows, global_batch=8, seed=0).batch(3)
+    jax.tree.map(np.testing.assert_array_equal, dict(fitted), wanted)
+    with pytest.raises(ValueError, match="made with another tokenizer than '300': leave"):
+        first("--data", path, "--tokenizer", "300")
