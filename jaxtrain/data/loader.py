@@ -43,8 +43,8 @@ class Batches:
 
     Args:
       source: random access to rows; row 0 is read once, to know the shapes. One with a method
-        ``order(seed=, global_batch=)`` brings its own order (`Mixture`): that returns what takes
-        ``step * B + r`` to the row's index.
+        ``row_order(seed=, global_batch=)`` brings its own order, as `Mixture` does: that returns
+        what takes ``step * B + r`` to the row's index.
       global_batch: B, the rows in a batch over all processes.
       seed: at least 0.
       shuffle: False keeps the order of the source in every epoch, and the seed has no effect.
@@ -69,7 +69,7 @@ class Batches:
         self.global_batch = global_batch
         self.seed = seed
         self.shuffle = shuffle
-        order = getattr(source, "order", None)
+        order = getattr(source, "row_order", None)
         self._order = order(seed=seed, global_batch=global_batch) if order else None
         self._shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         row = {name: np.asarray(value) for name, value in source[0].items()}

@@ -116,7 +116,7 @@ class Mixture:
 
     >>> rows = {"a": [{"x": 1}] * 5, "b": [{"x": 2}] * 5}
     >>> mixture = Mixture(rows, [(0, {"a": Fraction(3, 4), "b": Fraction(1, 4)})])
-    >>> place = mixture.order(seed=0, global_batch=4)
+    >>> place = mixture.row_order(seed=0, global_batch=4)
     >>> [mixture[place(n)]["x"] for n in range(8)]
     [1, 1, 2, 1, 1, 1, 2, 1]
     """
@@ -140,7 +140,7 @@ class Mixture:
         source = bisect.bisect_right(self._offsets, index) - 1
         return self._sources[source][index - self._offsets[source]]
 
-    def order(self, *, seed: int, global_batch: int) -> Callable[[int], int]:
+    def row_order(self, *, seed: int, global_batch: int) -> Callable[[int], int]:
         """Returns what finds the row at a position of the run, ``step * global_batch + r``."""
         lengths = [len(rows) for rows in self._sources]
         seeds = [

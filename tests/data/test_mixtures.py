@@ -34,7 +34,7 @@ FEW = {"a": 50, "b": 23, "c": 11}
 
 def read(mixture, rows, *, seed=0, global_batch=8):
     """The first rows as (source, row), in order."""
-    place = mixture.order(seed=seed, global_batch=global_batch)
+    place = mixture.row_order(seed=seed, global_batch=global_batch)
     found = [mixture[place(position)] for position in range(rows)]
     return [(chr(row["source"]), int(row["row"])) for row in found]
 
