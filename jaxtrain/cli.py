@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 from jaxtrain import agreement
+from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import quiet
 from jaxtrain.parallel.pipeline import draw
@@ -307,6 +308,8 @@ COMMANDS = {
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "plan": Command(PlanOptions, run_plan, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
+    "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
+    "data": Command(data.DataOptions, data.run_data),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 

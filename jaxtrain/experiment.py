@@ -99,6 +99,8 @@ class Experiment:
         otherwise: their dotted names, or patterns of them (``mesh.*``), to what that means for the
         steps to come. All others are refused unless ``RunOptions.accept_changes`` names them.
       facts: more lines for the header (name to text).
+      counts: ``step -> numbers`` that are logged with the metrics of a step, such as the epochs of
+        each source of its data.
       conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
         what is evaluated in ``params`` (:func:`jaxtrain.averaged`).
       best_metric: the evaluation metric that decides which checkpoint is best; ``NAME/loss`` with
@@ -138,6 +140,7 @@ class Experiment:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_change: Mapping[str, str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    counts: Callable[[int], Mapping[str, float]] | None = None
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     best_metric: str = "loss"
     best_mode: str = "min"

@@ -14,8 +14,7 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -52,7 +51,7 @@ MAY_CHANGE = {
     "tokenizer": SAME,
     "sample_tokens": SAME,
     "held_out_bytes": "same bits, evaluated on other text",
-    "held_out_text": "same bits, evaluated on other text",
+    "held_out_text*": "same bits, evaluated on other text",
 }
 
 
@@ -86,14 +85,18 @@ class Config(jt.Config):
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
     data: str = "python"
-    """Text to learn: "python" (the standard library's source), or a folder or file (text, JSONL,
-    Parquet)."""
+    """Text to learn: "python" (the standard library's source), a folder or file (text, JSONL,
+    Parquet, Arrow), a store that `jaxtrain tokenize` has made, or several of those by shares:
+    code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind it from step 1000 on."""
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first."""
+    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first.
+    Stores have their own."""
+    packing: Literal["cut", "fit"] = "cut"
+    """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""
     held_out_bytes: int = 300_000
-    """Bytes of held-out text to evaluate on, in whole documents."""
+    """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
     steps: int = 350
     """Train steps."""
@@ -114,28 +117,48 @@ def build(config: Config) -> jt.Experiment:
     for name in ("held_out_bytes", "sample_tokens"):
         if getattr(config, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it is a size")
-    split = open_text(config)
-    tokenizer = open_tokenizer(config, split)
+    text = data.open_data(
+        config.data,
+        field=config.field,
+        tokenizer=config.tokenizer,
+        kept=kept_file(config.run, TOKENIZER_FILE),
+    )
+    tokenizer = text.tokenizer
     step = outline(config, vocab_size=tokenizer.vocab_size)
     model = model_config(config, tokenizer.vocab_size)
-    held_out = take_bytes(split.held_out, config.held_out_bytes)
-    train_rows = data.PackedTokens(tokenize(split.train, tokenizer), model.seq_len)
-    eval_corpus = tokenize(held_out, tokenizer)
-    eval_rows = data.PackedTokens(eval_corpus, model.seq_len)
+    rows = text.rows(model.seq_len, config.packing)
+    texts = {
+        name: (text.stores[name].corpus(), held_out)
+        for name, held_out in text.held_out(config.held_out_bytes).items()
+    }
+    held_out_rows = {
+        name: data.PackedTokens(held_out, model.seq_len) for name, (_, held_out) in texts.items()
+    }
     bpe = isinstance(tokenizer, data.BPETokenizer)
+    fingerprints, mixture = {}, {}
+    for name, (train, held_out) in texts.items():
+        of = f".{name}" if name else ""  # the only one has no name
+        fingerprints |= {f"text{of}": train.fingerprint}
+        fingerprints |= {f"held_out_text{of}": held_out.fingerprint}
+    if isinstance(rows, data.Mixture):
+        fingerprints |= {f"shares.{step}": told for step, told in text.spec.described().items()}
+        mixture = {
+            "best_metric": f"{next(iter(texts))}/loss",
+            "counts": lambda step: {
+                f"data/epochs/{name}": n
+                for name, n in rows.epochs(step, config.global_batch).items()
+            },
+        }
     return dataclasses.replace(
         step,
-        **config.batches_of(train_rows, eval_rows),
+        **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
+        **mixture,
         config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
         files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
-        fingerprints={
-            "text": train_rows.corpus.fingerprint,
-            "held_out_text": eval_corpus.fingerprint,
-            "vocabulary": tokenizer.fingerprint,
-            "order_of_rows": str(data.ORDER_VERSION),
-        },
-        facts=facts(config, model, train_rows.corpus, eval_corpus),
-        conclude=functools.partial(conclude, config, model, tokenizer, split.train, held_out),
+        fingerprints=fingerprints
+        | {"vocabulary": tokenizer.fingerprint, "order_of_rows": str(data.ORDER_VERSION)},
+        facts=facts(config, model, texts, rows),
+        conclude=functools.partial(conclude, config, model, tokenizer, texts),
     )
 
 
@@ -151,8 +174,10 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
       ValueError: for options that do not fit each other.
     """
     if vocab_size is None:
-        digits = config.tokenizer.isdigit()
-        vocab_size = int(config.tokenizer) if digits else open_tokenizer(config, None).vocab_size
+        found = data.tokenizer_of_stores(data.parse_data(config.data), config.tokenizer)
+        if found is None and not config.tokenizer.isdigit():
+            found = data.open_tokenizer(config.tokenizer)
+        vocab_size = int(config.tokenizer) if found is None else found.vocab_size
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     stack = stack_of(config, model)
@@ -193,43 +218,12 @@ def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
     return Stack(virtual=virtual, counts=counts)
 
 
-def open_text(config: Config) -> data.Split:
-    """Opens the train and held-out documents."""
-    if config.data == "python":
-        return data.python_stdlib()
-    return data.text_folder(config.data, field=config.field)
-
-
-def open_tokenizer(config: Config, split: data.Split | None) -> data.Tokenizer:
-    """Makes, trains (on the split) or loads the tokenizer; a run that is resumed keeps its own."""
-    if config.tokenizer == "bytes":
-        return data.ByteTokenizer()
-    if config.tokenizer.isdigit():
-        # One that was trained is kept: checkpoints need that very one.
-        if (kept := kept_file(config.run, TOKENIZER_FILE)) is not None:
-            return data.BPETokenizer.load(kept)
-        texts = (document.text for document in split.train)
-        return data.BPETokenizer.train(texts, int(config.tokenizer))
-    return data.BPETokenizer.load(config.tokenizer)
-
-
 def kept_file(run: jt.RunOptions, name: str) -> os.PathLike | None:
     """The file that a run to resume has kept in its folder; None where there is none."""
     if not (run.resume or run.auto_resume) or run.run_dir is None:
         return None
     path = as_path(run.run_dir) / name
     return path if path.exists() else None
-
-
-def tokenize(documents: Iterable[data.Document], tokenizer: data.Tokenizer) -> data.Corpus:
-    """Encodes documents once and for all starts: tokens are kept in ``~/.cache/jaxtrain/tokens``
-    (``$XDG_CACHE_HOME`` is heeded), or in memory where that folder cannot be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    try:
-        folder = pathlib.Path(home) / "jaxtrain" / "tokens"
-        return data.tokenize(documents, tokenizer, cache_dir=folder)
-    except OSError:
-        return data.tokenize(documents, tokenizer)
 
 
 def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
@@ -253,54 +247,29 @@ def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
     return model
 
 
-def take_bytes(documents: Iterable[data.Document], limit: int) -> list[data.Document]:
-    """Whole documents of up to ``limit`` bytes together, chosen by a hash of their names.
-
-    Where none is that small, the first by hash alone. Reads the documents twice, and keeps only
-    what it returns.
-    """
-    ranked = sorted(
-        (data.hash_fraction(f"evaluate/{d.name}"), len(d.text), d.name) for d in documents
-    )
-    chosen: set[str] = set()
-    for _, size, name in ranked:
-        if size <= limit:
-            chosen.add(name)
-            limit -= size
-    chosen = chosen or {name for _, _, name in ranked[:1]}
-    return [document for document in documents if document.name in chosen]
-
-
-def first_texts(documents: Iterable[data.Document], limit: int) -> Iterator[bytes]:
-    """The texts of the first documents, until they have ``limit`` bytes together."""
-    for document in documents:
-        if limit <= 0:
-            return
-        limit -= len(document.text)
-        yield document.text
-
-
 def conclude(
     config: Config,
     model: gpt.GPTConfig,
     tokenizer: data.Tokenizer,
-    train: data.Documents,
-    held_out: list[data.Document],
+    texts: Mapping[str, tuple[data.Corpus, data.Corpus]],
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
     """Says what the loss is in bits per byte, next to a byte model's, and shows a sample."""
-    tokens = tokenize(held_out, tokenizer)
-    counted = len(tokens.tokens) - len(tokens.starts)
-    bits = (means["loss"] - means.get("z_loss", 0.0)) * counted / math.log(2) / tokens.num_bytes
     lines = []
-    if jax.process_index() == 0:  # which prints them
-        texts = first_texts(train, BASELINE_BYTES)
-        baseline = data.ngram_bits_per_byte(texts, (d.text for d in held_out))
+    for name, (train, held_out) in texts.items() if jax.process_index() == 0 else ():
+        of = f"{name}/" if name else ""
+        counted = len(held_out.tokens) - len(held_out.starts)
+        nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
+        bits = nats * counted / math.log(2) / held_out.num_bytes
+        counts = data.first_texts(train.documents(tokenizer), BASELINE_BYTES)
+        baseline = data.ngram_bits_per_byte(
+            counts, (document.text for document in held_out.documents(tokenizer))
+        )
         verdict = "beats" if bits < baseline else "does not beat"
         lines.append(
-            f"held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte model's "
-            f"{baseline:.3f} on the same {tokens.num_bytes:,} bytes"
+            f"{name + ': ' if name else ''}held-out loss {bits:.3f} bits per byte, which {verdict} "
+            f"the order-2 byte model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
         lines += ["", "a sample it wrote:", "", *sample(config, model, tokenizer, state)]
@@ -326,17 +295,27 @@ def sample(
 
 
 def facts(
-    config: Config, model: gpt.GPTConfig, train: data.Corpus, held_out: data.Corpus
+    config: Config,
+    model: gpt.GPTConfig,
+    texts: Mapping[str, tuple[data.Corpus, data.Corpus]],
+    rows: data.RowSource,
 ) -> dict[str, str]:
     """What the header says of the model and its text."""
     text = "the Python standard library's source" if config.data == "python" else config.data
+    train, held_out = (sum(each[i].num_bytes for each in texts.values()) for i in (0, 1))
+    mixture = {}
+    if isinstance(rows, data.Mixture):
+        epochs = rows.epochs(config.steps, config.global_batch)
+        mixture["epochs"] = ", ".join(f"{name} {n:.2f}" for name, n in epochs.items())
+        windows = ", ".join(f"{window:,}" for window in rows.windows)
+        mixture["epochs"] += f"; the shares are exact over any {windows} rows"
     dtype = Policy.named(config.precision).compute_dtype
     return {
         "model": f"{config.model}: {gpt.parameter_count(model) / 1e6:.1f} M parameters, "
         f"{model.layers} layers, {model.width} wide, {model.heads} heads, {model.positions} "
         f"positions, {model.norm}, {model.mlp}",
-        "text": f"{text}: {train.num_bytes / 1e6:.1f} MB to train on, "
-        f"{held_out.num_bytes / 1e6:.2f} MB held out",
+        "text": f"{text}: {train / 1e6:.1f} MB to train on, {held_out / 1e6:.2f} MB held out",
+        **mixture,
         "attention": explain_choice(
             model.attention,
             dtype=dtype,

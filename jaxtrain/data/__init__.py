@@ -1,8 +1,9 @@
 """Text to batches on a device mesh: a batch is a function of (seed, step) and nothing else.
 
 Four pieces, each usable without the others: documents (`python_stdlib`, `text_folder`, or any
-iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`,
-`PackedTokens`) and batches (`Batches`, `eval_batches`).
+iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`, or
+`write_store` and `open_store` for text of any size; `PackedTokens` or `FittedTokens`) and batches
+(`Batches`, `eval_batches`; of several sources by a `Mixture`).
 
 >>> tokenizer = ByteTokenizer()
 >>> documents = [Document("a", b"Some text."), Document("b", b"Some more.")]
@@ -19,8 +20,17 @@ from jaxtrain.data.loader import (
     RowSource,
     eval_batches,
 )
+from jaxtrain.data.mixtures import (
+    Mixture,
+    TextData,
+    first_texts,
+    open_data,
+    open_tokenizer,
+    parse_data,
+    tokenizer_of_stores,
+)
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, PackedTokens, packed_shapes, tokenize
+from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, packed_shapes, waste
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -28,6 +38,15 @@ from jaxtrain.data.sources import (
     hash_fraction,
     python_stdlib,
     text_folder,
+)
+from jaxtrain.data.store import (
+    MappedTokens,
+    Store,
+    cached_store,
+    is_store,
+    open_store,
+    tokenize,
+    write_store,
 )
 from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
 
@@ -41,15 +60,30 @@ __all__ = [
     "Corpus",
     "Document",
     "Documents",
+    "FittedTokens",
+    "MappedTokens",
+    "Mixture",
     "PackedTokens",
     "RowSource",
     "Split",
+    "Store",
+    "TextData",
     "Tokenizer",
+    "cached_store",
     "eval_batches",
+    "first_texts",
     "hash_fraction",
+    "is_store",
     "ngram_bits_per_byte",
+    "open_data",
+    "open_store",
+    "open_tokenizer",
     "packed_shapes",
+    "parse_data",
     "python_stdlib",
     "text_folder",
     "tokenize",
+    "tokenizer_of_stores",
+    "waste",
+    "write_store",
 ]

@@ -42,7 +42,9 @@ class Batches:
     SeedSequence, so that neighbouring seeds share no epoch. A batch may span two epochs.
 
     Args:
-      source: random access to rows; row 0 is read once, to know the shapes.
+      source: random access to rows; row 0 is read once, to know the shapes. One with a method
+        ``row_order(seed=, global_batch=)`` brings its own order, as `Mixture` does: that returns
+        what takes ``step * B + r`` to the row's index.
       global_batch: B, the rows in a batch over all processes.
       seed: at least 0.
       shuffle: False keeps the order of the source in every epoch, and the seed has no effect.
@@ -67,6 +69,8 @@ class Batches:
         self.global_batch = global_batch
         self.seed = seed
         self.shuffle = shuffle
+        order = getattr(source, "row_order", None)
+        self._order = order(seed=seed, global_batch=global_batch) if order else None
         self._shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         row = {name: np.asarray(value) for name, value in source[0].items()}
         self.shapes = {
@@ -76,16 +80,11 @@ class Batches:
 
     def source_index(self, position: int) -> int:
         """Returns which row of the source stands at `position` (``step * B + r``)."""
-        epoch, index = divmod(position, len(self.source))
+        if self._order is not None:
+            return self._order(position)
         if not self.shuffle:
-            return index
-        # What MapDataset.shuffle computes, without its 40 microseconds of bookkeeping a row.
-        return grain.experimental.index_shuffle(
-            index,
-            max_index=len(self.source) - 1,
-            seed=(self._shuffle_seed + epoch) % 2**32,
-            rounds=_SHUFFLE_ROUNDS,
-        )
+            return position % len(self.source)
+        return shuffled(position, len(self.source), self._shuffle_seed)
 
     def batch(self, step: int) -> Batch:
         """Returns global batch `step` as NumPy arrays [B, ...]."""
@@ -160,6 +159,22 @@ class Batches:
             else np.zeros((0, *array.shape[1:]), array.dtype)
             for name, array in self.shapes.items()
         }
+
+
+def shuffled(position: int, length: int, seed: int) -> int:
+    """Returns which of `length` rows stands at a position of an endless sequence of epochs.
+
+    Each epoch has every row once, in an order that its number and the seed give: a permutation that
+    is computed for one row at a time (a cipher of the index), whatever the length.
+
+    >>> sorted(shuffled(position, 5, seed=1) for position in range(5, 10))
+    [0, 1, 2, 3, 4]
+    """
+    epoch, index = divmod(position, length)
+    # What MapDataset.shuffle computes, without its 40 microseconds of bookkeeping a row.
+    return grain.experimental.index_shuffle(
+        index, max_index=length - 1, seed=(seed + epoch) % 2**32, rounds=_SHUFFLE_ROUNDS
+    )
 
 
 class BatchStream(Iterator[Batch]):

@@ -5,14 +5,19 @@ here come as a `Split`: what to train on, and about one document in twenty to me
 a hash of its name so that the choice survives new files, other machines and other orders.
 """
 
+import contextlib
 import dataclasses
+import functools
+import gzip
 import hashlib
+import io
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from etils import epath
 
@@ -25,7 +30,12 @@ TEXT_SUFFIXES = (
     *(".lua", ".ml", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift"),
     ".ts",
 )
-ROW_SUFFIXES = (".jsonl", ".parquet")
+# What packs JSON lines is undone as they are read; .arrow is what Hugging Face datasets save.
+_JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_COLUMN_SUFFIXES = (".parquet", ".arrow")
+ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
+# Beside a saved dataset lie files that some process has made of it.
+_NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _PARQUET_BATCH_ROWS = 1024
 
@@ -37,18 +47,113 @@ class Document(NamedTuple):
     text: bytes
 
 
+class Span(NamedTuple):
+    """A part of a file: bytes of JSON lines or row groups of Parquet, and the rows before it."""
+
+    start: int
+    stop: int
+    rows_before: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Documents of files, which can be stamped, cut into parts, and sent to another process.
+
+    Args:
+      root: the folder.
+      names: relative paths of the files, in order.
+      field: of a row, or column, that holds the text; None takes any file for one document.
+      side: which side of the split of a single file, "train" or "held_out"; None for all of it.
+      held_out: the share that is held out of a single file.
+      span: the part of a single file; None for the whole.
+    """
+
+    root: str
+    names: tuple[str, ...]
+    field: str | None
+    side: str | None = None
+    held_out: float = 0.0
+    span: Span | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        root = epath.Path(self.root)
+        for name in self.names:
+            read = functools.partial(self._read, root, name)
+            for document in storage.iterating(read, f"'{root / name}'"):
+                yield from self._sides(document)
+
+    def stamp(self) -> str:
+        """Returns a hash of everything that the documents depend on: names, sizes, times."""
+        root = os.path.abspath(self.root) if "://" not in self.root else self.root
+        found = [(name, *_size_and_time(f"{self.root}/{name}")) for name in self.names]
+        text = repr((root, self.field, self.side, self.held_out, self.span, found))
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+    def num_bytes(self) -> int:
+        """Returns the size of the files, or of the span."""
+        if self.span is not None and not self.names[0].lower().endswith(_COLUMN_SUFFIXES):
+            return self.span.stop - self.span.start
+        return sum(_size_and_time(f"{self.root}/{name}")[0] for name in self.names)
+
+    def cut(self, num_bytes: int) -> "list[Files]":
+        """Cuts the documents, in order, into parts of about so many bytes.
+
+        Small files go together. Large files of JSON lines are cut at lines (which reads them once,
+        to know the numbers of the lines), Parquet at row groups; other files stay whole.
+        """
+        parts: list[Files] = []
+        small, size = [], 0
+        for name in self.names:
+            spans = []
+            if (own := _size_and_time(f"{self.root}/{name}")[0]) > num_bytes and self.field:
+                path = epath.Path(self.root) / name
+                spans = storage.retrying(functools.partial(_spans, path, num_bytes), f"'{path}'")
+            if small and (spans or size + own > num_bytes):
+                parts.append(dataclasses.replace(self, names=tuple(small)))
+                small, size = [], 0
+            if spans:
+                parts += [dataclasses.replace(self, names=(name,), span=span) for span in spans]
+            else:
+                small, size = [*small, name], size + own
+        if small or not parts:
+            parts.append(dataclasses.replace(self, names=tuple(small)))
+        return parts
+
+    def _read(self, root: Path, name: str) -> Iterator[Document]:
+        if self.field is not None and name.lower().endswith(_JSON_SUFFIXES):
+            return _read_jsonl(root, name, self.field, self.span)
+        if self.field is not None and name.lower().endswith(_COLUMN_SUFFIXES):
+            return _read_columns(root, name, self.field, self.span)
+        return _read_text(root, name, utf8=self.field is not None)
+
+    def _sides(self, document: Document) -> Iterator[Document]:
+        """Yields what is on this side of a split of the only file: by row, or of its one text."""
+        if self.side is None:
+            yield document
+        elif self.names[0].lower().endswith(ROW_SUFFIXES):
+            if (hash_fraction(document.name) < self.held_out) == (self.side == "held_out"):
+                yield document
+        else:
+            cut = _cut(document.text, self.held_out)
+            text = document.text[cut:] if self.side == "held_out" else document.text[:cut]
+            if text:
+                yield Document(document.name, text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Documents:
     """Documents read anew, one at a time, at every iteration.
 
     Args:
       read: returns a fresh iterator over the documents, always the same ones in the same order.
+      files: the same documents as files, where they come from files.
 
     >>> [document.name for document in Documents(lambda: iter([Document("a", b"x")]))]
     ['a']
     """
 
     read: Callable[[], Iterator[Document]]
+    files: Files | None = None
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -85,7 +190,7 @@ def python_stdlib() -> Split:
     True
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _split_files(root, _find(root, (".py",), skip=_NOT_STDLIB), HELD_OUT, _read_bytes)
+    return _split(root, _find(root, (".py",), skip=_NOT_STDLIB), HELD_OUT, field=None)
 
 
 def text_folder(
@@ -95,20 +200,22 @@ def text_folder(
     held_out: float = HELD_OUT,
     suffixes: Iterable[str] = TEXT_SUFFIXES,
 ) -> Split:
-    """Returns the documents below a folder, or of one file: text, JSON lines and Parquet.
+    """Returns the documents below a folder, or of one file: text, JSON lines, Parquet and Arrow.
 
-    A text file is one document; a line of a ``.jsonl`` file and a row of a ``.parquet`` file is one
-    document each, read as it is asked for (Parquet by row group, only the one column). Hidden files
-    and folders are passed over. Order: by relative path, then by line or row.
+    A text file is one document; a line of a ``.jsonl`` file (also ``.jsonl.gz``, ``.jsonl.zst``)
+    and a row of a ``.parquet`` file or of an ``.arrow`` file (a dataset that Hugging Face's
+    ``save_to_disk`` wrote) is one document each, read as it is asked for (columns by row group,
+    only the one). Hidden files and folders are passed over. Order: by relative path, then by line
+    or row.
 
     With several files, a file is held out when `hash_fraction` of its relative path is below
     `held_out`; should that leave one side empty, the file with the lowest (or highest) hash goes
-    there, so that neither is. With a single ``.jsonl`` or ``.parquet`` file the hash is of the path
-    and the row. A single text file is cut in two at a line end: its last part is held out.
+    there, so that neither is. With a single file of rows the hash is of the path and the row. A
+    single text file is cut in two at a line end: its last part is held out.
 
     Args:
       path: a folder, searched to any depth, or one file; local, or in a bucket (``gs://...``).
-      field: the field of JSON lines and the column of Parquet files that holds the text.
+      field: the field of JSON lines and the column of Parquet and Arrow files that holds the text.
       held_out: the share to hold out, at least 0 and below 1.
       suffixes: the endings of text files, with their dot.
 
@@ -116,7 +223,7 @@ def text_folder(
       FileNotFoundError: if the folder is missing or holds no file that could be read.
       ValueError: on reading text that is not UTF-8 (names file and byte), a line or row without
         the field, or a damaged file.
-      ImportError: if there are Parquet files and pyarrow is not installed.
+      ImportError: if there are Parquet, Arrow or zst files and pyarrow is not installed.
 
     >>> import tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -144,17 +251,16 @@ def text_folder(
         raise FileNotFoundError(
             f"'{path}' holds no file ending in {', '.join(wanted)}; pass suffixes=... for others"
         )
-    if any(name.lower().endswith(".parquet") for name in names):
+    if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _import_parquet()
+    return _split(root, names, held_out, field=field)
 
-    def read(root: Path, name: str) -> Iterator[Document]:
-        return _read_any(root, name, field)
 
-    if len(names) > 1:
-        return _split_files(root, names, held_out, read)
-    if names[0].lower().endswith(ROW_SUFFIXES):
-        return _split_rows(root, names[0], held_out, read)
-    return _split_text(root, names[0], held_out)
+def open_text(name: str, *, field: str = "text", held_out: float = HELD_OUT) -> Split:
+    """Opens text: "python" is the standard library's source, anything else as `text_folder`."""
+    if name == "python":
+        return python_stdlib()
+    return text_folder(name, field=field, held_out=held_out)
 
 
 def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:
@@ -169,8 +275,13 @@ def _find_on_disk(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> Iter
     for folder, folders, files in os.walk(root, onerror=_unless_forbidden):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in files:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
+            if _is_wanted(name, suffixes):
                 yield Path(folder, name).relative_to(root).as_posix()
+
+
+def _is_wanted(name: str, suffixes: tuple[str, ...]) -> bool:
+    made = name.endswith(".arrow") and name.startswith(_NOT_DATASET)
+    return name.lower().endswith(suffixes) and not made and not name.startswith(".")
 
 
 def _unless_forbidden(error: OSError) -> None:
@@ -185,58 +296,55 @@ def _find_in_bucket(
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
-        if path.name.lower().endswith(suffixes) and path.is_file():
+        if _is_wanted(path.name, suffixes) and path.is_file():
             yield path.relative_to(root).as_posix()
         elif path.is_dir():
             yield from _find_in_bucket(root, path, suffixes)
 
 
-Reader = Callable[[Path, str], Iterator[Document]]
+def _split(root: Path, names: list[str], held_out: float, *, field: str | None) -> Split:
+    def documents(files: Files) -> Documents:
+        return Documents(lambda: iter(files), files)
 
-
-def _reading(read: Reader, root: Path, name: str) -> Iterator[Document]:
-    """The documents of a file, through failures of storage that pass."""
-    return storage.iterating(lambda: read(root, name), f"'{root / name}'")
-
-
-def _split_files(root: Path, names: list[str], held_out: float, read: Reader) -> Split:
+    if len(names) == 1 and field is not None:
+        one = Files(str(root), tuple(names), field, "train", held_out)
+        return Split(documents(one), documents(dataclasses.replace(one, side="held_out")))
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
         held = {min(names, key=hash_fraction)}
     if len(held) == len(names) > 1:
         held -= {max(names, key=hash_fraction)}
-
-    def documents(chosen: list[str]) -> Documents:
-        return Documents(lambda: (each for name in chosen for each in _reading(read, root, name)))
-
+    train = tuple(name for name in names if name not in held)
+    kept = tuple(name for name in names if name in held)
     return Split(
-        documents([name for name in names if name not in held]),
-        documents([name for name in names if name in held]),
+        documents(Files(str(root), train, field)), documents(Files(str(root), kept, field))
     )
 
 
-def _split_rows(root: Path, name: str, held_out: float, read: Reader) -> Split:
-    def documents(held: bool) -> Documents:
-        return Documents(
-            lambda: (
-                document
-                for document in _reading(read, root, name)
-                if (hash_fraction(document.name) < held_out) == held
-            )
-        )
+def _size_and_time(path: str) -> tuple[int, float]:
+    def read() -> tuple[int, float]:
+        if "://" in path:
+            found = epath.Path(path).stat()
+            return found.length, found.mtime
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
 
-    return Split(documents(False), documents(True))
+    return storage.retrying(read, f"'{path}'")
 
 
-def _split_text(root: Path, name: str, held_out: float) -> Split:
-    def part(held: bool) -> Iterator[Document]:
-        for whole in _reading(_read_text, root, name):
-            cut = _cut(whole.text, held_out)
-            text = whole.text[cut:] if held else whole.text[:cut]
-            if text:
-                yield Document(name, text)
-
-    return Split(Documents(lambda: part(False)), Documents(lambda: part(True)))
+def _spans(path: Path, num_bytes: int) -> list[Span]:
+    """Where to cut a large file; nowhere if it is of one piece."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        return _spans_of_row_groups(path, num_bytes)
+    spans, start, lines = [], 0, 0
+    if name.endswith(".jsonl"):
+        with path.open("rb") as file:
+            while block := file.read(num_bytes):
+                block += file.readline()
+                spans.append(Span(start, start + len(block), lines))
+                start, lines = start + len(block), lines + block.count(b"\n")
+    return spans
 
 
 def _cut(text: bytes, held_out: float) -> int:
@@ -250,21 +358,10 @@ def _cut(text: bytes, held_out: float) -> int:
     return cut
 
 
-def _read_any(root: Path, name: str, field: str) -> Iterator[Document]:
-    if name.lower().endswith(".jsonl"):
-        return _read_jsonl(root, name, field)
-    if name.lower().endswith(".parquet"):
-        return _read_parquet(root, name, field)
-    return _read_text(root, name)
-
-
-def _read_bytes(root: Path, name: str) -> Iterator[Document]:
-    yield Document(name, (root / name).read_bytes())
-
-
-def _read_text(root: Path, name: str) -> Iterator[Document]:
+def _read_text(root: Path, name: str, *, utf8: bool) -> Iterator[Document]:
     text = (root / name).read_bytes()
-    _decode(text, root / name, first_byte=0)
+    if utf8:
+        _decode(text, root / name, first_byte=0)
     yield Document(name, text)
 
 
@@ -279,16 +376,37 @@ def _decode(data: bytes, path: Path, *, first_byte: int) -> str:
         ) from None
 
 
-def _read_jsonl(root: Path, name: str, field: str) -> Iterator[Document]:
-    path, first_byte = root / name, 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+def _read_jsonl(root: Path, name: str, field: str, span: Span | None) -> Iterator[Document]:
+    path, first_byte = root / name, span.start if span else 0
+    with _open_lines(path, first_byte) as lines:
+        for number, line in enumerate(lines, span.rows_before + 1 if span else 1):
             text = _decode(line, path, first_byte=first_byte)
             first_byte += len(line)
             if text.strip():
                 yield Document(
                     f"{name}:{number}", _json_field(text, f"'{path}' line {number}", field)
                 )
+            if span and first_byte >= span.stop:
+                return
+
+
+@contextlib.contextmanager
+def _open_lines(path: Path, start: int) -> Iterator[BinaryIO]:
+    """Opens a file of lines at a byte, unpacking it; what is damaged is named."""
+    with path.open("rb") as file:
+        try:
+            if path.name.lower().endswith(".gz"):
+                file = gzip.GzipFile(fileobj=file)
+            elif path.name.lower().endswith(".zst"):
+                _import_parquet()
+                import pyarrow
+
+                file = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+            if start:
+                file.seek(start)
+            yield file
+        except (EOFError, zlib.error, OSError) as error:
+            _check_damage(path, error)
 
 
 def _json_field(line: str, where: str, field: str) -> bytes:
@@ -316,13 +434,15 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ImportError("reading Parquet files needs pyarrow: pip install -e '.[text]'") from None
+        raise ImportError(
+            "reading Parquet, Arrow and zst files needs pyarrow: pip install -e '.[text]'"
+        ) from None
     return pyarrow.parquet
 
 
-def _read_parquet(root: Path, name: str, field: str) -> Iterator[Document]:
-    row = 0
-    for texts in _parquet_batches(root / name, field):
+def _read_columns(root: Path, name: str, field: str, span: Span | None) -> Iterator[Document]:
+    row = span.rows_before if span else 0
+    for texts in _column_batches(root / name, field, span):
         for text in texts:
             if text is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
@@ -330,23 +450,56 @@ def _read_parquet(root: Path, name: str, field: str) -> Iterator[Document]:
             row += 1
 
 
-def _parquet_batches(path: Path, column: str) -> Iterator[list[str | None]]:
+def _column_batches(path: Path, column: str, span: Span | None) -> Iterator[list[str | None]]:
     parquet = _import_parquet()
     import pyarrow
 
     try:
-        with path.open("rb") as bytes_of, parquet.ParquetFile(bytes_of) as file:
-            _check_column(file.schema_arrow, path, column)
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[column]):
-                yield batch.column(0).to_pylist()
+        with path.open("rb") as data:
+            if path.name.lower().endswith(".arrow"):
+                with pyarrow.ipc.open_stream(data) as file:
+                    _check_column(file.schema, path, column)
+                    for batch in file:
+                        yield batch.column(column).to_pylist()
+                return
+            with parquet.ParquetFile(data) as file:
+                _check_column(file.schema_arrow, path, column)
+                groups = range(*span[:2]) if span else range(file.num_row_groups)
+                for batch in file.iter_batches(
+                    batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=[column]
+                ):
+                    yield batch.column(0).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        # What pyarrow finds wrong with the content has no errno, and does not name the file.
-        if getattr(error, "errno", None) or storage.passes(error):
-            raise
-        reason = str(error).split("\n")[0].rstrip(". ")
-        raise ValueError(
-            f"'{path}' is cut short or damaged ({reason}); fetch or write it again"
-        ) from error
+        _check_damage(path, error)
+
+
+def _spans_of_row_groups(path: Path, num_bytes: int) -> list[Span]:
+    parquet = _import_parquet()
+    import pyarrow
+
+    try:
+        with path.open("rb") as data, parquet.ParquetFile(data) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    except (pyarrow.ArrowException, OSError) as error:
+        _check_damage(path, error)
+    spans, start, size, rows, rows_before = [], 0, 0, 0, 0
+    for index, group in enumerate(groups, 1):
+        size, rows = size + group.total_byte_size, rows + group.num_rows
+        if size >= num_bytes or index == len(groups):
+            spans.append(Span(start, index, rows_before))
+            start, size, rows_before = index, 0, rows
+    return spans
+
+
+def _check_damage(path: Path, error: Exception) -> NoReturn:
+    """Raises an error of reading as it is if it is the system's, else as what is wrong with the
+    content: that has no errno, and does not name the file."""
+    if getattr(error, "errno", None) or storage.passes(error):
+        raise error
+    reason = str(error).split("\n")[0].rstrip(". ")
+    raise ValueError(
+        f"'{path}' is cut short or damaged ({reason}); fetch or write it again"
+    ) from error
 
 
 def _check_column(schema: Any, path: Path, column: str) -> None:

@@ -216,6 +216,24 @@ class BPETokenizer(_BytePieces):
         self._check_lossless(path)
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled as it is, a tokenizer forgets to encode what spells a special token as text.
+        return self.from_json, (self.to_json(), self.eod)
+
+    @classmethod
+    def from_json(cls, text: str, eod: int) -> "BPETokenizer":
+        """Makes the tokenizer again of what `to_json` returned and of its end-of-document id.
+
+        Raises:
+          ValueError: the text is something else.
+        """
+        library = _import_tokenizers()
+        try:
+            return cls(library.Tokenizer.from_str(text), eod)
+        # tokenizers raises bare Exception for a file that it cannot parse.
+        except Exception as error:
+            raise ValueError(f"it is not a tokenizer.json ({error})") from None
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes ``tokenizer.json``, readable by `load` and by Hugging Face `tokenizers`."""
         epath.Path(path).write_text(self.to_json(), encoding="utf-8")

@@ -1,20 +1,20 @@
 """Packing against its definition written out token by token."""
 
-import contextlib
-import errno
-import os
-import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, PackedTokens, packing, tokenize
+from jaxtrain.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    Document,
+    FittedTokens,
+    PackedTokens,
+    tokenize,
+    waste,
+)
 from jaxtrain.data.tokenizers import EOD
-from jaxtrain.host import storage
 
 DTYPES = {
     "tokens": np.int32,
@@ -122,25 +122,6 @@ def test_storage_is_compact():
     assert PackedTokens(wide, 2)[0]["tokens"].tolist() == [70_097, 70_098]
 
 
-def test_documents_are_encoded_in_chunks(monkeypatch):
-    texts = [b"x" * n for n in range(50)]
-    whole = tokenize(documents_of(texts), ByteTokenizer())
-    sizes = []
-
-    class Watched(ByteTokenizer):
-        def encode_batch(self, texts):
-            sizes.append(sum(map(len, texts)))
-            return super().encode_batch(texts)
-
-    monkeypatch.setattr(packing, "_ENCODE_BYTES", 100)
-    chunked = tokenize(iter(documents_of(texts)), Watched())
-    assert len(sizes) > 5
-    assert max(sizes) < 100 + 50
-    assert chunked.tokens.tolist() == whole.tokens.tolist()
-    assert chunked.starts.tolist() == whole.starts.tolist()
-    assert chunked.num_bytes == whole.num_bytes == sum(range(50))
-
-
 def test_bpe_counts_bytes_not_tokens():
     texts = [b"the theme of the thesis", b"the end"]
     tokenizer = BPETokenizer.train(texts, 270)
@@ -162,124 +143,57 @@ def test_nothing_to_train_on():
         PackedTokens(tokenize(documents_of([b"ab"]), ByteTokenizer()), 0)
 
 
-class CountingTokenizer(ByteTokenizer):
-    def __init__(self, fingerprint="bytes"):
-        super().__init__()
-        self.fingerprint = fingerprint
-        self.calls = 0
-
-    def encode_batch(self, texts):
-        self.calls += 1
-        return super().encode_batch(texts)
-
-
-def test_cache_is_keyed_by_text_and_tokenizer(tmp_path):
-    texts = [b"ab", b"", b"cde"]
-    plain = tokenize(documents_of(texts), ByteTokenizer())
-    tokenizer = CountingTokenizer()
-    for calls in (1, 1, 1):
-        corpus = tokenize(documents_of(texts), tokenizer, cache_dir=tmp_path / "cache")
-        assert tokenizer.calls == calls
-        assert isinstance(corpus.tokens, np.memmap)
-        assert corpus.tokens.tolist() == plain.tokens.tolist()
-        assert corpus.starts.tolist() == plain.starts.tolist()
-        assert corpus.num_bytes == plain.num_bytes
-        assert PackedTokens(corpus, 4)[1]["mask"].tolist() == [1, 1, 1, 0]
-    # The same bytes, differently cut into documents, are other documents.
-    for other in ([b"abcde"], [b"ab", b"cde"], [b"ab", b"", b"cdX"]):
-        tokenize(documents_of(other), tokenizer, cache_dir=tmp_path / "cache")
-    assert tokenizer.calls == 4
-    tokenize(documents_of(texts), CountingTokenizer("other"), cache_dir=tmp_path / "cache")
-    assert len(os.listdir(tmp_path / "cache")) == 5
+@settings(max_examples=100, deadline=None)
+@given(texts=texts_strategy, T=st.integers(1, 20))
+def test_fitted_rows_hold_every_document_once(texts, T):
+    corpus = tokenize(documents_of(texts), ByteTokenizer())
+    found, cut = [], []
+    for row in FittedTokens(corpus, T):
+        assert {name: values.dtype for name, values in row.items()} == DTYPES
+        assert (np.diff(row["segments"][row["segments"] > 0]) >= 0).all()
+        for segment in range(1, row["segments"].max() + 1):
+            where = row["segments"] == segment
+            assert row["mask"][where].all()
+            assert row["positions"][where].tolist() == list(range(where.sum()))
+            targets = row["targets"][where].tolist()
+            assert row["tokens"][where][1:].tolist() == targets[:-1]
+            piece = (row["tokens"][where][0], *targets)
+            (found if piece[-1] == 256 and where.sum() < T else cut).append(piece)
+        assert not row["mask"][row["segments"] == 0].any()
+    expected = []
+    for text in filter(None, texts):
+        tokens = (*text, 256)
+        for start in range(0, len(text), T):
+            expected.append(tokens[start : start + T + 1])
+    assert sorted(found + cut) == sorted(expected)
 
 
-def test_cache_leaves_nothing_half_written(tmp_path):
-    class Failing(ByteTokenizer):
-        def encode_batch(self, texts):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        tokenize(documents_of([b"ab"]), Failing(), cache_dir=tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-def test_cache_written_by_another_process_meanwhile(tmp_path, monkeypatch):
-    """On another host, or where the file system knows no locks."""
-    monkeypatch.setattr(packing, "_one_at_a_time", contextlib.nullcontext)
-
-    documents = documents_of([b"ab", b"c"])
-
-    class Slow(ByteTokenizer):
-        def encode_batch(self, texts):
-            tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
-            return super().encode_batch(texts)
-
-    corpus = tokenize(documents, Slow(), cache_dir=tmp_path)
-    assert corpus.tokens.tolist() == [97, 98, 256, 99, 256]
-    assert len(os.listdir(tmp_path)) == 1
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40))
+def test_documents_are_fitted_longest_first_into_the_fullest_row(lengths):
+    """By its definition: each into a row with the least space left, of those that hold it."""
+    texts = [bytes([n]) * length for n, length in enumerate(lengths)]
+    left = []
+    for length in sorted(lengths, reverse=True):
+        holding = [space for space in left if space >= length]
+        if holding:
+            left[left.index(min(holding))] -= length
+        else:
+            left.append(12 - length)
+    rows = FittedTokens(tokenize(documents_of(texts), ByteTokenizer()), 12)
+    assert sorted(int((row["segments"] == 0).sum()) for row in rows) == sorted(left)
 
 
-def test_cache_refusals(tmp_path):
-    with pytest.raises(ValueError, match="documents can be read only once"):
-        tokenize(iter(documents_of([b"ab"])), ByteTokenizer(), cache_dir=tmp_path)
-    tokenize(documents_of([b"ab"]), ByteTokenizer(), cache_dir=tmp_path)
-    (path,) = tmp_path.glob("*/tokens.bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"tokens.bin' has 4 bytes, not 6; delete"):
-        tokenize(documents_of([b"ab"]), ByteTokenizer(), cache_dir=tmp_path)
-
-
-def test_a_damaged_index_is_named_and_left_closed(tmp_path):
-    (tmp_path / "index.npz").write_bytes(b"PK\x03\x04 and no more of a zip file")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", ResourceWarning)
-        with pytest.raises(ValueError, match=r"index.npz' is damaged .*; delete"):
-            packing._read_cache(tmp_path, np.dtype(np.uint16))
-    assert not [w for w in seen if w.category is ResourceWarning]
-
-
-def test_of_several_that_need_the_same_tokens_one_encodes(tmp_path):
-    encoded = []
-
-    class Slow(ByteTokenizer):
-        def encode_batch(self, texts):
-            encoded.append(len(texts))
-            time.sleep(0.3)
-            return super().encode_batch(texts)
-
-    documents = [Document("a", b"ab"), Document("b", b"c")]
-    with ThreadPoolExecutor(3) as pool:
-        corpora = list(
-            pool.map(lambda _: tokenize(documents, Slow(), cache_dir=tmp_path), range(3))
-        )
-    assert encoded == [2]
-    assert [corpus.tokens.tolist() for corpus in corpora] == [[97, 98, 256, 99, 256]] * 3
-
-
-def test_a_corpus_has_the_fingerprint_of_its_texts(tmp_path):
-    def fingerprint(*texts, cache_dir=None, tokenizer=None):
-        documents = [Document(str(i), text) for i, text in enumerate(texts)]
-        return tokenize(documents, tokenizer or ByteTokenizer(), cache_dir=cache_dir).fingerprint
-
-    one = fingerprint(b"ab", b"c")
-    assert one == fingerprint(b"ab", b"c", cache_dir=tmp_path)
-    assert len({one, fingerprint(b"a", b"bc"), fingerprint(b"ab", b"d"), fingerprint(b"abc")}) == 4
-
-
-def test_a_cache_is_read_through_failures_that_pass(tmp_path, monkeypatch):
-    """A disk that does not answer at once is not a damaged cache, which one would delete."""
-    documents = [Document("a", b"some text"), Document("b", b"more")]
-    whole = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
-    load, failed = np.load, []
-
-    def load_later(*args, **kwargs):
-        if len(failed) < 2:
-            failed.append(args)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(storage, "pause", lambda seconds: None)
-    monkeypatch.setattr(np, "load", load_later)
-    again = tokenize(documents, ByteTokenizer(), cache_dir=tmp_path)
-    np.testing.assert_array_equal(again.tokens, whole.tokens)
-    assert len(failed) == 2
+@settings(max_examples=60, deadline=None)
+@given(texts=texts_strategy, T=st.integers(1, 20))
+def test_the_waste_of_a_packing_is_counted(texts, T):
+    corpus = tokenize(documents_of(texts), ByteTokenizer())
+    for rows in (PackedTokens(corpus, T), FittedTokens(corpus, T)):
+        used = sum(float(row["mask"].sum()) for row in rows)
+        assert waste(rows)["idle"] == pytest.approx(1 - used / (len(rows) * T))
+    ends = np.cumsum([len(text) + 1 for text in texts])
+    pairs = zip(texts, ends - [len(text) + 1 for text in texts], strict=True)
+    cut = [
+        begin // T != (begin + len(text) - 1) // T for text, begin in pairs if 0 < len(text) <= T
+    ]
+    assert waste(PackedTokens(corpus, T))["cut"] == pytest.approx(np.mean(cut) if cut else 0)

@@ -15,10 +15,9 @@ from experiments.gpt import (
     Config,
     build,
     conclude,
-    first_texts,
     generate,
     model_config,
-    take_bytes,
+    outline,
 )
 from jaxtrain import data
 from jaxtrain.run.checkpoints.checkpointer import digest
@@ -178,26 +177,20 @@ def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
 
 def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypatch):
     documents = [data.Document(str(i), b"ab" * 5) for i in range(4)]
-    assert list(first_texts(documents, 11)) == [b"ab" * 5] * 2
+    assert list(data.first_texts(documents, 11)) == [b"ab" * 5] * 2
     counted = []
     monkeypatch.setattr(
         data, "ngram_bits_per_byte", lambda train, held: counted.append(list(train)) or 1.0
     )
     model, tokenizer = model_config(Config(), 257), data.ByteTokenizer()
-    given = (Config(sample_tokens=0), model, tokenizer, documents, documents, None, {"loss": 1.0})
+    corpus = data.tokenize(documents, tokenizer)
+    texts = {"": (corpus, corpus)}
+    given = (Config(sample_tokens=0), model, tokenizer, texts, None, {"loss": 1.0})
     assert len(conclude(*given)) == 1
     assert counted == [[b"ab" * 5] * 4]
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert conclude(*given) == []
     assert len(counted) == 1
-
-
-def test_the_held_out_text_is_whole_documents_up_to_a_size():
-    documents = [data.Document(str(i), b"x" * size) for i, size in enumerate([5, 80, 10, 20])]
-    chosen = take_bytes(documents, 36)
-    assert sorted(len(d.text) for d in chosen) == [5, 10, 20]
-    assert take_bytes(documents[1:2], 36) == documents[1:2]
-    assert take_bytes(documents[::-1], 36) == chosen[::-1]
 
 
 @pytest.mark.parametrize(
@@ -280,3 +273,76 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
     expected = fit(build(config), config.run).state
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be_added(
+    texts, tmp_path, capsys
+):
+    tokenizer = data.ByteTokenizer()
+    for name in ("code", "docs", "math"):
+        documents = [data.Document(str(n), f"{name} {n} ".encode() * 30) for n in range(30)]
+        data.write_store(data.Split(documents[3:], documents[:3]), tokenizer, tmp_path / name)
+    shares = f"code=0.75:{tmp_path}/code,docs=0.25:{tmp_path}/docs"
+    flags = [*SMALL, "--sample-tokens", "0", "--log-every", "1"]
+    flags += ["--optimizer.warmup-steps", "1", "--optimizer.schedule", "constant"]
+    for name, steps in (("run", "2"), ("whole", "4")):
+        more = (
+            shares if name == "run" else f"{shares};2:code=0.5,docs=0.25,math=0.25:{tmp_path}/math"
+        )
+        main(
+            Config,
+            build,
+            [*flags, "--steps", steps, "--data", more, "--run-dir", str(tmp_path / name)],
+        )
+    printed = capsys.readouterr().out
+    assert "; the shares are exact over any 4 rows" in printed
+    assert re.search(r"\ncode: held-out loss \d\.\d+ bits per byte, which .* byte model's", printed)
+    assert "\ndocs: held-out loss " in printed
+    resume = ["--resume", "--steps", "4", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(Config, build, [*resume, "--data", shares.replace("75", "5").replace("0.25", "0.5")])
+    assert "had shares.0 code 3/4, docs 1/4 (now code 1/2, docs 1/2)" in capsys.readouterr().err
+    main(Config, build, [*resume, "--data", more])
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("run", "whole")
+    ]
+    losses = [{x["step"]: x["train/loss"] for x in log if "train/loss" in x} for log in logs]
+    assert losses[0] == losses[1]
+    rows = {
+        name: len(data.PackedTokens(data.open_store(tmp_path / name).corpus(), 32))
+        for name in ("code", "math")
+    }
+    (last,) = [x for x in logs[0] if x["step"] == 4 and "train/loss" in x]
+    assert last["data/epochs/math"] == pytest.approx(4 / rows["math"])
+    assert last["data/epochs/code"] == pytest.approx((12 + 8) / rows["code"])
+    (evaluated,) = [x for x in logs[0] if x["step"] == 4 and "eval/math/loss" in x]
+    assert {"eval/code/loss", "eval/docs/loss"} <= evaluated.keys()
+
+
+def test_a_store_gives_the_batches_of_its_text_with_its_own_tokenizer(texts, tmp_path):
+    split, path = data.text_folder(texts), str(tmp_path / "store")
+    tokenizer = data.BPETokenizer.train((d.text for d in split.train), 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    data.write_store(split, tokenizer, path)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def first(*flags):
+        experiment = build(parse(Config, [*SMALL, *flags]))
+        with experiment.train_batches(3, sharding) as stream:
+            return experiment, next(stream), next(iter(experiment.eval_batches(sharding)))
+
+    flags = ("--tokenizer", str(tmp_path / "tokenizer.json"))
+    raw, *batches = first("--data", texts, *flags)
+    for same_flags in (("--data", path), ("--data", path, *flags)):
+        stored, *others = first(*same_flags)
+        jax.tree.map(np.testing.assert_array_equal, batches, others)
+        assert stored.fingerprints == raw.fingerprints
+        assert stored.files == raw.files
+    assert outline(parse(Config, [*SMALL, "--data", path])).config["model"] == raw.config["model"]
+    _, fitted, _ = first("--data", path, "--packing", "fit")
+    rows = data.FittedTokens(data.open_store(path).corpus(), 32)
+    wanted = data.Batches(rows, global_batch=8, seed=0).batch(3)
+    jax.tree.map(np.testing.assert_array_equal, dict(fitted), wanted)
+    with pytest.raises(ValueError, match="made with another tokenizer than '300': leave"):
+        first("--data", path, "--tokenizer", "300")

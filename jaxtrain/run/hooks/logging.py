@@ -36,6 +36,8 @@ class Logging(Hook):
             utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
+        if experiment.counts is not None:
+            values |= experiment.counts(step)
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
         self.run.log.write(step, values)

@@ -143,7 +143,7 @@ def test_a_tokenizer_file_runs_and_opens_nothing(tmp_path, alarm):
         assert loaded.decode(loaded.encode("some words")) == "some words"
 
 
-def test_a_pickle_in_the_token_cache_is_refused(tmp_path, alarm):
+def test_a_pickle_in_a_token_store_is_refused(tmp_path, alarm):
     documents = [data.Document("a", b"some words")]
     corpus = data.tokenize(documents, data.ByteTokenizer(), cache_dir=tmp_path / "cache")
     assert corpus.num_bytes == 10
@@ -153,12 +153,28 @@ def test_a_pickle_in_the_token_cache_is_refused(tmp_path, alarm):
     whole = io.BytesIO()
     np.save(whole, bomb, allow_pickle=True)
     for content in (whole.getvalue(), pickle.dumps(alarm), b"", b"PK\x03\x04"):
-        (folder / "index.npz").write_bytes(content)
-        with pytest.raises(ValueError, match=r"index\.npz' is damaged .*; delete "):
+        (folder / "train.starts.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=r"train\.starts\.npy' is damaged .*; delete "):
             data.tokenize(documents, data.ByteTokenizer(), cache_dir=tmp_path / "cache")
-    np.savez(folder / "index.npz", starts=bomb, num_bytes=1, size=1)
-    with pytest.raises(ValueError, match=r"index\.npz' is damaged .*; delete "):
-        data.tokenize(documents, data.ByteTokenizer(), cache_dir=tmp_path / "cache")
+    (folder / "manifest.json").write_bytes(pickle.dumps(alarm))
+    with pytest.raises(ValueError, match=r"manifest\.json' is damaged .*; delete "):
+        data.open_store(folder)
+
+
+def test_a_pickle_among_the_notes_of_an_unfinished_store_is_refused(tmp_path, alarm):
+    split = data.Split([data.Document("a", b"some words")], [data.Document("b", b"more")])
+    kept = data.write_store(split, data.ByteTokenizer(), tmp_path / "store")
+    (name, _), *_ = kept.manifest["sets"]["train"]["shards"]
+    begun = {key: kept.manifest[key] for key in kept.manifest if key != "sets"}
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps(begun))
+    notes = tmp_path / "store" / name.replace(".tokens", ".npz")
+    bomb = np.empty(1, object)
+    bomb[0] = alarm
+    np.savez(notes, lengths=bomb, sizes=bomb, text="", allow_pickle=True)
+    for content in (notes.read_bytes(), pickle.dumps(alarm), b"", b"PK\x03\x04"):
+        notes.write_bytes(content)
+        with pytest.raises(ValueError, match=r"npz' is damaged .*; delete "):
+            data.write_store(split, data.ByteTokenizer(), tmp_path / "store")
 
 
 def test_pickles_named_as_text_are_read_as_bytes_or_refused(tmp_path, alarm):

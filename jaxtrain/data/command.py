@@ -1,0 +1,172 @@
+"""The commands ``jaxtrain tokenize``, which makes a token store, and ``jaxtrain data``, which shows
+one."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from jaxtrain.data.mixtures import open_tokenizer
+from jaxtrain.data.packing import FittedTokens, PackedTokens, waste
+from jaxtrain.data.sources import HELD_OUT, open_text
+from jaxtrain.data.store import TOKENIZER, Store, cpus, open_store, source_of, write_store
+
+# Of a set, what is counted to find its most common tokens: about a second's work.
+COUNTED_TOKENS = 1 << 24
+# Up to how many documents the best fit is found too.
+FITTED_DOCUMENTS = 5_000_000
+_BLOCK = 1 << 16
+_BAR = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeOptions:
+    """Tokenizes text into a store, which runs then open at once: --data STORE. The same command
+    goes on where it was interrupted."""
+
+    data: str
+    """Text: "python" (the standard library's source), or a folder or file of text, JSONL (.gz,
+    .zst), Parquet, or a saved Hugging Face dataset; local, or in a bucket."""
+    out: Path
+    """The store's folder, on a disk."""
+    tokenizer: str = "bytes"
+    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first."""
+    field: str = "text"
+    """Field of a JSONL record, or column, that holds the text."""
+    held_out: float = HELD_OUT
+    """Share of the files, or of a single file, to hold out."""
+    workers: int | None = None
+    """Processes; left out, one per processor."""
+
+
+def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
+    """Makes the store, and prints what it holds."""
+    del rest
+    if options.workers is not None and options.workers < 1:
+        raise ValueError(f"--workers is {options.workers}: give at least 1")
+    split = open_text(options.data, field=options.field, held_out=options.held_out)
+    kept = options.out / TOKENIZER
+    tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if kept.exists() else None)
+    source = source_of(options.data, options.field, options.held_out)
+    store = write_store(
+        split,
+        tokenizer,
+        options.out,
+        source=source | {"tokenizer": options.tokenizer},
+        workers=options.workers or cpus(),
+    )
+    print("\n".join(_counts(store)))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Shows what a token store holds: counts, lengths, common tokens, samples, and what a run would
+    read of it."""
+
+    store: tyro.conf.Positional[Path]
+    """The store's folder."""
+    steps: int | None = None
+    """Steps of a run, to say how often it would read the store."""
+    global_batch: int = 16
+    """Its rows per step."""
+    seq_len: int = 1024
+    """Its tokens per row."""
+    samples: int = 3
+    """How many documents to show the beginning of."""
+
+
+def run_data(options: DataOptions, rest: list[str]) -> int:
+    """Prints it."""
+    del rest
+    for name in ("global_batch", "seq_len", "samples"):
+        if getattr(options, name) < (name != "samples"):
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more")
+    store = open_store(options.store)
+    lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
+    lines += ["", *_samples(store, options.samples), "", *_epochs(store, options)]
+    print("\n".join(lines))
+    return 0
+
+
+def _counts(store: Store) -> list[str]:
+    source, about = store.manifest["source"], store.manifest["tokenizer"]
+    lines = [
+        f"{store.path}: {store.manifest['format']}, order {store.manifest['order_version']}",
+        f"  source     {source.get('data', 'documents')}{store.source_state()}",
+        f"  tokenizer  {about['vocab_size']:,} tokens ({about['fingerprint'][:16]})",
+    ]
+    for name, found in store.manifest["sets"].items():
+        size = found["bytes"] / max(found["tokens"] - found["documents"], 1)
+        lines.append(
+            f"  {name:<9}  {found['documents']:,} documents, {found['tokens']:,} tokens, "
+            f"{found['bytes']:,} bytes ({size:.2f} per token), {len(found['shards'])} shards"
+        )
+    return lines
+
+
+def _lengths(store: Store) -> list[str]:
+    found = store.manifest["sets"]["train"]
+    lines = [
+        f"tokens per document (mean {found['tokens'] / found['documents']:,.1f}, longest "
+        f"{found['longest']:,})"
+    ]
+    most = max(found["lengths"])
+    for power, count in enumerate(found["lengths"]):
+        bar = "#" * round(_BAR * count / most)
+        lines.append(
+            f"  {2**power:>12,} to {2 ** (power + 1) - 1:>12,}  {count:>13,}  {bar}".rstrip()
+        )
+    return lines
+
+
+def _common(store: Store) -> list[str]:
+    """The most common tokens, of blocks spread over the set where that is large."""
+    tokens = store.corpus().tokens
+    counts = np.zeros(store.tokenizer.vocab_size, np.int64)
+    for start in _block_starts(len(tokens)):
+        counts += np.bincount(tokens[start : start + _BLOCK], minlength=len(counts))
+    of = f"of {counts.sum():,} tokens spread over it" if counts.sum() < len(tokens) else "of all"
+    lines = [f"the most common tokens ({of}); {np.count_nonzero(counts):,} different ones occur"]
+    for token in np.argsort(-counts, kind="stable")[:10].tolist():
+        if counts[token]:
+            text = repr(store.tokenizer.decode([token]))
+            text = "end of document" if token == store.tokenizer.eod else text
+            lines.append(f"  {token:>7}  {counts[token] / counts.sum():>6.2%}  {text}")
+    return lines
+
+
+def _block_starts(length: int) -> Iterator[int]:
+    blocks = min(-(-length // _BLOCK), COUNTED_TOKENS // _BLOCK)
+    if blocks * _BLOCK >= length:
+        yield from range(0, length, _BLOCK)
+    else:
+        yield from (block * (length - _BLOCK) // (blocks - 1) for block in range(blocks))
+
+
+def _samples(store: Store, count: int) -> list[str]:
+    corpus, lines = store.corpus(), []
+    for index in np.linspace(0, len(corpus.starts) - 1, min(count, len(corpus.starts))).astype(int):
+        text = store.tokenizer.decode(corpus.document(int(index))[:80])
+        lines.append(f"document {index:,}: {text!r}")
+    return lines
+
+
+def _epochs(store: Store, options: DataOptions) -> list[str]:
+    corpus, T = store.corpus(), options.seq_len
+    packings = {"cut": PackedTokens}
+    if len(corpus.starts) <= FITTED_DOCUMENTS:
+        packings["fit"] = FittedTokens
+    lines = []
+    for name, pack in packings.items():
+        rows = pack(corpus, T)
+        steps, lost = len(rows) / options.global_batch, waste(rows)
+        read = "" if options.steps is None else f", read {options.steps / steps:,.2f} times"
+        lines.append(
+            f"packing {name}: {len(rows):,} rows of {T:,} tokens, {steps:,.1f} steps an epoch{read}"
+            f"; {lost['idle']:.2%} of the inputs predict nothing, {lost['cut']:.2%} of "
+            "the documents that would fit are cut"
+        )
+    return lines
