@@ -153,15 +153,17 @@ def iterating(
         except Exception as error:
             if not passing(error):
                 raise
-            tried = 0.0 if since is None else clock() - since
+            at = clock()
             if since is None:
-                since = clock()
+                since = at
                 logger.warning("%s: %s; trying again for up to %.0f s", what, why(error), seconds)
-            if tried >= seconds:
+            # In this order: what is left of a pause that long is 0, and no rounding error.
+            left = since + seconds - at
+            if left <= 0:
                 raise StorageError(
-                    f"{what}: {why(error)}, after tries for {tried:.0f} s"
+                    f"{what}: {why(error)}, after tries for {at - since:.0f} s"
                 ) from error
-            sleep(min(delay * random.uniform(0.5, 1.0), seconds - tried))
+            sleep(min(delay * random.uniform(0.5, 1.0), left))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
 
