@@ -545,9 +545,10 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
 
 def _is_made(folder: Path, about: dict[str, Any]) -> bool:
     """Whether a store is complete; one of another tokenizer or source is refused."""
+    # Listed before the manifest is read: it is the first file that another process writes.
+    others = [path.name for path in folder.glob("*") if path.suffix != ".partial"]
     kept = _read_manifest(folder)
     if kept is None:
-        others = [path.name for path in folder.glob("*") if path.suffix != ".partial"]
         if others:
             raise ValueError(f"'{folder}' holds other files ({others[0]}); give another folder")
         return False

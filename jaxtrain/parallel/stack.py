@@ -216,7 +216,7 @@ class Stack:
             fitting = [
                 part
                 for part, sizes in rows.items()
-                if tuple(leaf.shape[: part.lead]) == sizes
+                if np.shape(leaf)[: part.lead] == sizes
                 and (part.holds(owner) or (owner is None and grouped))
             ]
             # Of several, a counter without an owner is told by the number of layers in its group.
