@@ -15,7 +15,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import gradients
-from jaxtrain.agreement import Layout, compare, run_one_device
+from jaxtrain.agreement import Layout, compare, compile_on, record_gradients, run_one_device
 from jaxtrain.experiment import compile_train, make_abstract_state, make_experiment_mesh, make_state
 from jaxtrain.planning.estimate import trace
 from jaxtrain.run.checkpoints.checkpointer import digest
@@ -67,6 +67,12 @@ def test_neutral_plugs_leave_every_bit_as_it_is():
     assert trained(**plugs) == trained()
 
 
+def first_step(experiment):
+    """What :func:`jaxtrain.agreement.compare` has of one device."""
+    given = Layout({}), experiment.accumulate, record_gradients()
+    return run_one_device(compile_on(experiment, *given), 1)
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accumulate):
     batch = problems.make_batch()
@@ -78,7 +84,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
         accumulate=accumulate,
         engine=clipped,
     )
-    (step,) = run_one_device(experiment, 1)
+    (step,) = first_step(experiment)
     params = step.before.params
     expected = jax.tree.map(np.zeros_like, jax.device_get(params))
     cut = 0
@@ -115,7 +121,7 @@ def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
     norms = replay(tmp_path, 3, module="tests.workers.poisoned").norms.values()
     norm = math.sqrt(sum(x**2 for x in norms))
     assert norm == pytest.approx(logged[3]["train/grad_norm"], rel=1e-6)
-    (step,) = run_one_device(experiment, 1)
+    (step,) = first_step(experiment)
     largest = max(abs(x).max() for x in jax.tree.leaves(step.parts["parameters"]))
     assert largest == np.float32(BOX)
     planned, plain = (len(trace(e, 8).jaxpr.outvars) for e in (experiment, poisoned_build(config)))

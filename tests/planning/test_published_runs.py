@@ -97,7 +97,7 @@ class Run:
             name="published",
             init_fn=lambda rng: gpt.init(config, rng),
             loss_fn=gpt.loss_fn(config),
-            optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=gpt.STACKED),
+            optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes),
             batch=packed_shapes(self.rows, config.seq_len),
             train_batches=no_batches,
             steps=1,
