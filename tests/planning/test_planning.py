@@ -103,7 +103,7 @@ def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
         ("--target cpu:8 --mesh.tensor 3", "does not divide 3 heads and 3 key-value heads"),
         ("--target cpu:8 --mesh.fsdp 3", "mesh data -1 x fsdp 3 needs 3 devices and there are 8"),
         ("--target cpu:8 --global-batch 12", "is not divisible by mesh axes data of size 8"),
-        ("--target cpu:8 --global-batch 0", "a batch of 0 rows of 256 tokens is empty"),
+        ("--target cpu:8 --global-batch 0", "--global-batch is 0: give a number from 1"),
         ("--target h100:1x8 --slices 2", "only TPU targets have slices"),
     ],
 )
