@@ -1,7 +1,8 @@
 """With what a training process ends, so that whoever started it knows whether to start it again.
 
 The scripts of tpu_setup ask this file too, where JAX need not be installed (``python3 -I``):
-``exit_codes.py run CODE ...`` and ``exit_codes.py restart CODE SECONDS COUNT LIMIT PAUSE``.
+``exit_codes.py run CODE ...``, ``exit_codes.py restart CODE SECONDS COUNT LIMIT PAUSE`` and
+``exit_codes.py restartable``.
 
 ====  ============  ===============================================================  ========
 code  name          what has happened                                                restart?
@@ -139,6 +140,9 @@ def _main(verb: str, *words: str) -> int:
     numbers = [int(float(word)) for word in words]
     if verb == "run":
         print(of_run(numbers))
+        return 0
+    if verb == "restartable":
+        print(",".join(map(str, sorted(RESTARTABLE))))
         return 0
     code, seconds, count, limit, pause = numbers
     again = restart(code, seconds, count, limit=limit, pause=pause)

@@ -15,7 +15,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-OTHERS = ["lib.sh", "worker.sh"]
+OTHERS = ["lib.sh", "worker.sh", "pinned.sh", "xpk.sh"]
 SCRIPTS = sorted(p.name for p in (ROOT / "tpu_setup").glob("*.sh") if p.name not in OTHERS)
 TARGET = ["--project", "p", "--zone", "z", "--name", "n"]
 # What every script needs besides, to have something to do.
