@@ -198,20 +198,19 @@ print(task.num_nodes, resources.use_spot, resources.accelerators, resources.job_
 """
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """SkyPilot and xpk, in an environment of their own."""
-    folder = tmp_path_factory.mktemp("parsers") / "venv"
+def installed(package, folder):
+    """The programs of an environment that has this package; skips where it cannot be had."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    line = [folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check"]
-    done = subprocess.run([*line, "skypilot", "xpk"], capture_output=True, text=True)
+    line = [folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check", package]
+    done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"skypilot and xpk cannot be installed: {done.stderr.splitlines()[-1]}")
+        pytest.skip(f"{package} cannot be installed: {done.stderr.splitlines()[-1]}")
     return folder / "bin"
 
 
 @pytest.mark.slow
-def test_skypilot_reads_its_recipes(programs, tmp_path):
+def test_skypilot_reads_its_recipes(tmp_path):
+    programs = installed("skypilot", tmp_path / "venv")
     for name, nodes, accelerators in (("tpu", 1, "tpu-v5litepod-16"), ("gpu", 2, "H100")):
         text = (SETUP / "skypilot" / f"{name}.yaml").read_text()
         for variable, value in GIVEN.items():
@@ -234,7 +233,8 @@ def test_skypilot_reads_its_recipes(programs, tmp_path):
 
 
 @pytest.mark.slow
-def test_xpk_makes_a_job_that_starts_again_where_that_helps(programs, tmp_path):
+def test_xpk_makes_a_job_that_starts_again_where_that_helps(tmp_path):
+    programs = installed("xpk", tmp_path / "venv")
     manifest = tmp_path / "manifest.yaml"
     words = shlex.split(xpk_line(*WORKLOAD, "--dry-run", "--", *TRAIN).stdout)
     words += ["--dry-run", "--skip-validation", "--project-number", "1"]
