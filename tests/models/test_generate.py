@@ -13,12 +13,19 @@ from jaxtrain.models import gpt
 from jaxtrain.models.generate import decode_step, generate, penalise, prefill, truncate
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.tree import map_named
-from tests.forms import LLAMA
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
 FORMS = {
     "gpt2": GPTConfig(**SIZES),
-    "llama": GPTConfig(**SIZES, **LLAMA),
+    "llama": GPTConfig(
+        **SIZES,
+        kv_heads=2,
+        positions="rope",
+        norm="rmsnorm",
+        mlp="swiglu",
+        bias=False,
+        tied=False,
+    ),
 }
 PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
 LENGTHS = np.array([4, 2], np.int32)
