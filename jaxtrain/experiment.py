@@ -194,9 +194,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
 
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
-    """Returns the state as checkpoints hold it: layers in natural order, on any mesh.
-
-    Nothing is copied where all stages have as many layers: see :meth:`jaxtrain.Stack.in_order`."""
+    """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
     return experiment.stack.in_order(state)
 
 
@@ -213,11 +211,10 @@ def restore_state(
       restore: reads a checkpoint into shapes and shardings (``Checkpointer.restore``).
     """
     mesh = abstract.step.sharding.mesh
-    found = restore(
+    return restore(
         to_checkpoint(experiment, abstract),
         base=lambda: to_checkpoint(experiment, make_state(experiment, mesh)),
     )
-    return experiment.stack.from_order(found, abstract)
 
 
 def compile_train(

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import zlib
 
+import numpy as np
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -79,3 +80,14 @@ def _free_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A folder of a dozen texts of a few words, for experiments; it is only read."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
+    for i in range(12):
+        order = np.random.default_rng(i).integers(0, len(words), 200)
+        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
+    return str(folder)

@@ -18,14 +18,13 @@ from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.step import build_update
+from tests import forms
 
 # Attention says that it cannot be cuDNN here.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxtrain.ops.attention.AheadOfTimeWarning")
 
 GPT2 = gpt.GPTConfig(vocab_size=257, seq_len=128, layers=2, width=256, heads=4)
-LLAMA = dataclasses.replace(
-    GPT2, kv_heads=2, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
-)
+LLAMA = dataclasses.replace(GPT2, **forms.LLAMA)
 
 
 def tpu():

@@ -69,6 +69,33 @@ def check_writable(path: epath.Path) -> None:
         raise PermissionError(f"the folder '{there}' {why}: choose another, or make it writable")
 
 
+def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> None:
+    """Waits in this process until it sees what the first one does: a listing may be a minute old.
+
+    Args:
+      path: what the first process sees.
+      what: its name, as the subject of a sentence.
+      text: what is in it; None where it need only be there.
+
+    Raises:
+      StorageError: it does not come to be seen.
+    """
+
+    def look() -> None:
+        if not path.exists() or (text is not None and path.read_text() != text):
+            raise FileNotFoundError(
+                "it is not there, where the first process has found it: all processes must share "
+                "the directory"
+            )
+
+    storage.retrying(
+        look,
+        f"{what}, looked for by process {jax.process_index()}",
+        passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
+        seconds=SHARED_SECONDS,
+    )
+
+
 def check_shared(path: epath.Path) -> None:
     """Makes sure that all processes see a file as the first one, which has written it, does.
 
@@ -77,20 +104,9 @@ def check_shared(path: epath.Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    text = distributed.from_first_process(path.read_text)
-
-    def look() -> None:
-        if not path.exists() or path.read_text() != text:
-            raise FileNotFoundError("not there as the first process has written it")
-
-    seen = True
+    text, seen = distributed.from_first_process(path.read_text), True
     try:
-        storage.retrying(
-            look,
-            f"{path}, looked for by process {jax.process_index()}",
-            passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
-            seconds=SHARED_SECONDS,
-        )
+        wait_until_seen(path, str(path), text=text)
     except storage.StorageError:
         seen = False
     blind = np.flatnonzero(~multihost_utils.process_allgather(np.array(seen)))

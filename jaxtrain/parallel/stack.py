@@ -15,6 +15,7 @@ Shapes: L layers, V chunks per device, S devices along ``pipe``, C rows of a chu
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,10 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.specs import spread
 from jaxtrain.tree import LAYER_GROUP, Rows, map_named, named_leaves, owner_of
 
 PyTree = Any
@@ -144,13 +142,14 @@ class Stack:
                     f"{part.key!r} has {L} layers, not divisible by virtual={V}: use a divisor of "
                     f"{L}"
                 )
-            return _cut(part, x)
+            rows = max(part.counts) * len(part.counts) if part.padded else L
+            return Order((rows,) if V == 1 else (V, rows // V), part.places).split(x)
 
         return self._mapped(cut, params)
 
     def natural(self, params: Mapping[str, Any]) -> dict:
         """Joins the layer axis of parameters again: the inverse of :meth:`cut`."""
-        return self._mapped(_join, params)
+        return self._mapped(lambda part, x: part._order(x).join(x), params)
 
     def _mapped(self, function: Callable[["Stack", Any], Any], params: Mapping[str, Any]) -> dict:
         return dict(params) | {
@@ -158,50 +157,19 @@ class Stack:
             for part in self.parts
         }
 
-    def in_order(self, state: PyTree) -> PyTree:
-        """Returns a train state as checkpoints hold it, in natural order: each leaf that is cut as
-        a :class:`Cut`, each that is padded without its padding, and the others themselves.
+    def _order(self, leaf: Any) -> "Order":
+        return Order(tuple(leaf.shape[: self.lead]), self.places)
 
-        What is padded is copied, one leaf after another; nothing else is.
+    def in_order(self, state: PyTree) -> PyTree:
+        """Returns a train state as checkpoints hold it, in natural order: each leaf that is cut or
+        padded as a :class:`Cut`, and the others themselves. Nothing is copied.
 
         Args:
           state: arrays, or shapes with shardings; ``params`` in it says which leaves are stacked.
             What an optimizer keeps per layer (:func:`jaxtrain.optim.per_layer`) is, as well.
         """
-
-        def joined(part: Stack, leaf: Any) -> Any:
-            if not part.padded:
-                return Cut(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))
-            shape = jax.eval_shape(functools.partial(_join, part), leaf).shape
-            mesh, spec = leaf.sharding.mesh, P(None, *leaf.sharding.spec[part.lead :])
-            # Pipe may not divide the layers.
-            sharding = NamedSharding(mesh, spread(spec, shape, mesh, ("pipe",)))
-            if isinstance(leaf, jax.Array):
-                return _moved(_join, part, sharding)(leaf)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-        return self._mapped_state(joined, state)
-
-    def from_order(self, state: PyTree, like: PyTree) -> PyTree:
-        """Returns a restored train state with the padding that :meth:`in_order` has left out.
-
-        Args:
-          state: arrays; those that stand for a :class:`Cut` lie as they are to.
-          like: shapes and shardings of the result.
-        """
-
-        def pad(part: Stack, like: Any, leaf: jax.Array) -> jax.Array:
-            return _moved(_cut, part, like.sharding)(leaf) if part.padded else leaf
-
-        return self._mapped_state(pad, like, state)
-
-    def _mapped_state(self, function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
-        """Maps ``function(part, leaf, ...)`` over the leaves of a state that natural order changes.
-
-        Of the others the last tree's are returned.
-        """
         if self.virtual == 1 and not self.padded:
-            return (state, *rest)[-1]
+            return state
         params = named_leaves(state.params)
         rows = {
             part: tuple(x.shape[: part.lead])
@@ -210,7 +178,7 @@ class Stack:
             if part.holds(name)
         }
 
-        def part_of(name: str, leaf: Any) -> Stack | None:
+        def one(name: str, leaf: Any) -> Any:
             owner, words = owner_of(name, params), name.split("/")
             grouped = any(word.startswith(LAYER_GROUP) for word in words)
             fitting = [
@@ -221,49 +189,73 @@ class Stack:
             ]
             # Of several, a counter without an owner is told by the number of layers in its group.
             named = [p for p in fitting if f"{LAYER_GROUP}{sum(p.counts or ())}" in words]
-            return next(iter(named + fitting), None)
+            part = next(iter(named + fitting), None)
+            return leaf if part is None else Cut(leaf, part._order(leaf))
 
-        def one(name: str, leaf: Any, *others: Any) -> Any:
-            part = part_of(name, leaf)
-            return (leaf, *others)[-1] if part is None else function(part, leaf, *others)
+        return map_named(one, state)
 
-        return map_named(one, state, *rest)
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """How L layers lie in the leading axes of a leaf.
+
+    Args:
+      sizes: of these axes.
+      rows: the row of each layer, the axes taken as one; the others are padding. None where row l
+        is layer l.
+
+    >>> Order((2, 2), rows=(0, 1, 3)).layers
+    array([[ 0,  1],
+           [-1,  2]])
+    """
+
+    sizes: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """L."""
+        return math.prod(self.sizes) if self.rows is None else len(self.rows)
+
+    @property
+    def layers(self) -> np.ndarray:
+        """The layer in each row; -1 in padding."""
+        layers = np.full(math.prod(self.sizes), -1)
+        layers[slice(None) if self.rows is None else list(self.rows)] = np.arange(self.count)
+        return layers.reshape(self.sizes)
+
+    def join(self, x: Any) -> Any:
+        """A leaf that lies so, in natural order [L, ...]."""
+        x = x if len(self.sizes) == 1 else x.reshape(-1, *x.shape[len(self.sizes) :])
+        return x if self.rows is None else x[np.array(self.rows)]
+
+    def split(self, x: Any) -> Any:
+        """The inverse of :meth:`join`; padding is zeros."""
+        if self.rows is not None:
+            layers, xp = self.layers.ravel(), np if isinstance(x, np.ndarray) else jnp
+            padding = layers.reshape(-1, *[1] * (x.ndim - 1)) < 0
+            x = xp.where(padding, xp.zeros((), x.dtype), x[layers])
+        return x if len(self.sizes) == 1 else x.reshape(*self.sizes, *x.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A leaf [V, L / V, ...] that stands for the one [L, ...], whose bytes in order are the same.
+    """A leaf that stands for the one in natural order, [L, ...].
 
     Args:
       array: as it lies on the devices, or its shape, dtype and sharding.
-      shape: in natural order.
+      order: how the layers lie in it.
     """
 
     array: Any
-    shape: tuple[int, ...]
+    order: Order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That in natural order."""
+        return (self.order.count, *self.array.shape[len(self.order.sizes) :])
 
     @property
     def dtype(self) -> Any:
         """That of the array."""
         return self.array.dtype
-
-
-def _join(stack: Stack, x: jax.Array) -> jax.Array:
-    """A leaf in natural order, of one that is cut."""
-    x = x.reshape(-1, *x.shape[2:]) if stack.lead == 2 else x
-    return x[np.array(stack.places)] if stack.padded else x
-
-
-def _cut(stack: Stack, x: jax.Array) -> jax.Array:
-    """The inverse of :func:`_join`."""
-    if stack.padded:
-        rows = len(stack.counts) * max(stack.counts)
-        x = jnp.asarray(x)
-        x = jnp.zeros((rows, *x.shape[1:]), x.dtype).at[np.array(stack.places)].set(x)
-    return x if stack.virtual == 1 else x.reshape(stack.virtual, -1, *x.shape[1:])
-
-
-@functools.cache
-def _moved(function: Callable, stack: Stack, sharding: jax.sharding.Sharding) -> Callable:
-    # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
-    return jax.jit(functools.partial(function, stack), out_shardings=sharding)

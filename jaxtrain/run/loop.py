@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
+from jax.sharding import Mesh
 
 from jaxtrain.experiment import (
     Experiment,
@@ -35,6 +36,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
 from jaxtrain.run.folder import (
     STOPPED,
+    Ownership,
     claim_run_dir,
     find_run_dir,
     has_checkpoint,
@@ -51,7 +53,7 @@ from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.accidents import ConsecutiveSkips, diagnose
-from jaxtrain.run.survive.lifeline import open_lifeline
+from jaxtrain.run.survive.lifeline import Lifeline, open_lifeline
 from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.watchdog import Watchdog
@@ -239,58 +241,86 @@ def fit(
                 write_text(run_dir / name, text)
         check_shared(run_dir / provenance.CONFIG)
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
+        run = stack.enter_context(
+            _opened(experiment, options, mesh, owner, peers, writers, start=start, resume=resume)
+        )
+        stack.enter_context(storage.restartable())
+        stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
+        saving = Saving(run, checkpoints)
+        evaluation, end = Evaluation(run, [saving, *hooks]), None
+        if start < experiment.steps:
+            if options.eval_first and start == 0:
+                evaluation.on_step(0, state)
+            batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
+            state, end = _train(run, train, state, batches, [evaluation, saving], hooks)
+        means = _finish(run, state, end, evaluation, saving)
+    if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
+        terminal.print_lines(lines)
+    print_conclusion(experiment, averaged(state), means, str(run_dir))
+    return FitResult(state, means, str(run_dir), end.reason if end else stopped)
 
-        # Resumed before its first checkpoint, a run evaluates its step 0 again.
-        folder_logs = make_writers(run_dir, resume_step=(start or -1) if resume else None)
-        own_log = stack.enter_context(contextlib.closing(OwnLog(folder_logs, owner, peers)))
-        log = Fanout([own_log, *(writers if jax.process_index() == 0 else ())])
-        run = Run(
+
+@contextlib.contextmanager
+def _opened(
+    experiment: Experiment,
+    options: RunOptions,
+    mesh: Mesh,
+    owner: Ownership,
+    peers: Lifeline,
+    writers: Sequence[Writer],
+    *,
+    start: int,
+    resume: bool,
+) -> Iterator[Run]:
+    """Opens the logs, the line of progress and the watchdog of a run."""
+    # Resumed before its first checkpoint, a run evaluates its step 0 again.
+    folder_logs = make_writers(owner.path, resume_step=(start or -1) if resume else None)
+    process = jax.process_index()
+    with (
+        contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
+        Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
+        terminal.Progress(experiment.steps, start=start, item=experiment.item) as progress,
+    ):
+        yield Run(
             experiment=experiment,
             options=options,
             mesh=mesh,
             owner=owner,
             peers=peers,
-            watchdog=stack.enter_context(
-                Watchdog(60 * options.hang_minutes, run_dir=run_dir, process=jax.process_index())
-            ),
-            log=log,
-            progress=stack.enter_context(
-                terminal.Progress(experiment.steps, start=start, item=experiment.item)
-            ),
+            watchdog=watchdog,
+            log=Fanout([own_log, *(writers if process == 0 else ())]),
+            progress=progress,
             rate=throughput.Throughput(experiment.items_per_step),
         )
-        stack.enter_context(storage.restartable())
-        stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
-        pace = Pace(peers)
-        skips = ConsecutiveSkips(options.max_consecutive_skips)
-        saving = Saving(run, checkpoints)
-        evaluation = Evaluation(run, [saving, *hooks])
-        early: Ending | None = None
 
-        def ends(step: int) -> Ending | None:
-            nonlocal early
-            early = skips.ending or ending(step, hooks, peers)
-            return early
 
-        if start < experiment.steps:
-            if options.eval_first and start == 0:
-                evaluation.on_step(0, state)
-            batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            state = train_loop(
-                train,
-                state,
-                pace.timed(batches),
-                steps=experiment.steps,
-                steps_per_call=experiment.steps_per_call,
-                hooks=[run.watchdog, Logging(run, pace), evaluation, saving, *hooks, skips],
-                ends=ends,
-            )
-            early = early if int(state.step) < experiment.steps else None
-        means = _finish(run, state, skips.ending or early, evaluation, saving)
-    if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
-        terminal.print_lines(lines)
-    print_conclusion(experiment, averaged(state), means, str(run_dir))
-    return FitResult(state, means, str(run_dir), early.reason if early else stopped)
+def _train(
+    run: Run,
+    train: Callable[..., Any],
+    state: TrainState,
+    batches: Iterable[PyTree],
+    built_in: Sequence[Hook],
+    hooks: Sequence[Hook],
+) -> tuple[TrainState, Ending | None]:
+    """Trains to the last step or an early end; returns the state, and how it has ended early."""
+    pace, skips = Pace(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
+    early: Ending | None = None
+
+    def ends(step: int) -> Ending | None:
+        nonlocal early
+        early = skips.ending or ending(step, hooks, run.peers)
+        return early
+
+    state = train_loop(
+        train,
+        state,
+        pace.timed(batches),
+        steps=run.experiment.steps,
+        steps_per_call=run.experiment.steps_per_call,
+        hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips],
+        ends=ends,
+    )
+    return state, skips.ending or (early if int(state.step) < run.experiment.steps else None)
 
 
 def _finish(

@@ -188,14 +188,7 @@ def make_optimizer(
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
     )
-    return optim.make_optimizer(
-        options.name,
-        rate,
-        weight_decay=options.weight_decay,
-        clip_norm=options.clip_norm,
-        accumulate=options.accumulate,
-        skip_spikes=options.skip_spikes,
-        ema=options.ema,
-        **{name: getattr(options, name) for name in RULE_OPTIONS},
-        **more,
-    )
+    ours = ("name", "learning_rate", "schedule", "warmup_steps")
+    passed_on = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    passed_on = {name: value for name, value in passed_on.items() if name not in ours}
+    return optim.make_optimizer(options.name, rate, **passed_on, **more)

@@ -28,16 +28,6 @@ SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32", "-
 SMALL += ["--global-batch", "8", "--held-out-bytes", "2000", "--sample-tokens", "8"]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
-    for i in range(12):
-        order = np.random.default_rng(i).integers(0, len(words), 200)
-        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
-    return str(folder)
-
-
 def test_a_small_run_ends_with_bits_per_byte_a_baseline_and_a_sample(texts, tmp_path, capsys):
     run = tmp_path / "run"
     main(Config, build, [*SMALL, "--data", texts, "--run-dir", str(run)])

@@ -16,20 +16,13 @@ from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.parallel.sharding import as_rules, param_shardings
 from jaxtrain.precision import float32_products
 from jaxtrain.tree import map_named, named_leaves
+from tests.forms import LLAMA
 from tests.models import decoder_definition as definition
 
 SIZES = dict(vocab_size=13, seq_len=8, layers=3, width=16, heads=4)
 FORMS = {
     "gpt2": GPTConfig(**SIZES),
-    "llama": GPTConfig(
-        **SIZES,
-        kv_heads=2,
-        positions="rope",
-        norm="rmsnorm",
-        mlp="swiglu",
-        bias=False,
-        tied=False,
-    ),
+    "llama": GPTConfig(**SIZES, **LLAMA),
 }
 B, T = 4, 8
 

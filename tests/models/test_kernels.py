@@ -20,6 +20,7 @@ from jaxtrain.precision import equations
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.step import build_update
 from jaxtrain.tree import map_named, named_leaves
+from tests.forms import LLAMA
 
 FAST = {"xla_backend_optimization_level": 0}
 RANK, ALPHA, ROWS, STEPS = 2, 3.0, 8, 2
@@ -29,17 +30,7 @@ TOLERANCE = 2e-5
 SIZES = dict(vocab_size=13, seq_len=8, layers=2, width=16, heads=4, mlp_width=24, vocab_multiple=40)
 FORMS = {
     "gpt2": gpt.GPTConfig(**SIZES, loss_chunk=4),
-    "llama": gpt.GPTConfig(
-        **SIZES,
-        kv_heads=2,
-        positions="rope",
-        norm="rmsnorm",
-        mlp="swiglu",
-        bias=False,
-        tied=False,
-        remat="dots",
-        z_loss=0.1,
-    ),
+    "llama": gpt.GPTConfig(**SIZES, **LLAMA, remat="dots", z_loss=0.1),
 }
 # All but the parts of kernels that are added.
 FREEZE = (r"^(?!.*/(a|b)$)",)

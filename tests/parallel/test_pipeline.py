@@ -25,6 +25,7 @@ from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
+from tests import forms
 from tests.parallel import pipelines as small
 from tests.test_parity import TOLERANCE, record_gradients, worst
 
@@ -34,9 +35,7 @@ STEPS, MICROBATCHES, ROWS = 3, 8, 16
 FAST = {"xla_backend_optimization_level": 0}
 
 GPT2 = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=8, width=16, heads=4, dropout=0.1)
-LLAMA = dataclasses.replace(
-    GPT2, kv_heads=2, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
-)
+LLAMA = dataclasses.replace(GPT2, **forms.LLAMA)
 FORMS = {"gpt2": GPT2, "llama": LLAMA}
 LAYOUTS = {
     "pipe 2": {"pipe": 2},
@@ -465,16 +464,7 @@ UNEVEN = [
 @pytest.mark.parametrize(("axes", "schedule", "virtual", "remat", "counts"), UNEVEN)
 def test_uneven_stages(axes, schedule, virtual, remat, counts):
     """Of blocks that would do something with weights of zeros too, if they were called."""
-    found, _ = small_pipeline(
-        small.make_batch(ROWS),
-        stages=shared_stages(),
-        axes=tuple(axes.items()),
-        schedule=schedule,
-        virtual=virtual,
-        remat=remat,
-        counts=counts,
-    )
-    assert_same_sums(found, shared_sums())
+    assert_shared_sums(axes, schedule, virtual, remat, counts=counts)
 
 
 @pytest.mark.slow
@@ -541,6 +531,12 @@ def shared_sums():
     return run_engine(engine, small_params(), small.make_batch(ROWS))[0]
 
 
+def assert_shared_sums(axes, schedule, virtual, remat, **options):
+    options |= {"schedule": schedule, "virtual": virtual, "remat": remat, "axes": axes.items()}
+    found, _ = small_pipeline(small.make_batch(ROWS), stages=shared_stages(), **options)
+    assert_same_sums(found, shared_sums())
+
+
 SHARED = [
     ({"pipe": 2, "data": 2}, "interleaved", 2, "none"),
     ({"pipe": 4}, "1f1b", 1, "full"),
@@ -552,15 +548,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("axes", "schedule", "virtual", "remat"), SHARED)
 def test_a_stream_of_several_arrays_and_shared_parameters(axes, schedule, virtual, remat):
-    found, _ = small_pipeline(
-        small.make_batch(ROWS),
-        stages=shared_stages(),
-        axes=tuple(axes.items()),
-        schedule=schedule,
-        virtual=virtual,
-        remat=remat,
-    )
-    assert_same_sums(found, shared_sums())
+    assert_shared_sums(axes, schedule, virtual, remat)
 
 
 @pytest.mark.slow

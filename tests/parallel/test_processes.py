@@ -29,16 +29,6 @@ QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
-    for i in range(12):
-        order = np.random.default_rng(i).integers(0, len(words), 200)
-        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def alone(texts, tmp_path_factory):
     """The run of one process with eight devices."""
     run = tmp_path_factory.mktemp("alone") / "run"

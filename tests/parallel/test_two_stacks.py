@@ -152,7 +152,7 @@ def train(axes=None, stack=None, *, zero=0, freeze=None, **options):
 
 
 def whole(leaf):
-    return leaf.array.reshape(leaf.shape) if isinstance(leaf, Cut) else leaf
+    return leaf.order.join(leaf.array) if isinstance(leaf, Cut) else leaf
 
 
 one_device = functools.cache(lambda freeze: train(freeze=freeze))

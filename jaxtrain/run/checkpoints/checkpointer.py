@@ -165,7 +165,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         for name, checksum in manifests.checksums(raw).items():
             entries[name]["checksum"] = checksum
             if isinstance(raw[name], Cut):
-                entries[name]["cut"] = list(raw[name].array.shape)
+                entries[name] |= manifests.layout(raw[name].order, raw[name].array)
             if name in left_out:
                 entries[name]["left_out"] = True
         manifest = {
@@ -376,6 +376,8 @@ def digest(state: Any) -> str:
             array = raw_array(leaf)
             if not getattr(array, "is_fully_addressable", True):
                 array = multihost_utils.process_allgather(array, tiled=True)
+            array = np.asarray(array)
+            array = leaf.order.join(array) if isinstance(leaf, Cut) else array
             sha.update(np.ascontiguousarray(array).tobytes())
     return sha.hexdigest()
 

@@ -11,7 +11,8 @@ from etils import epy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.stack import Cut
+from jaxtrain.parallel.specs import names_of, spread
+from jaxtrain.parallel.stack import Cut, Order
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.tree import path_name
 
@@ -62,27 +63,31 @@ def portions(
     together: dict[str, Any] = {}
     alone = []
     for name, leaf in wanted.items():
-        args, spreads = _restore_args(saved[name], bare(leaf))
-        if spreads:
+        args, whole = _restore_args(saved[name], bare(leaf))
+        if whole:
             alone.append({name: args})
         else:
             together[name] = args
     return [together, *alone] if together else alone
 
 
-def laid_out(array: Any, leaf: Any) -> Any:
-    """Returns an array as read in the shape and place of ``leaf``: itself, or a copy."""
-    like = bare(leaf)
-    if manifests.is_key(like) or array.shape == like.shape:
+def laid_out(entry: Mapping[str, Any], array: Any, leaf: Any) -> Any:
+    """Returns an array as read in the order and place of ``leaf``: itself, or a copy."""
+    there, here = (
+        Order(tuple(entry["shape"][:1])) if order is None else order
+        for order in (manifests.order_in_file(entry), getattr(leaf, "order", None))
+    )
+    if there == here and there.rows is None:
         return array
     if isinstance(array, np.ndarray):
-        return array.reshape(like.shape)
-    return _reshape_to(like.shape, like.sharding)(array)
+        return here.split(there.join(array))
+    return _moved(there, here, bare(leaf).sharding)(array)
 
 
 @functools.cache
-def _reshape_to(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Any:
-    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding)
+def _moved(there: Order, here: Order, sharding: jax.sharding.Sharding) -> Any:
+    # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
+    return jax.jit(lambda x: here.split(there.join(x)), out_shardings=sharding)
 
 
 def placed_as(given: Any, leaf: Any) -> Any:
@@ -135,14 +140,16 @@ def _restore_args(entry: Mapping[str, Any], leaf: Any) -> tuple["ocp.RestoreArgs
     if manifests.is_key(leaf):
         # A key's words are one more dimension, unsharded, which the leaf's sharding leaves out.
         return ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.dtype("uint32")), False
-    spreads = False
+    whole = False
     if shape != leaf.shape and isinstance(sharding, NamedSharding):
-        # Split by layers there too, where they divide.
+        # Split by layers there too, where they divide, or else along another axis.
         axis, axis_there = (len(x) - len(entry["shape"]) for x in (leaf.shape, shape))
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
-        layers = spec[axis]
-        names = (layers,) if isinstance(layers, str) else layers or ()
-        spreads = shape[axis_there] % math.prod(sharding.mesh.shape[name] for name in names) != 0
-        spec = (*[None] * axis_there, None if spreads else layers, *spec[axis + 1 :])
-        sharding = NamedSharding(sharding.mesh, P(*spec))
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=leaf.dtype), spreads
+        layers, mesh = names_of(spec[axis]), sharding.mesh
+        whole = shape[axis_there] % math.prod(mesh.shape[name] for name in layers) != 0
+        spec = P(*[None] * axis_there, None if whole else spec[axis], *spec[axis + 1 :])
+        if whole:
+            spec, before = spread(spec, shape, mesh, layers), spec
+            whole = spec == before
+        sharding = NamedSharding(mesh, spec)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=leaf.dtype), whole

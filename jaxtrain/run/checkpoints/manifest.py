@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.stack import Cut
+from jaxtrain.parallel.stack import Cut, Order
 
 _SEAL = "sha256"
 
@@ -72,10 +72,14 @@ def _check_entry(entry: Mapping[str, Any]) -> None:
     if "value" in entry:
         decode(entry)
         return
-    shape, cut = entry["shape"], entry.get("cut", entry["shape"])
-    sound = all(type(size) is int and size >= 0 for size in (*shape, *cut))
-    if not sound or math.prod(shape) != math.prod(cut) or not isinstance(entry["dtype"], str):
+    shape, cut, rows = entry["shape"], entry.get("cut", []), entry.get("rows", [])
+    sound = all(type(size) is int and size >= 0 for size in (*shape, *cut, *rows))
+    if not sound or not isinstance(entry["dtype"], str):
         raise ValueError
+    if (order := order_in_file(entry)) is not None:
+        fits = rows == sorted(set(rows)) and max(rows, default=-1) < math.prod(order.sizes)
+        if not fits or [order.count, *cut[len(order.sizes) :]] != shape:
+            raise ValueError
 
 
 def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
@@ -87,7 +91,7 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
 
     Args:
       leaves: JAX or NumPy arrays with elements, by name; no PRNG keys. A ``Cut`` has the checksum
-        of the array in natural order.
+        of the array in natural order, whatever is in its padding.
 
     >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
     >>> checksums({"x": x}) == checksums({"x": jnp.asarray(x)})
@@ -99,56 +103,56 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     sums: dict[str, int] = {}
     groups: dict[Any, dict[str, jax.Array]] = {}
     for name, leaf in leaves.items():
-        cut = isinstance(leaf, Cut)
-        array = leaf.array if cut else leaf
+        array, order = (leaf.array, leaf.order) if isinstance(leaf, Cut) else (leaf, None)
         if isinstance(array, jax.Array):
             devices = array.sharding.device_set
             alone = name if next(iter(devices)).platform == "cpu" else ""
-            key = frozenset(devices), array.committed, alone, cut
+            key = frozenset(devices), array.committed, alone, order
             groups.setdefault(key, {})[name] = array
         else:
-            sums[name] = int(_checksum(np, np.asarray(array), cut))
-    for (*_, cut), group in groups.items():
-        found = jax.device_get(on_devices([*group.values()], cut))
+            sums[name] = int(_checksum(np, np.asarray(array), order))
+    for (*_, order), group in groups.items():
+        found = jax.device_get(on_devices([*group.values()], order))
         sums |= zip(group, map(int, found), strict=True)
     return sums
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def on_devices(arrays: list[jax.Array], cut: bool) -> list[jax.Array]:
-    """Returns the checksums of JAX arrays, uint32; of such as stand for a ``Cut``."""
-    return [_one(array, cut) for array in arrays]
+def on_devices(arrays: list[jax.Array], order: Order | None) -> list[jax.Array]:
+    """Returns the checksums of JAX arrays, uint32, whose layers lie in this order."""
+    return [_one(array, order) for array in arrays]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _one(array: jax.Array, cut: bool) -> jax.Array:
+def _one(array: jax.Array, order: Order | None) -> jax.Array:
     # A jit of its own: leaves of one shape are traced once.
-    return _checksum(jnp, array, cut)
+    return _checksum(jnp, array, order)
 
 
-def _checksum(xp: Any, array: Any, cut: bool) -> Any:
+def _checksum(xp: Any, array: Any, order: Order | None) -> Any:
     """The sum over all words of ``mix(word + place)``; ``mix`` is a bijection of 32-bit words.
 
-    Where the array is cut, its first two axes count as the one that they are in natural order.
+    Where the layers lie in an order, its axes count as the one that they are in natural order.
     """
     words = _words(xp, array)
     words = words if words.ndim else words.reshape(1)  # NumPy warns of overflow in scalars only
-    place = xp.zeros((), np.uint32)
-    before: Any = 0
-    for axis, size in enumerate(words.shape):
-        shape = [1] * words.ndim
-        shape[axis] = size
-        steps = xp.arange(size, dtype=np.uint32).reshape(shape) + before
-        if cut and axis == 0:
-            before = steps * np.uint32(words.shape[1])
-            continue
-        before = 0
-        place = place * np.uint32(0x9E3779B1) + (steps + np.uint32(1)) * np.uint32(0x85EBCA77)
+    axes = [xp.arange(size, dtype=np.uint32) for size in words.shape]
+    if order is not None:
+        axes[: len(order.sizes)] = [order.layers.astype(np.uint32)]
+    place, rest = xp.zeros((), np.uint32), words.ndim
+    for steps in axes:
+        rest -= steps.ndim
+        steps = steps.reshape(*steps.shape, *[1] * rest) + np.uint32(1)
+        place = place * np.uint32(0x9E3779B1) + steps * np.uint32(0x85EBCA77)
     # The last steps of MurmurHash3 (Appleby), which spread every bit over the word.
     h = words + place
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return (h ^ (h >> np.uint32(16))).sum(dtype=np.uint32)
+    h = h ^ (h >> np.uint32(16))
+    if order is not None and order.rows is not None:
+        padding = order.layers.reshape(*order.sizes, *[1] * (words.ndim - len(order.sizes))) < 0
+        h = xp.where(padding, np.uint32(0), h)
+    return h.sum(dtype=np.uint32)
 
 
 def _words(xp: Any, array: Any) -> Any:
@@ -195,6 +199,20 @@ def is_stored(leaf: Any) -> bool:
 def in_file(entry: Mapping[str, Any]) -> bool:
     """``is_stored`` of a manifest entry; False as well for what was left out."""
     return "value" not in entry and math.prod(entry["shape"]) > 0 and not is_left_out(entry)
+
+
+def order_in_file(entry: Mapping[str, Any]) -> Order | None:
+    """How the layers of an array lie in the file; None where they are one axis, in order."""
+    if "cut" not in entry:
+        return None
+    lead = len(entry["cut"]) - len(entry["shape"]) + 1
+    return Order(tuple(entry["cut"][:lead]), tuple(entry["rows"]) if "rows" in entry else None)
+
+
+def layout(order: Order, array: Any) -> dict[str, list[int]]:
+    """Returns what :func:`order_in_file` reads: the entry's part of an array in this order."""
+    rows = {} if order.rows is None else {"rows": list(order.rows)}
+    return {"cut": list(array.shape)} | rows
 
 
 def is_left_out(entry: Mapping[str, Any]) -> bool:

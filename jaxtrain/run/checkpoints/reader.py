@@ -234,8 +234,10 @@ class Reader:
             error = caught
         # Checksums are computed by all processes together, or by none.
         self._agree(step, error)
-        cut = {n: Cut(x, ()) if isinstance(wanted[n], Cut) else x for n, x in raw.items()}
-        found = manifests.checksums(cut)
+        cuts = {n: leaf.order for n, leaf in wanted.items() if isinstance(leaf, Cut)}
+        found = manifests.checksums(
+            {n: Cut(x, cuts[n]) if n in cuts else x for n, x in raw.items()}
+        )
         changed = [n for n, x in found.items() if x != saved[n].get("checksum", x)]
         if changed and changed[0] in given:
             error = ValueError(
@@ -288,7 +290,7 @@ class Reader:
                     )
                 if not key and str(array.dtype) != saved[name]["dtype"]:
                     raise self._folders.damage(step, f"{name!r} is {array.dtype} in its arrays")
-                read[name] = places.laid_out(array, leaf)
+                read[name] = places.laid_out(saved[name], array, leaf)
                 del array  # before the next one is read
         return read
 

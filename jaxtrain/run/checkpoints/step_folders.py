@@ -9,12 +9,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.distributed import from_first_process
-from jaxtrain.host.paths import SHARED_SECONDS
+from jaxtrain.host.paths import wait_until_seen
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
@@ -100,26 +99,11 @@ class StepFolders:
     def wait_for(self, step: int) -> None:
         """Waits in this process until a step that the first one has found is seen here as well.
 
-        A listing over the network may be a minute old.
-
         Raises:
           StorageError: it does not come to be seen.
         """
-        path = self.directory / str(step) / "state"
-
-        def look() -> None:
-            if not path.exists():
-                raise FileNotFoundError(
-                    "it is not there, where the first process has found it: all processes must "
-                    "share the directory"
-                )
-
-        storage.retrying(
-            look,
-            f"checkpoint {step} in {self.directory}, looked for by process {jax.process_index()}",
-            passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
-            seconds=SHARED_SECONDS,
-        )
+        path = self.directory / str(step)
+        wait_until_seen(path / "state", f"checkpoint {step} in {self.directory}")
 
     def _paths(self) -> dict[int, epath.Path]:
         if not self.directory.exists():

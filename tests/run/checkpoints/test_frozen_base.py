@@ -110,11 +110,13 @@ def test_parameters_alone_need_the_base_as_well(run):
         assert float(jnp.abs(params["down"]["kernel"]).max()) > 0
 
 
-def test_a_frozen_leaf_that_is_cut_by_layer_may_be_left_out(tmp_path):
-    mesh, stack = jt.make_mesh(pipe=2, data=4), jt.Stack(virtual=2)
+@pytest.mark.parametrize("stack", [jt.Stack(virtual=2), jt.Stack(counts=(5, 3))], ids=str)
+def test_a_frozen_leaf_that_is_cut_by_layer_may_be_left_out(tmp_path, stack):
+    mesh = jt.make_mesh(pipe=2, data=4)
     layers = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    place = jax.NamedSharding(mesh, jax.P(None, "pipe"))
-    params = {"blocks": jax.device_put(layers.reshape(2, 4, 4), place), "head": jnp.ones(3)}
+    place = jax.NamedSharding(mesh, jax.P(*[None] * (stack.lead - 1), "pipe"))
+    params = {"blocks": layers, "head": jnp.ones(3)}
+    params["blocks"] = jax.device_put(stack.cut(params)["blocks"], place)
     state = jt.TrainState(0, params, None, None, None, None, 0)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, stack.in_order(state), leave_out=["params/blocks"])

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.parallel.stack import Order
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.checkpoints import manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -16,15 +17,16 @@ from jaxtrain.run.checkpoints.reader import Reader
 
 LAYERS, WIDTH = 8, 96
 LAYER = WIDTH * WIDTH * 4
+UNEVEN = (3, 1, 2, 2)
 
 
-def make_state(virtual, **axes):
+def make_state(virtual=1, counts=None, width=WIDTH, **axes):
     """Two stacked leaves of float32 and one that is not, on a mesh; and how they are stacked."""
-    mesh, stack = jt.make_mesh(**axes), jt.Stack(virtual=virtual)
+    mesh, stack = jt.make_mesh(**axes), jt.Stack(virtual=virtual, counts=counts)
     r = np.random.default_rng(0)
     params = {
-        "blocks": {"w": r.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)},
-        "head": r.normal(size=(WIDTH,)).astype(np.float32),
+        "blocks": {"w": r.normal(size=(LAYERS, width, width)).astype(np.float32)},
+        "head": r.normal(size=(width,)).astype(np.float32),
     }
     pipe = "pipe" if axes.get("pipe") else None
     specs = {"blocks": P(pipe) if virtual == 1 else P(None, pipe), "head": P()}
@@ -45,11 +47,18 @@ def on_devices() -> int:
 
 
 @pytest.mark.parametrize(
-    ("virtual", "axes"),
-    [(2, {"pipe": 2, "data": 4}), (4, {"pipe": 2, "data": 4}), (1, {"data": 8})],
+    "layout",
+    [
+        {"virtual": 2, "pipe": 2, "data": 4},
+        {"virtual": 4, "pipe": 2, "data": 4},
+        {"data": 8},
+        {"counts": UNEVEN, "pipe": 4, "data": 2},
+        {"counts": UNEVEN, "virtual": 2, "pipe": 2, "data": 4},
+    ],
+    ids=str,
 )
-def test_a_save_allocates_less_than_a_layer_on_the_devices(tmp_path, monkeypatch, virtual, axes):
-    state, stack = make_state(virtual, **axes)
+def test_a_save_allocates_less_than_a_layer_on_the_devices(tmp_path, monkeypatch, layout):
+    state, stack = make_state(**layout)
     asarray, seen = np.asarray, []
 
     def watched(array, *args, **kwargs):
@@ -66,27 +75,42 @@ def test_a_save_allocates_less_than_a_layer_on_the_devices(tmp_path, monkeypatch
         assert max(seen) - before < LAYER
         checkpoints.wait()
         restored = checkpoints.restore(stack.in_order(state))
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    for found, saved in ((restored.params, state.params), (restored.opt_state, state.opt_state)):
+        # What was in the padding is zeros again.
+        saved = jax.tree.map(np.asarray, saved.get("mu", saved))
+        expected = stack.cut(stack.natural(saved))
+        jax.tree.map(np.testing.assert_array_equal, found.get("mu", found), expected)
 
 
+@pytest.mark.parametrize("rows", [None, tuple(range(15))], ids=["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("target", "package"), [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda12_plugin")]
 )
-def test_checksums_take_no_memory_on_accelerators(target, package, dtype):
+def test_checksums_take_no_memory_on_accelerators(target, package, dtype, rows):
     pytest.importorskip(package)
     mesh = jt.make_mesh(pipe=2, data=4, devices=parse_target(target).devices())
     place = NamedSharding(mesh, P(None, "pipe"))
     leaf = jax.ShapeDtypeStruct((2, 8, 1024, 1024), dtype, sharding=place)
-    memory = manifest.on_devices.lower([leaf], True).compile().memory_analysis()
+    memory = manifest.on_devices.lower([leaf], Order((2, 8), rows)).compile().memory_analysis()
     assert memory.argument_size_in_bytes == 8 * 1024 * 1024 * leaf.dtype.itemsize
     assert memory.temp_size_in_bytes < 2**17
 
 
-def test_a_leaf_in_another_order_is_alone_on_the_devices_twice(tmp_path, monkeypatch):
-    """[V, L / V] over 8 devices is read whole where 4 layers cannot be split by 8."""
-    state, stack = make_state(2, pipe=2, data=4)
-    natural, _ = make_state(1, pipe=8)
+@pytest.mark.parametrize("counts", [None, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("width", "portions", "copies"),
+    [
+        (WIDTH, 1, 2),  # Split along the width, nothing is there twice on any device.
+        (33, 3, 8),  # What lies as it did, and each of two leaves by itself, whole on each device.
+    ],
+)
+def test_a_leaf_in_another_order_is_read_as_small_as_can_be(
+    tmp_path, monkeypatch, width, portions, copies, counts
+):
+    """[V, L / V] over 8 devices, where 4 layers cannot be split by 8."""
+    state, stack = make_state(2, counts, width, pipe=2, data=4)
+    natural, _ = make_state(width=width, pipe=8)
     most, read = [], Reader._read_file
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, stack.in_order(state))
@@ -101,6 +125,7 @@ def test_a_leaf_in_another_order_is_alone_on_the_devices_twice(tmp_path, monkeyp
         monkeypatch.setattr(Reader, "_read_file", watched)
         restored = checkpoints.restore(natural)
     jax.tree.map(np.testing.assert_array_equal, restored, natural)
-    leaf = LAYERS * LAYER
-    assert len(most) == 3  # what lies as it did, and each of two leaves by itself
-    assert max(most) < 8 * leaf + leaf + LAYER  # one whole on each device, and what has been read
+    rows = 8 if counts is None else 4 * max(counts)
+    layer = width * width * 4
+    assert len(most) == portions
+    assert max(most) < copies * rows * layer + LAYERS * layer + layer  # and what has been read

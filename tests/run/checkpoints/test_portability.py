@@ -40,19 +40,10 @@ LAYOUTS = {
     "one device": "--mesh.data 1",
     "pipe 4 x fsdp 2": f"--mesh.data 1 --mesh.pipe 4 --mesh.fsdp 2 {PIPE}",
     "zero 3 on data 2": "--mesh.data 2 --zero 3",
+    "pipe 3, of which one has two": f"--mesh.data 1 --mesh.pipe 3 {PIPE}",
     "pipe 2 x virtual 2 x data 4": f"--mesh.data 4 --mesh.pipe 2 {INTERLEAVED}",
     "data 8 again": "--mesh.data 8",
 }
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
-    for i in range(8):
-        order = np.random.default_rng(i).integers(0, len(words), 150)
-        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
-    return str(folder)
 
 
 def size_of(flags: str) -> int:
@@ -174,6 +165,7 @@ PROCESSES = [
     (1, 8, "--mesh.data 1 --mesh.fsdp 8"),
     (4, 2, "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --zero 1"),
     (2, 2, f"--mesh.data 1 --mesh.pipe 4 {PIPE}"),
+    (3, 1, f"--mesh.data 1 --mesh.pipe 3 {PIPE}"),  # one of them has two layers
     (1, 1, "--mesh.data 1"),
     (2, 4, "--mesh.data 4 --mesh.tensor 2"),
 ]

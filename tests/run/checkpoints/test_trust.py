@@ -200,3 +200,27 @@ def test_a_text_folder_keeps_to_itself_by_name_and_hides_hidden_files(tmp_path):
     split = data.text_folder(folder)
     assert b"secret" not in {d.text for part in split for d in part}
     shutil.rmtree(folder)
+
+
+ROWS = {"shape": [3, 2], "dtype": "float32", "cut": [4, 2], "rows": [0, 1, 3]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": [0, 1, 4]},
+        {"rows": [1, 0, 3]},
+        {"rows": [0, 1]},
+        {"rows": [0, 1, 1]},
+        {"rows": [-1, 1, 3]},
+        {"rows": [0, 1, "3"]},
+        {"cut": [4, 3]},
+        {"cut": [2, 2, 2], "rows": [0, 1, 5]},
+    ],
+    ids=str,
+)
+def test_an_order_of_layers_that_cannot_be_is_no_manifest(wrong):
+    whole = {"metrics": {}, "leaves": {"w": ROWS}}
+    assert manifest.check(whole) == whole
+    with pytest.raises(ValueError, match="leaf 'w' is "):
+        manifest.check(whole | {"leaves": {"w": ROWS | wrong}})
