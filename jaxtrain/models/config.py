@@ -13,36 +13,23 @@ from jaxtrain.ops.attention import IMPLEMENTATIONS
 INIT_STD = 0.02
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockConfig:
-    """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
-
-    Decoders, encoders and vision transformers are made of the same blocks. The defaults are
-    GPT-2's; BERT's are ``causal=False, norm_position="post", mlp="gelu_exact", norm_eps=1e-12``,
-    those of a ViT ``causal=False, mlp="gelu_exact"``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerFields:
+    """What a model and each of its layers are told alike.
 
     Args:
       width, heads: D of the residual stream, H query heads.
       kv_heads: G key and value heads (grouped-query attention); None means ``heads``.
-      head_dim: K features per head; None means ``width / heads``.
       mlp_width: hidden width; None means 4 x width, or 8/3 x width, rounded up to a multiple of 64,
         where ``mlp`` has a gate.
-      causal: a position sees no later ones.
-      rope_theta: base of the frequencies of rotary positions; None means none.
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
-      norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
       mlp: GELU in the tanh approximation, GELU itself, or SwiGLU.
       bias: biases in dense layers and LayerNorm.
-      qkv_bias: those of queries, keys and values; None means as ``bias``.
-      dropout: rate on both residual branches.
+      dropout: rate on both residual branches; in a model on the embeddings too.
       attention_dropout: rate on attention weights, which no fused kernel offers: attention then
         takes the xla form.
       attention: see :func:`jaxtrain.ops.attention.attention`.
-      residual_std: of the initial kernels that end in the residual stream.
-
-    >>> BlockConfig(width=24, heads=3).mlp_width
-    96
 
     Raises:
       ValueError: for sizes that do not fit each other or names that are not known.
@@ -51,45 +38,27 @@ class BlockConfig:
     width: int
     heads: int
     kv_heads: int | None = None
-    head_dim: int | None = None
     mlp_width: int | None = None
-    causal: bool = True
-    rope_theta: float | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
-    norm_position: Literal["pre", "post"] = "pre"
     mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
     bias: bool = True
-    qkv_bias: bool | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
-    residual_std: float = INIT_STD
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} is not divisible by heads={self.heads}; "
-                f"use a width that is a multiple of {self.heads}"
-            )
         gated = _round_up(-(-8 * self.width // 3), 64)
         _fill(
             self,
             kv_heads=self.heads,
-            head_dim=self.width // self.heads,
             mlp_width=gated if self.mlp in GATED else 4 * self.width,
-            qkv_bias=self.bias,
         )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
                 f"use a divisor of {self.heads} for kv_heads"
-            )
-        if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
-                "use an even head width"
             )
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -101,8 +70,53 @@ class BlockConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class GPTConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(LayerFields):
+    """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
+
+    Decoders, encoders and vision transformers are made of the same blocks. The defaults are
+    GPT-2's; BERT's are ``causal=False, norm_position="post", mlp="gelu_exact", norm_eps=1e-12``,
+    those of a ViT ``causal=False, mlp="gelu_exact"``.
+
+    Args:
+      head_dim: K features per head; None means ``width / heads``.
+      causal: a position sees no later ones.
+      rope_theta: base of the frequencies of rotary positions; None means none.
+      norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
+      qkv_bias: biases of queries, keys and values; None means as ``bias``.
+      residual_std: of the initial kernels that end in the residual stream.
+
+    >>> BlockConfig(width=24, heads=3).mlp_width
+    96
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    head_dim: int | None = None
+    causal: bool = True
+    rope_theta: float | None = None
+    norm_position: Literal["pre", "post"] = "pre"
+    qkv_bias: bool | None = None
+    residual_std: float = INIT_STD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} is not divisible by heads={self.heads}; "
+                f"use a width that is a multiple of {self.heads}"
+            )
+        _fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
+        if self.rope_theta is not None and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
+                "use an even head width"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(LayerFields):
     """A pre-norm decoder.
 
     Args:
@@ -110,11 +124,8 @@ class GPTConfig:
         in the softmax, starts at zero and gets no gradient.
       seq_len: tokens per row in training; with learned positions also the most there can be.
       layers: L, the depth.
-      width, heads, kv_heads, mlp_width, norm, norm_eps, mlp, bias, attention_dropout, attention: of
-        each layer, as in :class:`BlockConfig`.
       positions: learned table, or rotary (of base ``rope_theta``).
       tied: the output projection is the transposed token table.
-      dropout: rate on the embeddings and on both residual branches.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
@@ -123,6 +134,8 @@ class GPTConfig:
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
         PaLM, https://arxiv.org/abs/2204.02311, section 5).
       vocab_multiple: the tables' rows are a multiple of this, so that a tensor axis divides them.
+
+    The other arguments are those of each layer, :class:`LayerFields`.
 
     >>> config = GPTConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.head_dim, config.mlp_width, config.padded_vocab
@@ -135,46 +148,33 @@ class GPTConfig:
     vocab_size: int
     seq_len: int
     layers: int
-    width: int
-    heads: int
-    kv_heads: int | None = None
-    mlp_width: int | None = None
     positions: Literal["learned", "rope"] = "learned"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
-    bias: bool = True
-    tied: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
     rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    tied: bool = True
     remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
     scan_unroll: int | None = None
-    attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
     loss_chunk: int | None = None
     z_loss: float = 0.0
     vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        super().__post_init__()
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss={self.z_loss} must be at least 0")
         if self.loss_chunk is not None and self.seq_len % self.loss_chunk:
             raise ValueError(
                 f"loss_chunk={self.loss_chunk} must be a divisor of seq_len={self.seq_len}, or None"
             )
-        _fill(self, kv_heads=self.block.kv_heads, mlp_width=self.block.mlp_width)
+        _ = self.block  # It has checks of its own.
 
     @functools.cached_property
     def block(self) -> BlockConfig:
         """One of its layers."""
-        names = {field.name for field in dataclasses.fields(BlockConfig)}
-        shared = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names
-        }
-        shared["rope_theta"] = self.rope_theta if self.positions == "rope" else None
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        rope_theta = self.rope_theta if self.positions == "rope" else None
         # 2 L branches are added to the residual stream, whose variance is not to grow with L.
-        return BlockConfig(**shared, residual_std=INIT_STD / (2 * self.layers) ** 0.5)
+        residual_std = INIT_STD / (2 * self.layers) ** 0.5
+        return BlockConfig(**shared, rope_theta=rope_theta, residual_std=residual_std)
 
     @property
     def head_dim(self) -> int:

@@ -3,7 +3,10 @@
 Computed in float32, returned in the dtype of their input.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,27 @@ import jax.numpy as jnp
 from jaxtrain.ops.numerics import wide
 
 
-@jax.custom_jvp
-def gelu(x: jax.Array) -> jax.Array:
+def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., jax.Array]:
+    """Makes an activation of a function that returns its value and its slope by each argument."""
+
+    def narrow(*args):
+        return [value.astype(args[0].dtype) for value in values(*args)]
+
+    @jax.custom_jvp
+    @functools.wraps(values)
+    def activation(*args):
+        return narrow(*args)[0]
+
+    @activation.defjvp
+    def jvp(primals, tangents):
+        y, *slopes = narrow(*primals)
+        return y, functools.reduce(operator.add, map(operator.mul, slopes, tangents))
+
+    return activation
+
+
+@_activation
+def gelu(x: jax.Array):
     """GELU in the tanh approximation of GPT-2 (Hendrycks and Gimpel 2016).
 
     ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, https://arxiv.org/abs/1606.08415.
@@ -20,69 +42,39 @@ def gelu(x: jax.Array) -> jax.Array:
     >>> [round(float(y), 4) for y in gelu(jnp.array([-1.0, 0.0, 1.0]))]
     [-0.1588, 0.0, 0.8412]
     """
-    return _gelu(x)[0]
-
-
-@gelu.defjvp
-def _gelu_jvp(primals, tangents):
-    y, slope = _gelu(*primals)
-    return y, slope * tangents[0]
-
-
-def _gelu(x):
     large, root = x.astype(wide(x.dtype)), math.sqrt(2 / math.pi)
     square = large * large
     tanh = jnp.tanh(root * large * (1 + 0.044715 * square))
     half = 0.5 * (1 + tanh)
     slope = half + 0.5 * large * (1 - tanh * tanh) * root * (1 + 3 * 0.044715 * square)
-    return (large * half).astype(x.dtype), slope.astype(x.dtype)
+    return large * half, slope
 
 
-@jax.custom_jvp
-def gelu_exact(x: jax.Array) -> jax.Array:
+@_activation
+def gelu_exact(x: jax.Array):
     """GELU itself, ``x / 2 (1 + erf(x / sqrt(2)))``, as BERT and ViT have it.
 
     >>> [round(float(y), 4) for y in gelu_exact(jnp.array([-1.0, 0.0, 1.0]))]
     [-0.1587, 0.0, 0.8413]
     """
-    return _gelu_exact(x)[0]
-
-
-@gelu_exact.defjvp
-def _gelu_exact_jvp(primals, tangents):
-    y, slope = _gelu_exact(*primals)
-    return y, slope * tangents[0]
-
-
-def _gelu_exact(x):
     large = x.astype(wide(x.dtype))
     below = 0.5 * (1 + jax.lax.erf(large * math.sqrt(0.5)))
     slope = below + large * jnp.exp(-0.5 * large * large) / math.sqrt(2 * math.pi)
-    return (large * below).astype(x.dtype), slope.astype(x.dtype)
+    return large * below, slope
 
 
-@jax.custom_jvp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+@_activation
+def swiglu(gate: jax.Array, up: jax.Array):
     """Returns ``gate * sigmoid(gate) * up`` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
     >>> swiglu(jnp.array([0.0, 100.0]), jnp.array([1.0, 2.0]))
     Array([  0., 200.], dtype=float32)
     """
-    return _swiglu(gate, up)[0]
-
-
-@swiglu.defjvp
-def _swiglu_jvp(primals, tangents):
-    y, by_gate, by_up = _swiglu(*primals)
-    return y, by_gate * tangents[0] + by_up * tangents[1]
-
-
-def _swiglu(gate, up):
     large = gate.astype(wide(gate.dtype))
     sigmoid = jax.nn.sigmoid(large)
     silu = large * sigmoid
     by_gate = (sigmoid + silu * (1 - sigmoid)) * up
-    return (silu * up).astype(gate.dtype), by_gate.astype(gate.dtype), silu.astype(gate.dtype)
+    return silu * up, by_gate, silu
 
 
 # By the name that a model's configuration has for them; a gated one takes the gate first.
