@@ -319,7 +319,7 @@ def facts(
         "attention": explain_choice(
             model.attention,
             dtype=dtype,
-            head_dim=model.head_dim,
+            head_dim=model.block.head_dim,
             length=model.seq_len,
             dropout=model.attention_dropout,
         ),

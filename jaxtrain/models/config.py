@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
+from jaxtrain.ops.rotary import Llama3Scaling
 
 INIT_STD = 0.02
 
@@ -20,12 +21,17 @@ class LayerFields:
     Args:
       width, heads: D of the residual stream, H query heads.
       kv_heads: G key and value heads (grouped-query attention); None means ``heads``.
+      head_dim: K features per head; None means ``width / heads``.
       mlp_width: hidden width; None means 4 x width, or 8/3 x width, rounded up to a multiple of 64,
         where ``mlp`` has a gate.
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
       mlp: GELU in the tanh approximation, GELU itself, or SwiGLU.
       bias: biases in dense layers and LayerNorm.
+      qkv_bias: biases of queries, keys and values; None means as ``bias``.
+      qk_norm: queries and keys are normed, head by head, before they are rotated.
+      window: a position sees itself and at most ``window - 1`` before it; None means all.
+      rope_scaling: how the frequencies of rotary positions are stretched; None means not.
       dropout: rate on both residual branches; in a model on the embeddings too.
       attention_dropout: rate on attention weights, which no fused kernel offers: attention then
         takes the xla form.
@@ -38,16 +44,23 @@ class LayerFields:
     width: int
     heads: int
     kv_heads: int | None = None
+    head_dim: int | None = None
     mlp_width: int | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
     bias: bool = True
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    window: int | None = None
+    rope_scaling: Llama3Scaling | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
 
     def __post_init__(self) -> None:
+        if self.rope_scaling is not None:  # a list in a checkpoint's JSON
+            object.__setattr__(self, "rope_scaling", Llama3Scaling.of(self.rope_scaling))
         _check_fields(self)
         gated = _round_up(-(-8 * self.width // 3), 64)
         _fill(
@@ -79,11 +92,9 @@ class BlockConfig(LayerFields):
     those of a ViT ``causal=False, mlp="gelu_exact"``.
 
     Args:
-      head_dim: K features per head; None means ``width / heads``.
       causal: a position sees no later ones.
       rope_theta: base of the frequencies of rotary positions; None means none.
       norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
-      qkv_bias: biases of queries, keys and values; None means as ``bias``.
       residual_std: of the initial kernels that end in the residual stream.
 
     >>> BlockConfig(width=24, heads=3).mlp_width
@@ -93,11 +104,9 @@ class BlockConfig(LayerFields):
       ValueError: for sizes that do not fit each other or names that are not known.
     """
 
-    head_dim: int | None = None
     causal: bool = True
     rope_theta: float | None = None
     norm_position: Literal["pre", "post"] = "pre"
-    qkv_bias: bool | None = None
     residual_std: float = INIT_STD
 
     def __post_init__(self) -> None:
@@ -113,6 +122,8 @@ class BlockConfig(LayerFields):
                 f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
                 "use an even head width"
             )
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} looks backwards and needs causal=True")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +149,7 @@ class GPTConfig(LayerFields):
     The other arguments are those of each layer, :class:`LayerFields`.
 
     >>> config = GPTConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
-    >>> config.head_dim, config.mlp_width, config.padded_vocab
+    >>> config.block.head_dim, config.mlp_width, config.padded_vocab
     (8, 96, 320)
 
     Raises:
@@ -175,11 +186,6 @@ class GPTConfig(LayerFields):
         # 2 L branches are added to the residual stream, whose variance is not to grow with L.
         residual_std = INIT_STD / (2 * self.layers) ** 0.5
         return BlockConfig(**shared, rope_theta=rope_theta, residual_std=residual_std)
-
-    @property
-    def head_dim(self) -> int:
-        """Features per head."""
-        return self.block.head_dim
 
     @property
     def padded_vocab(self) -> int:

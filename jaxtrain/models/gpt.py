@@ -71,6 +71,7 @@ RULES = OptionalRules(
         (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
         (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
         (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
+        (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
         (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
         (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
         (r"^final_norm/(scale|bias)$", (None,)),
@@ -283,7 +284,7 @@ def flops_per_token(config: GPTConfig) -> int:
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
     lookups += 0 if config.tied else config.vocab_size * config.width
-    attend = 12 * config.layers * config.heads * config.head_dim * config.seq_len
+    attend = 12 * config.layers * config.heads * config.block.head_dim * config.seq_len
     return 6 * (parameter_count(config) - lookups) + attend
 
 
