@@ -298,7 +298,8 @@ def test_cached_attention_is_the_last_row_of_the_whole():
     q, k, v, _ = arrays(5, B=3)
     positions = np.array([0, 3, 6])
     wholes = [
-        definition(np, q, k, v, causal=True, segments_BT=None, window=window) for window in (None, 3)
+        definition(np, q, k, v, causal=True, segments_BT=None, window=window)
+        for window in (None, 3)
     ]
     k, v = (jnp.asarray(x.transpose(0, 2, 1, 3), jnp.float32) for x in (k, v))
     rows = np.arange(3)
