@@ -129,7 +129,8 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
             arrays[name] = jnp.asarray(np.asarray(weight), dtype)
             continue
         read = functools.partial(_read_as, weight, dtype or weight.dtype)
-        arrays[name] = jax.make_array_from_callback(weight.shape, place, read)
+        array = jax.make_array_from_callback(weight.shape, place, read)
+        arrays[name] = jax.block_until_ready(array)  # what was read is let go of before the next
     return map_named(lambda name, _: arrays[name], params)
 
 
@@ -193,7 +194,7 @@ def save(
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     theirs |= {"dtype": common.name, "torch_dtype": common.name} | dict(fields or {})
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    (folder / "config.json").write_text(to_json(theirs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +238,11 @@ def check(folder: str | Path) -> Iterator[Checked]:
         names = tuple(group[0].names(config.layers))
         shapes, theirs = tuple(x.shape for x in ours.values()), tensors[names[0]]
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
+
+
+def to_json(fields: Mapping[str, Any]) -> str:
+    """Returns a file's text."""
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def without_effect(folder: str | Path) -> list[str]:
