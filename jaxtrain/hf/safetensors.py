@@ -23,7 +23,7 @@ HEADER_BYTES = 1 << 27
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file; ``tensor[slices]`` reads that part of it."""
+    """A tensor in a file; ``tensor[slices]`` is a view of that part, mapped while it is held."""
 
     path: Path
     offset: int
@@ -31,9 +31,8 @@ class Tensor:
     dtype: np.dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        # Mapped for as long as it takes to copy the part.
         there = np.memmap(self.path, self.dtype, "r", self.offset, self.shape or (1,))
-        return np.array(there.reshape(self.shape)[index])
+        return there.reshape(self.shape)[index]
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

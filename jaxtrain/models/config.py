@@ -215,23 +215,51 @@ def gpt2_124m() -> GPTConfig:
 
 def llama_1b() -> GPTConfig:
     """The shape of TinyLlama 1.1B (Zhang et al. 2024): 1,100,048,384 parameters."""
-    return _llama(layers=22, width=2048, kv_heads=4, mlp_width=5632, seq_len=2048)
+    return _llama(layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, seq_len=2048)
 
 
 def llama_7b() -> GPTConfig:
     """The shape of Llama 2 7B (Touvron et al. 2023): 6,738,415,616 parameters."""
-    return _llama(layers=32, width=4096, kv_heads=32, mlp_width=11008, seq_len=4096)
+    return _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096)
 
 
-def _llama(*, layers: int, width: int, kv_heads: int, mlp_width: int, seq_len: int) -> GPTConfig:
+def llama_70b() -> GPTConfig:
+    """The shape of Llama 3 70B (Dubey et al. 2024): 70,553,706,496 parameters."""
+    return _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3)
+
+
+def llama_405b() -> GPTConfig:
+    """The shape of Llama 3.1 405B (Dubey et al. 2024): 405,853,388,800 parameters."""
+    return _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3)
+
+
+def mistral_7b() -> GPTConfig:
+    """The shape of Mistral 7B v0.1 (Jiang et al. 2023): 7,241,732,096 parameters."""
+    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "window": 4096}
+    return _llama(layers=32, seq_len=8192, **shape)
+
+
+def qwen25_7b() -> GPTConfig:
+    """The shape of Qwen2.5 7B (Qwen team 2024): 7,615,616,512 parameters."""
+    shape = {"width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18944, "qkv_bias": True}
+    return _llama(layers=28, vocab_size=152064, **shape, **_QWEN)
+
+
+def qwen3_8b() -> GPTConfig:
+    """The shape of Qwen3 8B (Qwen team 2025): 8,190,735,360 parameters."""
+    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 12288, "qk_norm": True}
+    return _llama(layers=36, vocab_size=151936, **shape, **_QWEN)
+
+
+# Rows of the length that most of their training has had.
+_LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
+_QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
+
+
+def _llama(*, vocab_size: int = 32000, **shape: Any) -> GPTConfig:
     return GPTConfig(
-        vocab_size=32000,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=32,
-        kv_heads=kv_heads,
-        mlp_width=mlp_width,
+        vocab_size=vocab_size,
+        **shape,
         positions="rope",
         norm="rmsnorm",
         mlp="swiglu",
@@ -247,6 +275,11 @@ PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "gpt2-124m": gpt2_124m,
     "llama-1b": llama_1b,
     "llama-7b": llama_7b,
+    "llama-70b": llama_70b,
+    "llama-405b": llama_405b,
+    "mistral-7b": mistral_7b,
+    "qwen2.5-7b": qwen25_7b,
+    "qwen3-8b": qwen3_8b,
 }
 
 

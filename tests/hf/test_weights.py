@@ -184,7 +184,7 @@ def edited(folder, *, fields=None, tensors=None):
     theirs = json.loads(path.read_text()) | (fields or {})
     path.write_text(json.dumps({k: v for k, v in theirs.items() if v != "absent"}))
     if tensors:
-        found = {n: x[...] for n, x in safetensors.tensors_in(folder).items()} | tensors
+        found = {n: np.array(x[...]) for n, x in safetensors.tensors_in(folder).items()} | tensors
         found = {name: x for name, x in found.items() if x is not None}
         kinds = {name: (x.shape, x.dtype) for name, x in found.items()}
         safetensors.write(folder, kinds, found.items(), max_shard_bytes=10**9)
@@ -242,7 +242,7 @@ def test_names_without_their_prefix_are_read(tmp_path):
     params = gpt.init(config, KEY)
     hf.save(tmp_path, config, params)
     bare = {
-        name.removeprefix("transformer."): x[...]
+        name.removeprefix("transformer."): np.array(x[...])
         for name, x in safetensors.tensors_in(tmp_path).items()
     } | {"h.0.attn.bias": np.zeros((1, 1, 8, 8), "f")}
     kinds = {name: (x.shape, x.dtype) for name, x in bare.items()}

@@ -22,7 +22,7 @@ from jaxtrain.tree import map_named, named_leaves
 MODEL = gpt.GPTConfig(
     vocab_size=8192,
     seq_len=16,
-    layers=4,
+    layers=8,
     width=1024,
     heads=8,
     kv_heads=4,
