@@ -19,6 +19,7 @@ import tyro
 from jaxtrain import agreement
 from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
+from jaxtrain.hf import command as hf
 from jaxtrain.host import quiet
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
@@ -310,6 +311,7 @@ COMMANDS = {
     "replay": Command(ReplayOptions, run_replay),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
+    "hf": Command(hf.HFOptions, hf.run_hf),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 

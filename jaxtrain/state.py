@@ -72,8 +72,10 @@ def init_state(
       rng: typed key, such as ``jax.random.key(0)``. It is split in two: ``init_fn`` is given one
         half (so ``state.params`` is not ``init_fn(rng)``), and the steps have the other.
       params: weights to start from, on the host or on devices, under the paths that ``init_fn``
-        gives them. Leaf by leaf they are copied to their places, and stay as they are. Parameters
-        that are not among them (a new head) are those of ``init_fn``.
+        gives them. Leaf by leaf they are copied to their places, and stay as they are. Of a leaf
+        that has a shape and a dtype and is no JAX array, such as one of
+        :func:`jaxtrain.hf.open_weights`, the slices of this process's devices alone are read.
+        Parameters that are not among them (a new head) are those of ``init_fn``.
       mesh: from :func:`jaxtrain.make_mesh`; None for one device (and under ``vmap``).
       rules: sharding rules by parameter path; without one, a parameter is split over ``fsdp`` along
         its largest dimension that divides. ``Rules(state=)`` are for optimizer and model state.
@@ -248,23 +250,23 @@ def _placed(params: PyTree, shapes: PyTree, shardings: PyTree | None) -> dict[st
                 f"params has a leaf {name!r} and init_fn makes none of that path, but "
                 f"{', '.join(wanted)}: rename it or leave it out"
             )
-        like, shape, dtype = wanted[name], jnp.shape(leaf), jnp.result_type(leaf)
+        leaf = given[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        like, shape, dtype = wanted[name], leaf.shape, jnp.result_type(leaf.dtype)
         both_floating = all(jnp.issubdtype(d, jnp.floating) for d in (dtype, like.dtype))
         if shape != like.shape or not (dtype == like.dtype or both_floating):
             raise ValueError(
                 f"params has {name!r} as {dtype}{list(shape)} and init_fn makes it as "
                 f"{like.dtype}{list(like.shape)}: reshape or cast it, or correct init_fn"
             )
-    return {
-        name: _copied(leaf, wanted[name].dtype, places.get(name)) for name, leaf in given.items()
-    }
+    # The largest first: while a leaf is copied, it is in memory twice.
+    order = sorted(given, key=lambda name: -wanted[name].size)
+    return {name: _copied(given[name], wanted[name].dtype, places.get(name)) for name in order}
 
 
 def _copied(leaf: Any, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
     if not isinstance(leaf, jax.Array):
-        leaf = np.asarray(leaf)
         if sharding is None:
-            return jnp.array(leaf, dtype)
+            return jnp.array(np.asarray(leaf), dtype)
         shard = lambda index: np.array(leaf[index], dtype)  # noqa: E731
         return jax.make_array_from_callback(leaf.shape, sharding, shard)
     leaf = leaf if sharding is None else jax.device_put(leaf, sharding)

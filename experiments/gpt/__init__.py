@@ -12,6 +12,7 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Literal
 import jax
 
 import jaxtrain as jt
-from jaxtrain import data
+from jaxtrain import data, hf
 from jaxtrain.experiment import no_batches
 from jaxtrain.host.paths import as_path
 from jaxtrain.models import gpt
@@ -34,9 +35,9 @@ from jaxtrain.planning.balance import balanced, weigh
 from jaxtrain.precision import Policy
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.provenance import ROUNDED, SAME
+from jaxtrain.run.trained import TOKENIZER_FILE
 from jaxtrain.state import TrainState
 
-TOKENIZER_FILE = "tokenizer.json"
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
 BASELINE_BYTES = 40_000_000
 
@@ -49,6 +50,7 @@ MAY_CHANGE = {
     "data": SAME,
     "field": SAME,
     "tokenizer": SAME,
+    "init_from": SAME,
     "sample_tokens": SAME,
     "held_out_bytes": "same bits, evaluated on other text",
     "held_out_text*": "same bits, evaluated on other text",
@@ -63,6 +65,9 @@ class Config(jt.Config):
 
     model: Literal[tuple(gpt.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
+    init_from: str | None = None
+    """A Hugging Face folder to begin with: its model (instead of a preset), its weights, and its
+    tokenizer.json where it has one and --tokenizer is left out."""
     layers: int | None = None
     """Depth."""
     width: int | None = None
@@ -120,7 +125,7 @@ def build(config: Config) -> jt.Experiment:
     text = data.open_data(
         config.data,
         field=config.field,
-        tokenizer=config.tokenizer,
+        tokenizer=tokenizer_name(config),
         kept=kept_file(config.run, TOKENIZER_FILE),
     )
     tokenizer = text.tokenizer
@@ -136,6 +141,9 @@ def build(config: Config) -> jt.Experiment:
     }
     bpe = isinstance(tokenizer, data.BPETokenizer)
     fingerprints, mixture = {}, {}
+    if config.init_from is not None:
+        own = repr(hf.read_config(config.init_from))
+        fingerprints["pretrained_model"] = hashlib.sha256(own.encode()).hexdigest()
     for name, (train, held_out) in texts.items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint}
@@ -174,16 +182,21 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
       ValueError: for options that do not fit each other.
     """
     if vocab_size is None:
-        found = data.tokenizer_of_stores(data.parse_data(config.data), config.tokenizer)
-        if found is None and not config.tokenizer.isdigit():
-            found = data.open_tokenizer(config.tokenizer)
-        vocab_size = int(config.tokenizer) if found is None else found.vocab_size
+        name = tokenizer_name(config)
+        found = data.tokenizer_of_stores(data.parse_data(config.data), name)
+        if found is None and not name.isdigit():
+            found = data.open_tokenizer(name)
+        vocab_size = int(name) if found is None else found.vocab_size
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     stack = stack_of(config, model)
     stages = dataclasses.replace(gpt.stages(model), stacked=stack)
     pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
     del pipeline["balance"]
+    start, family = {}, {}
+    if config.init_from is not None:
+        start = {"params": lambda: hf.open_weights(config.init_from, model, stack=stack)}
+        family = {"family": hf.family_name(config.init_from)}
     return config.experiment(
         "gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
@@ -200,7 +213,8 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         item="tokens",
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
         flops_formula=gpt.FLOPS_FORMULA,
-        config={"model": dataclasses.asdict(model)},
+        config={"model": dataclasses.asdict(model)} | family,
+        **start,
     )
 
 
@@ -218,6 +232,14 @@ def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
     return Stack(virtual=virtual, counts=counts)
 
 
+def tokenizer_name(config: Config) -> str:
+    """The tokenizer's flag, or the file of the folder that the run begins from."""
+    if config.tokenizer == "bytes" and config.init_from is not None:
+        path = as_path(config.init_from) / TOKENIZER_FILE
+        return str(path) if path.exists() else config.tokenizer
+    return config.tokenizer
+
+
 def kept_file(run: jt.RunOptions, name: str) -> os.PathLike | None:
     """The file that a run to resume has kept in its folder; None where there is none."""
     if not (run.resume or run.auto_resume) or run.run_dir is None:
@@ -231,11 +253,14 @@ def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
     names = ("layers", "width", "heads", "dropout", "attention_dropout", "remat", "scan_unroll")
     names += ("attention", "z_loss", "seq_len")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    preset = gpt.PRESETS[config.model]()
+    if config.init_from is None:
+        preset = dataclasses.replace(gpt.PRESETS[config.model](), vocab_size=vocab_size)
+    else:
+        preset = pretrained(config, vocab_size)
     if {"width", "heads"} & given.keys():
         # These follow from the width unless the preset's are kept by keeping its width.
-        given |= {"kv_heads": None, "mlp_width": None}
-    model = dataclasses.replace(preset, vocab_size=vocab_size, **given)
+        given |= {"kv_heads": None, "mlp_width": None, "head_dim": None}
+    model = dataclasses.replace(preset, **given)
     # A size of 0 is the mesh's to refuse.
     if config.mesh.tensor and (
         model.heads % config.mesh.tensor or model.kv_heads % config.mesh.tensor
@@ -243,6 +268,23 @@ def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
         raise ValueError(
             f"--mesh.tensor {config.mesh.tensor} does not divide {model.heads} heads and "
             f"{model.kv_heads} key-value heads: use a divisor of both"
+        )
+    return model
+
+
+def pretrained(config: Config, vocab_size: int) -> gpt.GPTConfig:
+    """The model of the folder that the run begins from."""
+    for name in ("layers", "width", "heads"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"--{name} {getattr(config, name)} is not for --init-from, whose folder says what "
+                "the model is: leave it out"
+            )
+    model = hf.read_config(config.init_from)
+    if vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "
+            f"{model.vocab_size}: give --tokenizer the model's own tokenizer.json"
         )
     return model
 
@@ -311,15 +353,16 @@ def facts(
         mixture["epochs"] += f"; the shares are exact over any {windows} rows"
     dtype = Policy.named(config.precision).compute_dtype
     return {
-        "model": f"{config.model}: {gpt.parameter_count(model) / 1e6:.1f} M parameters, "
-        f"{model.layers} layers, {model.width} wide, {model.heads} heads, {model.positions} "
-        f"positions, {model.norm}, {model.mlp}",
+        "model": f"{config.init_from or config.model}: "
+        f"{gpt.parameter_count(model) / 1e6:.1f} M parameters, {model.layers} layers, "
+        f"{model.width} wide, {model.heads} heads, {model.positions} positions, {model.norm}, "
+        f"{model.mlp}",
         "text": f"{text}: {train / 1e6:.1f} MB to train on, {held_out / 1e6:.2f} MB held out",
         **mixture,
         "attention": explain_choice(
             model.attention,
             dtype=dtype,
-            head_dim=model.head_dim,
+            head_dim=model.block.head_dim,
             length=model.seq_len,
             dropout=model.attention_dropout,
         ),

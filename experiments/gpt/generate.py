@@ -1,21 +1,16 @@
 """Write text with a trained GPT: ``python -m experiments.gpt.generate --run runs/gpt-1``."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import tyro
 
-from experiments.gpt import TOKENIZER_FILE
-from jaxtrain import data
 from jaxtrain.host import quiet
-from jaxtrain.host.paths import as_path
-from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate
-from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import program_name
 from jaxtrain.run.refusal import refusing
+from jaxtrain.run.trained import load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,45 +37,6 @@ class Config:
     """Of the draws."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
-
-
-def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.Tokenizer]:
-    """Reads a run's model, parameters and tokenizer.
-
-    Args:
-      run: the run's folder.
-      step: which checkpoint; by default the best one.
-
-    Raises:
-      FileNotFoundError: where there is no checkpoint.
-    """
-    folder = as_path(run)
-    with Checkpointer(folder / "checkpoints") as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored = checkpoints.config(step)
-        model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-        shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-        params = checkpoints.restore_params(shapes, step)
-    # Never a path from the config: the tokenizer is one of two, and the second is in the run.
-    if stored.get("tokenizer") == "bytes":
-        return model, params, data.ByteTokenizer()
-    return model, params, data.BPETokenizer.load(folder / TOKENIZER_FILE)
-
-
-def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
-    """Makes the model's sizes of what a checkpoint's config says.
-
-    Raises:
-      ValueError: where that is no model's.
-    """
-    sizes = stored.get("model")
-    known = {field.name for field in dataclasses.fields(gpt.GPTConfig)}
-    if not isinstance(sizes, dict) or not sizes.keys() <= known:
-        raise ValueError(f"{where} has no model with the sizes of a GPT")
-    try:
-        return gpt.GPTConfig(**sizes)
-    except TypeError as error:  # one is missing
-        raise ValueError(f"{where} has no whole model ({error})") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
+from jaxtrain.ops.rotary import Llama3Scaling
 
 INIT_STD = 0.02
 
@@ -20,12 +21,17 @@ class LayerFields:
     Args:
       width, heads: D of the residual stream, H query heads.
       kv_heads: G key and value heads (grouped-query attention); None means ``heads``.
+      head_dim: K features per head; None means ``width / heads``.
       mlp_width: hidden width; None means 4 x width, or 8/3 x width, rounded up to a multiple of 64,
         where ``mlp`` has a gate.
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
       mlp: GELU in the tanh approximation, GELU itself, or SwiGLU.
       bias: biases in dense layers and LayerNorm.
+      qkv_bias: biases of queries, keys and values; None means as ``bias``.
+      qk_norm: queries and keys are normed, head by head, before they are rotated.
+      window: a position sees itself and at most ``window - 1`` before it; None means all.
+      rope_scaling: how the frequencies of rotary positions are stretched; None means not.
       dropout: rate on both residual branches; in a model on the embeddings too.
       attention_dropout: rate on attention weights, which no fused kernel offers: attention then
         takes the xla form.
@@ -38,16 +44,23 @@ class LayerFields:
     width: int
     heads: int
     kv_heads: int | None = None
+    head_dim: int | None = None
     mlp_width: int | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
     bias: bool = True
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    window: int | None = None
+    rope_scaling: Llama3Scaling | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
 
     def __post_init__(self) -> None:
+        if self.rope_scaling is not None:  # a list in a checkpoint's JSON
+            object.__setattr__(self, "rope_scaling", Llama3Scaling.of(self.rope_scaling))
         _check_fields(self)
         gated = _round_up(-(-8 * self.width // 3), 64)
         _fill(
@@ -79,11 +92,9 @@ class BlockConfig(LayerFields):
     those of a ViT ``causal=False, mlp="gelu_exact"``.
 
     Args:
-      head_dim: K features per head; None means ``width / heads``.
       causal: a position sees no later ones.
       rope_theta: base of the frequencies of rotary positions; None means none.
       norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
-      qkv_bias: biases of queries, keys and values; None means as ``bias``.
       residual_std: of the initial kernels that end in the residual stream.
 
     >>> BlockConfig(width=24, heads=3).mlp_width
@@ -93,11 +104,9 @@ class BlockConfig(LayerFields):
       ValueError: for sizes that do not fit each other or names that are not known.
     """
 
-    head_dim: int | None = None
     causal: bool = True
     rope_theta: float | None = None
     norm_position: Literal["pre", "post"] = "pre"
-    qkv_bias: bool | None = None
     residual_std: float = INIT_STD
 
     def __post_init__(self) -> None:
@@ -113,6 +122,8 @@ class BlockConfig(LayerFields):
                 f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
                 "use an even head width"
             )
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} looks backwards and needs causal=True")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +149,7 @@ class GPTConfig(LayerFields):
     The other arguments are those of each layer, :class:`LayerFields`.
 
     >>> config = GPTConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
-    >>> config.head_dim, config.mlp_width, config.padded_vocab
+    >>> config.block.head_dim, config.mlp_width, config.padded_vocab
     (8, 96, 320)
 
     Raises:
@@ -177,11 +188,6 @@ class GPTConfig(LayerFields):
         return BlockConfig(**shared, rope_theta=rope_theta, residual_std=residual_std)
 
     @property
-    def head_dim(self) -> int:
-        """Features per head."""
-        return self.block.head_dim
-
-    @property
     def padded_vocab(self) -> int:
         """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
         return _round_up(self.vocab_size, self.vocab_multiple)
@@ -209,23 +215,51 @@ def gpt2_124m() -> GPTConfig:
 
 def llama_1b() -> GPTConfig:
     """The shape of TinyLlama 1.1B (Zhang et al. 2024): 1,100,048,384 parameters."""
-    return _llama(layers=22, width=2048, kv_heads=4, mlp_width=5632, seq_len=2048)
+    return _llama(layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, seq_len=2048)
 
 
 def llama_7b() -> GPTConfig:
     """The shape of Llama 2 7B (Touvron et al. 2023): 6,738,415,616 parameters."""
-    return _llama(layers=32, width=4096, kv_heads=32, mlp_width=11008, seq_len=4096)
+    return _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096)
 
 
-def _llama(*, layers: int, width: int, kv_heads: int, mlp_width: int, seq_len: int) -> GPTConfig:
+def llama_70b() -> GPTConfig:
+    """The shape of Llama 3 70B (Dubey et al. 2024): 70,553,706,496 parameters."""
+    return _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3)
+
+
+def llama_405b() -> GPTConfig:
+    """The shape of Llama 3.1 405B (Dubey et al. 2024): 405,853,388,800 parameters."""
+    return _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3)
+
+
+def mistral_7b() -> GPTConfig:
+    """The shape of Mistral 7B v0.1 (Jiang et al. 2023): 7,241,732,096 parameters."""
+    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "window": 4096}
+    return _llama(layers=32, seq_len=8192, **shape)
+
+
+def qwen25_7b() -> GPTConfig:
+    """The shape of Qwen2.5 7B (Qwen team 2024): 7,615,616,512 parameters."""
+    shape = {"width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18944, "qkv_bias": True}
+    return _llama(layers=28, vocab_size=152064, **shape, **_QWEN)
+
+
+def qwen3_8b() -> GPTConfig:
+    """The shape of Qwen3 8B (Qwen team 2025): 8,190,735,360 parameters."""
+    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 12288, "qk_norm": True}
+    return _llama(layers=36, vocab_size=151936, **shape, **_QWEN)
+
+
+# Rows of the length that most of their training has had.
+_LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
+_QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
+
+
+def _llama(*, vocab_size: int = 32000, **shape: Any) -> GPTConfig:
     return GPTConfig(
-        vocab_size=32000,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=32,
-        kv_heads=kv_heads,
-        mlp_width=mlp_width,
+        vocab_size=vocab_size,
+        **shape,
         positions="rope",
         norm="rmsnorm",
         mlp="swiglu",
@@ -241,6 +275,11 @@ PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "gpt2-124m": gpt2_124m,
     "llama-1b": llama_1b,
     "llama-7b": llama_7b,
+    "llama-70b": llama_70b,
+    "llama-405b": llama_405b,
+    "mistral-7b": mistral_7b,
+    "qwen2.5-7b": qwen25_7b,
+    "qwen3-8b": qwen3_8b,
 }
 
 

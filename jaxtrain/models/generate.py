@@ -142,7 +142,13 @@ def prefill(
     def attend(q_BTHK, k_BTGK, v_BTGK):
         # Padding comes after the prompt, where causal attention does not look; its keys in the
         # cache are overwritten before any position may see them.
-        out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, implementation=config.attention)
+        out_BTHK = attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            window=config.window,
+            implementation=config.attention,
+        )
         return out_BTHK, (k_BTGK, v_BTGK)
 
     def layer(x_BTD, layer_params):
@@ -175,7 +181,9 @@ def decode_step(
         def attend(q_B1HK, k_B1GK, v_B1GK):
             k = cache.k.at[l, rows, :, positions_B].set(k_B1GK[:, 0])
             v = cache.v.at[l, rows, :, positions_B].set(v_B1GK[:, 0])
-            out_BHK = cached_attention(q_B1HK[:, 0], k[l], v[l], positions_B=positions_B)
+            out_BHK = cached_attention(
+                q_B1HK[:, 0], k[l], v[l], positions_B=positions_B, window=config.window
+            )
             return out_BHK[:, None], Cache(k, v)
 
         return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None

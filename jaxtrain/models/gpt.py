@@ -71,6 +71,7 @@ RULES = OptionalRules(
         (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
         (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
         (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
+        (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
         (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
         (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
         (r"^final_norm/(scale|bias)$", (None,)),
@@ -276,14 +277,15 @@ def flops_per_token(config: GPTConfig) -> int:
     to be divided by a device's peak for its utilisation. N counts the parameters that a token is
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
     not in it. The attention term is that of full rows of ``seq_len`` tokens, not halved for
-    causality; recomputation is not counted.
+    causality, where T is the window if that is shorter; recomputation is not counted.
 
     >>> flops_per_token(gpt2_124m())
     855166464
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
     lookups += 0 if config.tied else config.vocab_size * config.width
-    attend = 12 * config.layers * config.heads * config.head_dim * config.seq_len
+    keys = min(config.seq_len, config.window or config.seq_len)
+    attend = 12 * config.layers * config.heads * config.block.head_dim * keys
     return 6 * (parameter_count(config) - lookups) + attend
 
 

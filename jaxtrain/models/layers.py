@@ -76,6 +76,7 @@ def block(
             k_BTGK,
             v_BTGK,
             causal=config.causal,
+            window=config.window,
             segments_BT=segments_BT,
             dropout=config.attention_dropout,
             # The two residual branches fold in 0 and 1.
@@ -93,7 +94,9 @@ def row_angles(config: BlockConfig, positions_BT: jax.Array | None, T: int) -> A
     if config.rope_theta is None:
         return None
     positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
-    return rotary_angles(positions_BT, config.head_dim, theta=config.rope_theta)
+    return rotary_angles(
+        positions_BT, config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+    )
 
 
 class Embed(nnx.Module):
@@ -141,6 +144,8 @@ class Attention(nnx.Module):
         self.k = _dense(width, shared, rngs, bias=config.qkv_bias)
         self.v = _dense(width, shared, rngs, bias=config.qkv_bias)
         self.out = _dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
+        self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
+        self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
 
     def __call__(self, x_BTD: jax.Array, angles, attend: Attend) -> tuple[jax.Array, Any]:
         B, T, D = x_BTD.shape
@@ -154,6 +159,8 @@ class Attention(nnx.Module):
             )
             for dense, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
         )
+        if self.norm_q is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out_BTHK, extra = attend(q, k, v)
@@ -171,13 +178,16 @@ def _check_heads(heads: int) -> None:
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm; statistics are float32."""
+    """LayerNorm or RMSNorm of the last axis, of ``config.width`` features unless told otherwise;
+    statistics are float32."""
 
-    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs | None = None) -> None:
-        self.form, self.eps = config.norm, config.norm_eps
-        self.scale = nnx.Param(jnp.ones(config.width, jnp.float32))
+    def __init__(
+        self, config: BlockConfig, features: int | None = None, *, rngs: nnx.Rngs | None = None
+    ) -> None:
+        self.form, self.eps, features = config.norm, config.norm_eps, features or config.width
+        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
         biased = config.bias and config.norm == "layernorm"
-        self.bias = nnx.Param(jnp.zeros(config.width, jnp.float32)) if biased else None
+        self.bias = nnx.Param(jnp.zeros(features, jnp.float32)) if biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.form == "rmsnorm":

@@ -39,6 +39,7 @@ def attention(
     v_BSGK: jax.Array,
     *,
     causal: bool = True,
+    window: int | None = None,
     segments_BT: jax.Array | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
@@ -51,6 +52,7 @@ def attention(
       q_BTHK: queries.
       k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
       causal: position t sees positions up to t; needs S = T.
+      window: with ``causal``, position t sees none before t - window + 1; None means all.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
         sees padding, so that no row is empty. Needs S = T.
       dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
@@ -71,15 +73,17 @@ def attention(
     (_, T, H, _), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} must be at least 1, and needs causal=True")
     if (causal or segments_BT is not None) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
     dropout = 0.0 if rng is None else dropout
     packed = segments_BT is not None
-    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed)
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, window)
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
-        kernel = functools.partial(KERNELS[chosen].compute, causal=causal)
+        kernel = functools.partial(KERNELS[chosen].compute, causal=causal, window=window)
         return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     with jax.named_scope(KERNEL_SCOPE):
         return tiled_attention(
@@ -87,6 +91,7 @@ def attention(
             k_BSGK,
             v_BSGK,
             causal=causal,
+            window=window,
             segments_BT=segments_BT,
             dropout=dropout,
             rng=rng,
@@ -102,6 +107,7 @@ def choose(
     backend: str | None = None,
     length: int | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
 ) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
@@ -115,6 +121,7 @@ def choose(
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
       length: T; None leaves it unchecked.
       dropout: rate on the weights.
+      window: as for :func:`attention`; pallas has none.
 
     Raises:
       ValueError: for an unknown name, or a fused kernel where it cannot run.
@@ -127,6 +134,7 @@ def choose(
     'splash'
     """
     shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
+    shape |= {"window": window}
     return _choose(implementation, backend=backend or platform(), **shape)[0]
 
 
@@ -188,7 +196,7 @@ def _obstacle(
     return need
 
 
-def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = False):
+def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = False, **_):
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
@@ -198,18 +206,26 @@ def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = 
     return None
 
 
-def _cudnn_attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool) -> jax.Array:
+def _cudnn_attention(
+    q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool, window: int | None
+) -> jax.Array:
     mask = None
     if segments_BT is not None:
         mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=causal, implementation="cudnn"
+        q_BTHK,
+        k_BSGK,
+        v_BSGK,
+        mask=mask,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
     )
 
 
 class _Fused(NamedTuple):
     """A fused kernel: its platform, what of shapes and dtypes keeps it from running, if anything,
-    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal) -> out_BTHK`` on one device."""
+    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal, window) -> out_BTHK`` on one device."""
 
     platform: str
     obstacle: Callable[..., str | None]
@@ -228,7 +244,12 @@ class AheadOfTimeWarning(UserWarning):
 
 
 def cached_attention(
-    q_BHK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, *, positions_B: jax.Array
+    q_BHK: jax.Array,
+    k_BGSK: jax.Array,
+    v_BGSK: jax.Array,
+    *,
+    positions_B: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Attends from one new position per row to a cache of keys and values.
 
@@ -236,6 +257,7 @@ def cached_attention(
       q_BHK: queries.
       k_BGSK, v_BGSK: caches, filled up to and including ``positions_B``; the rest is not looked at.
       positions_B: int32, each row's own position.
+      window: as for :func:`attention`.
 
     Returns:
       [B, H, K] in the dtype of ``q_BHK``.
@@ -244,11 +266,15 @@ def cached_attention(
     q_BGRK = q_BHK.reshape(B, G, H // G, K)
     scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * K**-0.5
     seen = jnp.arange(S) <= positions_B[:, None]
+    if window is not None:
+        seen &= jnp.arange(S) > positions_B[:, None] - window
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
 
 
-def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bool) -> str:
+def _choose_here(
+    implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bool, window: int | None
+) -> str:
     B, T, H, K = q_BTHK.shape
     chosen, reason = _choose(
         implementation,
@@ -258,6 +284,7 @@ def _choose_here(implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bo
         length=T,
         dropout=dropout,
         packed=packed,
+        window=window,
         sizes=(B, H, k_BSGK.shape[1]),
     )
     if reason:

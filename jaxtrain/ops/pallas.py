@@ -20,13 +20,16 @@ BLOCK, BLOCK_BACKWARD = 64, 32
 WIDEST = 128
 
 
-def obstacle(*, head_dim: int, length: int | None, **_) -> str | None:
+def obstacle(*, head_dim: int, length: int | None, window: int | None = None, **_) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "pallas needs ...".
 
     Args:
       head_dim: features of a head, K.
       length: positions of a row, T; None leaves them unchecked.
+      window: how far a position sees, which the kernel cannot limit.
     """
+    if window is not None:
+        return f"attention without a window, and it is {window}"
     if not _is_there():
         return f"a kernel that jax {jax.__version__} lacks"
     if head_dim > WIDEST:
@@ -43,6 +46,7 @@ def pallas_attention(
     segments_BT: jax.Array | None,
     *,
     causal: bool,
+    window: None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, on one device.
@@ -52,8 +56,10 @@ def pallas_attention(
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 64.
       segments_BT, causal: as there.
+      window: None, for it has none.
       interpret: True runs the kernel's arithmetic without a GPU, slowly.
     """
+    del window
     from jax.experimental.pallas.ops.gpu import attention as library
 
     blocks = library.BlockSizes(

@@ -3,12 +3,61 @@
 Shapes: B batch, T positions, H heads, K features per head.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 
+class Llama3Scaling(NamedTuple):
+    """How Llama 3.1 stretches rotary positions (Dubey et al. 2024, https://arxiv.org/abs/2407.21783;
+    ``rope_type: llama3``): long wavelengths by a factor, short ones not, others between.
+
+    Args:
+      factor: what wavelengths above ``length / low`` are multiplied by.
+      low, high: between wavelengths ``length / low`` and ``length / high`` the frequencies are
+        interpolated; shorter ones are kept.
+      length: positions that the model had been trained on before.
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+    @classmethod
+    def of(cls, values: Any) -> "Llama3Scaling":
+        """Makes it of its four numbers, such as those of a file.
+
+        Raises:
+          ValueError: they are others.
+        """
+        numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
+        if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
+            raise ValueError(
+                f"rope_scaling={values!r} must be four positive numbers (factor, low, high, "
+                "length), low below high"
+            )
+        return cls(*values)
+
+    def scaled(self, frequencies: jax.Array) -> jax.Array:
+        """Returns the frequencies of the stretched positions.
+
+        >>> Llama3Scaling(8.0, 1.0, 4.0, 100).scaled(jnp.array([1.0, 0.01]))
+        Array([1.     , 0.00125], dtype=float32)
+        """
+        turns = self.length * frequencies / (2 * math.pi)  # within ``length`` positions
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
 def rotary_angles(
-    positions_BT: jax.Array, head_dim: int, *, theta: float = 10000.0
+    positions_BT: jax.Array,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    scaling: Llama3Scaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines, float32 [B, T, K/2], of ``position * theta ** (-2 i / K)``.
 
@@ -16,8 +65,10 @@ def rotary_angles(
       positions_BT: int32 positions; leading dimensions may be any.
       head_dim: K, even.
       theta: base of the frequencies.
+      scaling: changes the frequencies.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
     angles = positions_BT.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -38,6 +38,7 @@ def tiled_attention(
     v_BSGK: jax.Array,
     *,
     causal: bool,
+    window: int | None,
     segments_BT: jax.Array | None,
     dropout: float,
     rng: jax.Array | None,
@@ -52,7 +53,7 @@ def tiled_attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    form = _Form(causal, block or _block(T), dropout, S)
+    form = _Form(causal, window, block or _block(T), dropout, S)
     rng = rng if dropout else None
     if -(-T // form.block) <= UNROLLED:
         run = _kept if _keeps(form, T, K, q.dtype) else _tiled
@@ -72,6 +73,7 @@ class _Form(NamedTuple):
     """What of a tiled computation is known while it is traced."""
 
     causal: bool
+    window: int | None
     block: int
     dropout: float
     keys: int
@@ -140,7 +142,7 @@ def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
 
     def to_all_keys(part, keys):
         # Not .at[keys].add: XLA's partitioner gathers what a scatter adds on every device.
-        return jnp.pad(part, ((0, 0), (0, 0), (0, form.keys - keys.stop), (0, 0)))
+        return jnp.pad(part, ((0, 0), (0, 0), (keys.start, form.keys - keys.stop), (0, 0)))
 
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
         more_q, more_k, more_v = d_tile(tile, rows, keys, (d_k, d_v))
@@ -296,7 +298,9 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> 
     def masked(scores_BGNS, first_row, first_key, segments_BT):
         t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
         if form.causal:
-            scores_BGNS = jnp.where(t_N1 >= s_S, scores_BGNS, MASKED)
+            near = t_N1 >= s_S
+            near = near if form.window is None else near & (t_N1 - s_S < form.window)
+            scores_BGNS = jnp.where(near, scores_BGNS, MASKED)
         elif form.keys % form.block and not whole:
             scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
         if segments_BT is not None:
@@ -325,15 +329,25 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
-        (slice(i * form.block, end), slice(0, end if form.causal else form.keys))
-        for i, end in enumerate(ends)
+        (slice(start, end), slice(_first_key(form, start), end if form.causal else form.keys))
+        for start, end in zip(range(0, T, form.block), ends, strict=True)
     ]
+
+
+def _first_key(form: _Form, row: int) -> int:
+    """The first key that a row, or any after it, may see."""
+    return 0 if form.window is None else max(0, row - form.window + 1)
 
 
 def _places(form: _Form, T: int) -> jax.Array:
     """First row, first key and number of every tile that has something to see, [tiles, 3]."""
     rows, keys = (range(0, size, form.block) for size in (T, form.keys))
-    seen = [(row, key) for row in rows for key in keys if key <= row or not form.causal]
+    seen = [
+        (row, key)
+        for row in rows
+        for key in keys
+        if (key <= row or not form.causal) and key + form.block > _first_key(form, row)
+    ]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 
 

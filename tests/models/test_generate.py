@@ -20,6 +20,9 @@ FORMS = {
     "llama": GPTConfig(
         **SIZES,
         kv_heads=2,
+        head_dim=6,
+        qk_norm=True,
+        window=5,
         positions="rope",
         norm="rmsnorm",
         mlp="swiglu",
@@ -75,7 +78,7 @@ def test_cached_logits_are_the_uncached_ones(form):
     rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
     z, cache = prefill(config, params, PROMPTS, LENGTHS, cache_len=9)
     step = jax.jit(functools.partial(decode_step, config))
-    assert cache.k.shape == (2, 2, config.kv_heads, 9, 4)
+    assert cache.k.shape == (2, 2, config.kv_heads, 9, config.block.head_dim)
     np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
     for new in ([7, 2], [0, 12], [6, 6]):
         positions = np.array([len(row) for row in rows], np.int32)

@@ -374,11 +374,18 @@ def test_every_parameter_has_a_rule_of_its_rank(form):
 
 
 def test_presets_have_the_published_sizes():
-    assert gpt.parameter_count(gpt.gpt2_124m()) == 124_439_808
-    assert gpt.parameter_count(gpt.llama_1b()) == 1_100_048_384
-    assert gpt.parameter_count(gpt.llama_7b()) == 6_738_415_616
     assert gpt.PRESETS["tiny"]() == gpt.tiny()
-    assert set(gpt.PRESETS) == {"tiny", "gpt2-124m", "llama-1b", "llama-7b"}
+    assert {name: gpt.parameter_count(preset()) for name, preset in gpt.PRESETS.items()} == {
+        "tiny": gpt.parameter_count(gpt.tiny()),
+        "gpt2-124m": 124_439_808,
+        "llama-1b": 1_100_048_384,
+        "llama-7b": 6_738_415_616,
+        "llama-70b": 70_553_706_496,
+        "llama-405b": 405_853_388_800,
+        "mistral-7b": 7_241_732_096,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen3-8b": 8_190_735_360,
+    }
 
 
 def test_flops_are_counted_by_hand_for_llama():
@@ -387,6 +394,8 @@ def test_flops_are_counted_by_hand_for_llama():
     norms = (2 * L + 1) * D
     expected = 6 * (weights + norms) + 12 * L * D * S
     assert gpt.flops_per_token(gpt.llama_1b()) == expected
+    near = dataclasses.replace(gpt.llama_1b(), window=100)
+    assert gpt.flops_per_token(near) == expected - 12 * L * D * (S - 100)
 
 
 @pytest.mark.parametrize(

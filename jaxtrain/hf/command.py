@@ -1,0 +1,106 @@
+"""The command ``jaxtrain hf``: checks a Hugging Face folder, or writes one from a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxtrain.data import BPETokenizer
+from jaxtrain.data.tokenizers import EOD
+from jaxtrain.hf import weights
+from jaxtrain.host import quiet
+from jaxtrain.models import gpt
+from jaxtrain.run import trained
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """Reads every tensor of a folder as a parameter, writes it again in memory, and compares the
+    bits in both directions; prints what maps to what. The exit status is 1 where they differ."""
+
+    folder: tyro.conf.Positional[Path]
+    """With config.json and model.safetensors, or shards and their index."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Writes a run's model as a folder that transformers' from_pretrained opens."""
+
+    run: str
+    """Folder of a run of experiments.gpt."""
+    out: Path
+    """Folder to write."""
+    step: int | None = None
+    """Which checkpoint; by default the best one."""
+    family: str | None = None
+    """Such as mistral; by default the one that the run began from, or the first that fits."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Of the file; by default as the run keeps its parameters."""
+    max_shard_gb: float = weights.SHARD_BYTES / 1e9
+    """Size of one file at most, in 10^9 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HFOptions:
+    """Hugging Face weights: checks a folder, or writes one from a run."""
+
+    action: tyro.conf.OmitArgPrefixes[
+        Annotated[CheckOptions, tyro.conf.subcommand("check", prefix_name=False)]
+        | Annotated[ExportOptions, tyro.conf.subcommand("export", prefix_name=False)]
+    ]
+
+
+def run_hf(options: HFOptions, rest: list[str]) -> int:
+    """Checks or exports."""
+    del rest
+    quiet.start()
+    if isinstance(options.action, CheckOptions):
+        return _check(options.action.folder)
+    return _export(options.action)
+
+
+def _check(folder: Path) -> int:
+    config = weights.read_config(folder)
+    print(f"{folder}: {weights.family_name(folder)}, {gpt.parameter_count(config):,} parameters")
+    print(f"fields without effect here: {', '.join(weights.without_effect(folder)) or 'none'}")
+    tensors, wrong = 0, []
+    for found in weights.check(folder):
+        tensors += len(found.names)
+        layers = f" to {found.names[-1]}" if len(found.names) > 1 else ""
+        turned = ", transposed" if found.axes else ""
+        size = "x".join(map(str, found.shape))
+        print(f"{found.names[0]}{layers} ({found.dtype} {size}{turned})")
+        for i, (path, shape) in enumerate(zip(found.paths, found.shapes, strict=True)):
+            part = f", part {i + 1} of {len(found.paths)}" if len(found.paths) > 1 else ""
+            print(f"    {path} ({'x'.join(map(str, shape))}{part})")
+        wrong += [] if found.equal else [found.names[0]]
+    if wrong:
+        print(f"NOT the same bits: {', '.join(wrong)}")
+        return 1
+    print(f"all {tensors} tensors come back bit for bit, in both directions")
+    return 0
+
+
+def _export(options: ExportOptions) -> int:
+    if options.max_shard_gb <= 0:
+        raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give more than 0")
+    model, params, tokenizer = trained.load(options.run, options.step)
+    fields, files = {}, {}
+    if isinstance(tokenizer, BPETokenizer):
+        fields = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
+        files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
+        files["tokenizer_config.json"] = weights.to_json(settings)
+    weights.save(
+        options.out,
+        model,
+        params,
+        family=options.family or trained.family(options.run),
+        dtype=options.dtype,
+        max_shard_bytes=int(options.max_shard_gb * 1e9),
+        fields=fields,
+        files=files,
+    )
+    print(f"{options.out}: {weights.family_name(options.out)}, opened by transformers as it is")
+    return 0

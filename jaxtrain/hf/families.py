@@ -1,0 +1,365 @@
+"""The families: for each, names of tensors and fields of ``config.json``, read both ways."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.hf.table import Row, T
+from jaxtrain.models import gpt
+from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.tree import named_leaves
+
+REQUIRED = object()
+
+# Fields of config.json that change no logits, no loss and no gradient.
+INERT = {
+    *("_attn_implementation_autoset", "_name_or_path", "architectures", "bos_token_id"),
+    *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
+    *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
+    *("max_window_layers", "model_type", "n_ctx", "output_attentions"),
+    *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
+    *("reorder_and_upcast_attn", "return_dict", "summary_activation"),
+    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
+}
+# Our fields that no other model tells: of training and of speed.
+OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What a field of theirs is called here.
+
+    Args:
+      ours: the name.
+      default: what a ``config.json`` without it means.
+      values: their values, where they have other names than ours.
+    """
+
+    ours: str
+    default: Any = REQUIRED
+    values: Mapping[Any, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Args:
+      name: ``model_type`` in config.json.
+      architecture: as in config.json.
+      rows: its tensors; those of parameters that a model lacks do not count.
+      fields: of config.json, by their names.
+      ours: what all its models have in common here.
+      fixed: fields of config.json that have one value, which is meant where they are absent too.
+      read, write: how config.json says what takes more than one field: positions and windows.
+      prefix: of names, which some files leave out.
+      buffers: a regex of tensors that are no parameters.
+    """
+
+    name: str
+    architecture: str
+    rows: tuple[Row, ...]
+    fields: Mapping[str, Field]
+    ours: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda theirs: {}
+    write: Callable[[GPTConfig], dict[str, Any]] = lambda config: {}
+    prefix: str = ""
+    buffers: str = "$^"
+
+    def config(self, theirs: Mapping[str, Any]) -> GPTConfig:
+        """Makes our config of the fields of a config.json.
+
+        Raises:
+          ValueError: a field is missing, or unknown, or has a value that no model here has.
+        """
+        theirs, ours = dict(theirs), dict(self.ours)
+        for name, value in self.fixed.items():
+            if theirs.pop(name, value) != value:
+                raise ValueError(f"only {name}={value!r} is known here of {self.architecture}")
+        ours |= self.read(theirs)
+        for name, field in self.fields.items():
+            value = theirs.pop(name, field.default)
+            if value is REQUIRED:
+                raise ValueError(f"it has no {name}, which {self.architecture} needs")
+            if field.values is not None and value not in field.values:
+                known = ", ".join(map(str, field.values))
+                raise ValueError(f"{name}={value!r} is not known here: only {known}")
+            value = value if field.values is None else field.values[value]
+            if ours.setdefault(field.ours, value) != value:
+                raise ValueError(
+                    f"{name}={value!r} differs from the other fields that are {field.ours} here, "
+                    f"{ours[field.ours]!r}: no model here has both"
+                )
+        for name, value in theirs.items():
+            if name not in INERT and value is not None:
+                raise ValueError(f"{name}={value!r} is not known here, and may change the model")
+        if ours.get("head_dim") and ours["head_dim"] * ours["heads"] == ours["width"]:
+            ours["head_dim"] = None
+        return GPTConfig(**ours)
+
+    def config_json(self, config: GPTConfig) -> dict[str, Any]:
+        """Returns the fields of config.json, of which :meth:`config` makes the same model.
+
+        Raises:
+          ValueError: the family has no such model.
+        """
+        theirs = {"architectures": [self.architecture], "model_type": self.name}
+        block = dataclasses.asdict(config.block)
+        for name, field in self.fields.items():
+            value = block.get(field.ours, getattr(config, field.ours))
+            if field.values is not None:
+                words = [word for word, ours in field.values.items() if ours == value]
+                if not words:
+                    raise ValueError(f"{self.name} has no {field.ours}={value!r}")
+                value = words[0]
+            theirs[name] = value
+        theirs |= self.write(config) | self.fixed
+        wanted, got = _essence(config), _essence(self.config(theirs))
+        for name, value in wanted.items():
+            if got[name] != value:
+                raise ValueError(f"{self.name} has {name}={got[name]!r} and the model {value!r}")
+        return theirs
+
+    def rows_of(self, config: GPTConfig) -> tuple[dict[str, Row], Any]:
+        """Returns the row of every parameter of a model by its path, and the tree of shapes."""
+        shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+        rows = {row.ours: row for row in self.rows}
+        return {path: rows[path] for path in named_leaves(shapes)}, shapes
+
+
+def family_of(theirs: Mapping[str, Any]) -> Family:
+    """Returns the family that a config.json names.
+
+    Raises:
+      ValueError: there is none of it here.
+    """
+    known = {family.architecture: family for family in FAMILIES.values()}
+    named = theirs.get("architectures") or [theirs.get("model_type")]
+    if len(named) != 1 or named[0] not in known:
+        raise ValueError(
+            f"its architecture is {', '.join(map(str, named))}, of which there is none here, but "
+            f"{', '.join(known)}"
+        )
+    return known[named[0]]
+
+
+def family_for(config: GPTConfig, name: str | None = None) -> Family:
+    """Returns the first family that has such a model, or the one of that name.
+
+    Raises:
+      ValueError: there is none, or it has not.
+    """
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"family is {name!r}: use one of {', '.join(FAMILIES)}")
+    reasons = []
+    for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+        try:
+            family.config_json(config)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise ValueError(f"no Hugging Face family has this model: {'; '.join(reasons)}")
+
+
+def _essence(config: GPTConfig) -> dict[str, Any]:
+    """What makes the function that a model is."""
+    fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
+    if config.positions == "learned":
+        del fields["rope_theta"]
+    return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}
+
+
+def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
+    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
+    found = {"rope_theta": theirs.pop("rope_theta", default)}
+    found |= theirs.pop("rope_scaling", None) or {}
+    found |= theirs.pop("rope_parameters", None) or {}
+    theta, kind = found.pop("rope_theta"), found.pop("rope_type", None)
+    kind = found.pop("type", None) or kind or "default"
+    if theta is REQUIRED:
+        raise ValueError("it has no rope_theta")
+    if kind == "llama3" and found.keys() == set(_LLAMA3):
+        return {"rope_theta": theta, "rope_scaling": Llama3Scaling(*map(found.get, _LLAMA3))}
+    if kind != "default" or found:
+        raise ValueError(
+            f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
+            f"'default', and 'llama3' with {', '.join(_LLAMA3)}"
+        )
+    return {"rope_theta": theta, "rope_scaling": None}
+
+
+# In the order of Llama3Scaling.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _write_rope(config: GPTConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling and dict(zip(_LLAMA3, config.rope_scaling, strict=True))
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3"} | scaling,
+    }
+
+
+def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, and a window of all layers or of none."""
+    used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", None)
+    layers, first = theirs.get("num_hidden_layers", 0), theirs.get("max_window_layers", 28)
+    slides = [used and window is not None and l >= first for l in range(layers)]
+    if kinds := theirs.pop("layer_types", None):
+        slides = [kind == "sliding_attention" for kind in kinds]
+    if any(slides) and not all(slides):
+        raise ValueError("some layers have a sliding window and others none: not known here")
+    return {"window": window if all(slides) else None} | _read_rope(theirs, REQUIRED)
+
+
+def _write_qwen(config: GPTConfig) -> dict[str, Any]:
+    slides = config.window is not None
+    kind = "sliding_attention" if slides else "full_attention"
+    return {
+        "use_sliding_window": slides,
+        "sliding_window": config.window,
+        "max_window_layers": 0 if slides else config.layers,
+        "layer_types": [kind] * config.layers,
+    } | _write_rope(config)
+
+
+GPT2_ROWS = (
+    Row("embed/tokens", "transformer.wte.weight", vocab=0),
+    Row("embed/positions", "transformer.wpe.weight", shorter=True),
+    Row("blocks/norm_attn/scale", "transformer.h.{l}.ln_1.weight"),
+    Row("blocks/norm_attn/bias", "transformer.h.{l}.ln_1.bias"),
+    Row("blocks/attn/q/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(0, 3)),
+    Row("blocks/attn/q/bias", "transformer.h.{l}.attn.c_attn.bias", part=(0, 3)),
+    Row("blocks/attn/k/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(1, 3)),
+    Row("blocks/attn/k/bias", "transformer.h.{l}.attn.c_attn.bias", part=(1, 3)),
+    Row("blocks/attn/v/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(2, 3)),
+    Row("blocks/attn/v/bias", "transformer.h.{l}.attn.c_attn.bias", part=(2, 3)),
+    Row("blocks/attn/out/kernel", "transformer.h.{l}.attn.c_proj.weight"),
+    Row("blocks/attn/out/bias", "transformer.h.{l}.attn.c_proj.bias"),
+    Row("blocks/norm_mlp/scale", "transformer.h.{l}.ln_2.weight"),
+    Row("blocks/norm_mlp/bias", "transformer.h.{l}.ln_2.bias"),
+    Row("blocks/mlp/up/kernel", "transformer.h.{l}.mlp.c_fc.weight"),
+    Row("blocks/mlp/up/bias", "transformer.h.{l}.mlp.c_fc.bias"),
+    Row("blocks/mlp/down/kernel", "transformer.h.{l}.mlp.c_proj.weight"),
+    Row("blocks/mlp/down/bias", "transformer.h.{l}.mlp.c_proj.bias"),
+    Row("final_norm/scale", "transformer.ln_f.weight"),
+    Row("final_norm/bias", "transformer.ln_f.bias"),
+    Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+# Qwen 2 has the biases, Qwen 3 the norms of q and k, Llama and Mistral neither.
+LLAMA_ROWS = (
+    Row("embed/tokens", "model.embed_tokens.weight", vocab=0),
+    Row("blocks/norm_attn/scale", "model.layers.{l}.input_layernorm.weight"),
+    Row("blocks/attn/q/kernel", "model.layers.{l}.self_attn.q_proj.weight", T),
+    Row("blocks/attn/q/bias", "model.layers.{l}.self_attn.q_proj.bias"),
+    Row("blocks/attn/norm_q/scale", "model.layers.{l}.self_attn.q_norm.weight"),
+    Row("blocks/attn/k/kernel", "model.layers.{l}.self_attn.k_proj.weight", T),
+    Row("blocks/attn/k/bias", "model.layers.{l}.self_attn.k_proj.bias"),
+    Row("blocks/attn/norm_k/scale", "model.layers.{l}.self_attn.k_norm.weight"),
+    Row("blocks/attn/v/kernel", "model.layers.{l}.self_attn.v_proj.weight", T),
+    Row("blocks/attn/v/bias", "model.layers.{l}.self_attn.v_proj.bias"),
+    Row("blocks/attn/out/kernel", "model.layers.{l}.self_attn.o_proj.weight", T),
+    Row("blocks/norm_mlp/scale", "model.layers.{l}.post_attention_layernorm.weight"),
+    Row("blocks/mlp/gate/kernel", "model.layers.{l}.mlp.gate_proj.weight", T),
+    Row("blocks/mlp/up/kernel", "model.layers.{l}.mlp.up_proj.weight", T),
+    Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.down_proj.weight", T),
+    Row("final_norm/scale", "model.norm.weight"),
+    Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    rows=GPT2_ROWS,
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "n_positions": Field("seq_len"),
+        "n_embd": Field("width"),
+        "n_layer": Field("layers"),
+        "n_head": Field("heads"),
+        "n_inner": Field("mlp_width", None),
+        "activation_function": Field(
+            "mlp",
+            "gelu_new",
+            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"},
+        ),
+        "layer_norm_epsilon": Field("norm_eps", 1e-5),
+        "resid_pdrop": Field("dropout", 0.1),
+        "embd_pdrop": Field("dropout", 0.1),
+        "attn_pdrop": Field("attention_dropout", 0.1),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    ours={"positions": "learned", "norm": "layernorm", "bias": True},
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+    },
+    prefix="transformer.",
+    buffers=r"\.attn\.(masked_)?bias$",
+)
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    rows=LLAMA_ROWS,
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "max_position_embeddings": Field("seq_len"),
+        "hidden_size": Field("width"),
+        "num_hidden_layers": Field("layers"),
+        "num_attention_heads": Field("heads"),
+        "num_key_value_heads": Field("kv_heads", None),
+        "head_dim": Field("head_dim", None),
+        "intermediate_size": Field("mlp_width"),
+        "hidden_act": Field("mlp", "silu", {"silu": "swiglu"}),
+        "rms_norm_eps": Field("norm_eps", 1e-6),
+        "attention_dropout": Field("attention_dropout", 0.0),
+        "tie_word_embeddings": Field("tied", False),
+    },
+    ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
+    fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
+    read=lambda theirs: _read_rope(theirs, 10000.0),
+    write=_write_rope,
+    buffers=r"rotary_emb\.inv_freq$",
+)
+
+MISTRAL = dataclasses.replace(
+    LLAMA,
+    name="mistral",
+    architecture="MistralForCausalLM",
+    fields=LLAMA.fields
+    | {"num_key_value_heads": Field("kv_heads"), "sliding_window": Field("window")},
+    fixed={"is_encoder_decoder": False},
+    read=lambda theirs: _read_rope(theirs, REQUIRED),
+)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=LLAMA.fields | {"num_key_value_heads": Field("kv_heads")},
+    ours=LLAMA.ours | {"qkv_bias": True},
+    fixed={"is_encoder_decoder": False},
+    read=_read_qwen,
+    write=_write_qwen,
+)
+
+QWEN3 = dataclasses.replace(
+    QWEN2,
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=QWEN2.fields | {"head_dim": Field("head_dim")},
+    ours=LLAMA.ours | {"qk_norm": True},
+    fixed={"attention_bias": False, "is_encoder_decoder": False},
+)
+
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}

@@ -1,0 +1,153 @@
+"""Safetensors files: tensors that are read slice by slice, and shards that are written in turn.
+
+A file is the length of its header (8 bytes, little-endian), the header in JSON (the dtype, shape
+and place of each tensor), and the tensors' bytes: https://huggingface.co/docs/safetensors. Nothing
+in it is executed, and of its bytes no more is read than is asked for. bfloat16 stays bfloat16.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+INDEX = "model.safetensors.index.json"
+# The header of a published model with thousands of tensors has under one megabyte.
+HEADER_BYTES = 1 << 27
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file; ``tensor[slices]`` is a view of that part, mapped while it is held."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        there = np.memmap(self.path, self.dtype, "r", self.offset, self.shape or (1,))
+        return there.reshape(self.shape)[index]
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a model's files by name: of one file, or of the shards of an index.
+
+    Raises:
+      FileNotFoundError: there is no model.
+      ValueError: the weights are pickled; a file or the index is not what it should be; the dtype
+        of a tensor is not float32, float16 or bfloat16.
+    """
+    if (folder / INDEX).is_file():
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in places.values()
+        ):
+            raise ValueError(f"'{folder / INDEX}' has no weight_map of tensors to files beside it")
+        files = {file: _tensors(folder / file) for file in sorted(set(places.values()))}
+        for name, file in places.items():
+            if name not in files[file]:
+                raise ValueError(f"'{folder / file}' lacks the tensor {name!r}, which {INDEX} says")
+        # Names that the index leaves out are kept, so that the caller misses nothing.
+        unnamed = {name: each for found in files.values() for name, each in found.items()}
+        return unnamed | {name: files[file][name] for name, file in places.items()}
+    if (folder / "model.safetensors").is_file():
+        return _tensors(folder / "model.safetensors")
+    pickled = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+    if pickled is not None:
+        raise ValueError(
+            f"'{folder}' holds pickled weights ({pickled}), and reading those runs whatever code "
+            "is in them: have transformers save the model again, as safetensors"
+        )
+    raise FileNotFoundError(f"there is no model.safetensors and no {INDEX} in '{folder}'")
+
+
+def write(
+    folder: Path,
+    kinds: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Writes a model's tensors to one file, or to shards with an index.
+
+    Args:
+      folder: where; it exists.
+      kinds: shape and dtype of every tensor, in the order in which they come.
+      tensors: names and values, of which one is held at a time.
+      max_shard_bytes: a shard has no more, unless a single tensor has.
+    """
+    shards, room = [{}], max_shard_bytes
+    for name, (shape, dtype) in kinds.items():
+        size = math.prod(shape) * dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = (shape, dtype, size)
+        room -= size
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        index = {"metadata": {"total_size": sum(s for shard in shards for *_, s in shard.values())}}
+        index["weight_map"] = {n: f for f, shard in zip(files, shards, strict=True) for n in shard}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    tensors = iter(tensors)
+    for file, shard in zip(files, shards, strict=True):
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        for name, (shape, dtype, size) in shard.items():
+            place = [end, end := end + size]
+            header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": place}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name, (shape, dtype, _) in shard.items():
+                given, value = next(tensors)
+                assert (given, value.shape, value.dtype) == (name, shape, dtype)
+                out.write(np.ascontiguousarray(value).view(np.uint8).data)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        text = file.read(length) if length <= min(size, HEADER_BYTES) else b""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        return {name: _tensor(path, 8 + length, size, name, of) for name, of in header.items()}
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"'{path}' is not a safetensors file, or was cut short") from error
+
+
+def _tensor(path: Path, data: int, size: int, name: str, of: Mapping[str, Any]) -> Tensor:
+    code, shape, (start, end) = of["dtype"], tuple(of["shape"]), of["data_offsets"]
+    if code not in DTYPES:
+        raise ValueError(
+            f"'{path}' has the tensor {name!r} in {code}: only {', '.join(DTYPES)} are read here"
+        )
+    dtype = DTYPES[code]
+    if not 0 <= start <= end <= size - data or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"'{path}' is cut short or damaged: {name!r} does not lie within it")
+    return Tensor(path, data + start, shape, dtype)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"'{path}' is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"'{path}' is not a JSON object")
+    return content

@@ -1,0 +1,141 @@
+"""A family's table: which of our parameters is which part of which tensor, read in both directions.
+
+Shapes: L layers, D width. A stacked parameter of ours is a tensor per layer of theirs.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Their axes in our order: a dense layer of PyTorch is [outputs, inputs].
+T = (1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a table.
+
+    Args:
+      ours: the path of our parameter.
+      theirs: the name of their tensor; with ``{l}`` there is one for each layer.
+      axes: their axes in the order of ours; None means as they are.
+      part: (i, n): ours is part i of n equal ones along our last axis.
+      vocab: our axis over the vocabulary, which ours pads with zeros.
+      shorter: whether ours may have fewer rows than theirs, the first ones.
+
+    >>> Row("up/kernel", "fc.{l}.weight", T).their_shape((8, 32))
+    (32, 8)
+    """
+
+    ours: str
+    theirs: str
+    axes: tuple[int, ...] | None = None
+    part: tuple[int, int] = (0, 1)
+    vocab: int | None = None
+    shorter: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether there is a tensor for each layer."""
+        return "{l}" in self.theirs
+
+    def names(self, layers: int) -> list[str]:
+        """Their names: one for each layer, or one."""
+        return [self.theirs.format(l=l) for l in range(layers if self.stacked else 1)]
+
+    def their_shape(self, shape: Sequence[int], vocab_size: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor, given that of one layer of ours."""
+        sizes = list(shape)
+        sizes[-1] *= self.part[1]
+        if self.vocab is not None:
+            sizes[self.vocab] = vocab_size
+        return tuple(sizes[i] for i in np.argsort(self.order(sizes)))
+
+    def read(self, tensor: Any, index: Sequence[slice], out: np.ndarray) -> None:
+        """Copies the part ``index`` of one layer of ours from a tensor to ``out``, which is 0."""
+        axes = self.order(tensor.shape)
+        sizes = [tensor.shape[i] for i in axes]
+        sizes[-1] //= self.part[1]
+        first = [0] * (len(sizes) - 1) + [self.part[0] * sizes[-1]]
+        ours = [
+            slice(at + min(part.start, size), at + min(part.stop, size))
+            for part, size, at in zip(index, sizes, first, strict=True)
+        ]
+        block = tensor[tuple(ours[i] for i in np.argsort(axes))].transpose(axes)
+        out[tuple(slice(size) for size in block.shape)] = block
+
+    def order(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Their axes in our order."""
+        return self.axes or tuple(range(len(shape)))
+
+
+def assemble(
+    rows: Sequence[Row], layers: Sequence[np.ndarray], vocab_size: int | None
+) -> np.ndarray:
+    """Returns a tensor of theirs: the inverse of :meth:`Row.read`.
+
+    Args:
+      rows: those that are parts of it, in order.
+      layers: one layer of our parameter of each.
+      vocab_size: how much of a padded axis is theirs.
+    """
+    whole = np.concatenate(layers, axis=-1) if len(rows) > 1 else np.asarray(layers[0])
+    row = rows[0]
+    if row.vocab is not None:
+        whole = whole[(slice(None),) * row.vocab + (slice(vocab_size),)]
+    return whole.transpose(np.argsort(row.order(whole.shape)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter of ours that is read from their tensors, slice by slice, when it is asked for.
+
+    It stands where an array would in ``init_state(params=)``: no more is read than the slices of
+    this process's devices.
+
+    Args:
+      row: the table's row.
+      tensors: theirs, one for each layer.
+      places: the number of the layer, from 1, at every place of our leading axes, and 0 where those
+        are padding; an array without axes where the parameter is not stacked.
+      inner: the shape of one layer.
+    """
+
+    row: Row
+    tensors: Sequence[Any]
+    places: np.ndarray
+    inner: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As our model has it."""
+        return (*self.places.shape, *self.inner)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As their file has it."""
+        return np.result_type(*{tensor.dtype for tensor in self.tensors})
+
+    def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
+        lead = self.places.ndim
+        index = [slice(*part.indices(n)) for part, n in zip(index, self.shape, strict=True)]
+        places = self.places[tuple(index[:lead])]
+        inner = index[lead:]
+        out = np.zeros((*places.shape, *(part.stop - part.start for part in inner)), self.dtype)
+        for place, number in np.ndenumerate(places):
+            if number:
+                self.row.read(self.tensors[number - 1], inner, out[place])
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
+
+
+def by_tensor(rows: Mapping[str, Row]) -> dict[str, list[Row]]:
+    """Groups rows by the template of their tensors, parts in order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows.values():
+        groups.setdefault(row.theirs, []).append(row)
+    return {name: sorted(group, key=lambda row: row.part) for name, group in groups.items()}

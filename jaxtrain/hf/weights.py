@@ -1,0 +1,319 @@
+"""Hugging Face folders (config.json and safetensors) as our models, and back, bit for bit.
+
+Reading opens files and copies nothing: parameters are :class:`~jaxtrain.hf.table.Weight`, of which
+``init_state(params=)`` and :func:`load` read the slices of each device.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.hf import safetensors
+from jaxtrain.hf.families import INERT, Family, family_for, family_of
+from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
+from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.parallel.stack import Stack
+from jaxtrain.tree import map_named, named_leaves
+
+PyTree = Any
+SHARD_BYTES = 5 * 10**9
+
+
+def read_config(folder: str | Path) -> GPTConfig:
+    """Returns the model that a folder's config.json describes; ``seq_len`` is its longest row.
+
+    Raises:
+      FileNotFoundError, ValueError: there is none, or it is of a model that is not known here.
+    """
+    return _read(folder)[1]
+
+
+def family_name(folder: str | Path) -> str:
+    """Returns the family of a folder's model, such as ``"llama"``."""
+    return _read(folder)[0].name
+
+
+def open_weights(
+    folder: str | Path, config: GPTConfig | None = None, *, stack: Stack | None = None
+) -> dict[str, Any]:
+    """Returns a folder's parameters under our paths, of which nothing has been read yet.
+
+    Args:
+      folder: with config.json and model.safetensors, or shards and their index.
+      config: the folder's model, perhaps with another ``seq_len``, dropout or rematerialisation;
+        None means as it is.
+      stack: how layers are cut; None means in natural order.
+
+    Returns:
+      A tree for ``init_state(params=)``, or for :func:`load`, of leaves with shape, dtype and
+      slices.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no model, or a tensor is missing, has another shape,
+        or is one that the model has no place for.
+
+    >>> import tempfile
+    >>> from jaxtrain.models import gpt
+    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> params, folder = gpt.init(config, jax.random.key(0)), tempfile.mkdtemp()
+    >>> save(folder, config, params)
+    >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
+    (1, 8, 8)
+    """
+    folder = Path(folder)
+    family, own = _read(folder)
+    config, stack = config or own, stack or Stack()
+    rows, shapes = family.rows_of(config)
+    tensors = _named_as(family, safetensors.tensors_in(folder))
+    used: set[str] = set()
+    numbers = np.arange(1, config.layers + 1)
+    natural = {part.key: numbers for part in stack.parts}
+    cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
+
+    def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
+        row = rows[path]
+        inner = shape.shape[1:] if row.stacked else shape.shape
+        wanted = row.their_shape(inner, config.vocab_size)
+        names = row.names(config.layers)
+        for name in names:
+            if name not in tensors:
+                raise ValueError(f"'{folder}' lacks the tensor {name!r}, of which {path!r} is made")
+            got = tensors[name].shape
+            if got != wanted and not (row.shorter and got[0] > wanted[0] and got[1:] == wanted[1:]):
+                raise ValueError(
+                    f"'{folder}' has {name!r} with the shape {list(got)}, and config.json says "
+                    f"{list(wanted)} for it"
+                )
+        used.update(names)
+        places = cut[path.split("/")[0]] if row.stacked else np.array(1)
+        return Weight(row, [tensors[name] for name in names], places, tuple(inner))
+
+    found = map_named(weight, shapes)
+    if config.tied and "lm_head.weight" in tensors:
+        _check_tied(folder, tensors, rows["embed/tokens"].theirs)
+        used.add("lm_head.weight")
+    for name in tensors.keys() - used:
+        if not re.search(family.buffers, name):
+            raise ValueError(
+                f"'{folder}' has the tensor {name!r}, for which a {family.architecture} of its "
+                "config.json has no place"
+            )
+    return found
+
+
+def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) -> PyTree:
+    """Reads parameters to devices, every process the slices of its own alone.
+
+    Args:
+      params: of :func:`open_weights`.
+      shardings: one for all, or a tree of them; None means the default device.
+      dtype: of the arrays; None means the file's.
+    """
+    named = named_leaves(params)
+    places = dict.fromkeys(named, shardings)
+    if shardings is not None and not isinstance(shardings, jax.sharding.Sharding):
+        places = named_leaves(shardings)
+    arrays = {}
+    # The largest first: while one is read, it is in memory twice.
+    for name in sorted(named, key=lambda name: -np.prod(named[name].shape)):
+        weight, place = named[name], places[name]
+        if place is None:
+            arrays[name] = jnp.asarray(np.asarray(weight), dtype)
+            continue
+        read = functools.partial(_read_as, weight, dtype or weight.dtype)
+        array = jax.make_array_from_callback(weight.shape, place, read)
+        arrays[name] = jax.block_until_ready(array)  # what was read is let go of before the next
+    return map_named(lambda name, _: arrays[name], params)
+
+
+def save(
+    folder: str | Path,
+    config: GPTConfig,
+    params: PyTree,
+    *,
+    family: str | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    fields: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens.
+
+    One parameter at a time is on the host.
+
+    Args:
+      folder: new, or without a model.
+      config: the model.
+      params: its parameters, layers in natural order: arrays of this process's devices or the
+        host's, or :func:`open_weights`.
+      family: such as ``"mistral"``; None means the first that has such a model.
+      dtype: float32, float16 or bfloat16; None means that of each parameter.
+      max_shard_bytes: of one file.
+      fields: more fields of config.json, such as ``eos_token_id``.
+      files: more text files by name, such as a tokenizer.json.
+
+    Raises:
+      ValueError: no family has such a model; the folder has one; a parameter is spread over
+        processes or has another shape than the config says.
+    """
+    folder = Path(folder)
+    chosen = family_for(config, family)
+    theirs = chosen.config_json(config)
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        raise ValueError(f"'{folder}' holds a model already: give another folder")
+    rows, shapes = chosen.rows_of(config)
+    leaves, shapes = named_leaves(params), named_leaves(shapes)
+    for path in sorted(shapes.keys() | leaves.keys()):
+        got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
+        if got != wanted:
+            raise ValueError(
+                f"parameter {path!r} has the shape {got}, and the config says {wanted}"
+            )
+        if not getattr(leaves[path], "is_fully_addressable", True):
+            raise ValueError(
+                f"parameter {path!r} is spread over processes: save a checkpoint, and export that "
+                "in one process"
+            )
+    kinds = {}
+    dtypes = {path: np.dtype(dtype or leaves[path].dtype) for path in rows}
+    for name, of, _ in _tensors(rows, config):
+        shape = shapes[of[0].ours].shape[of[0].stacked :]
+        kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
+    common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
+    folder.mkdir(parents=True, exist_ok=True)
+    values = written(rows, leaves, config, dtypes)
+    safetensors.write(folder, kinds, values, max_shard_bytes=max_shard_bytes)
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    theirs |= {"dtype": common.name, "torch_dtype": common.name} | dict(fields or {})
+    (folder / "config.json").write_text(to_json(theirs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What :func:`check` found of a parameter, or of several that are parts of the same tensors."""
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[int, ...] | None
+    equal: bool
+
+
+def check(folder: str | Path) -> Iterator[Checked]:
+    """Reads every tensor of a folder as ours, writes it as theirs and reads it again, in memory.
+
+    Yields:
+      Per template of names, whether all bits were the same in both directions.
+
+    Raises:
+      As :func:`open_weights`, and ValueError where config.json does not come back.
+    """
+    folder = Path(folder)
+    family, config = _read(folder)
+    weights = named_leaves(open_weights(folder))
+    tensors = _named_as(family, safetensors.tensors_in(folder))
+    if family.config(family.config_json(config)) != config:
+        raise ValueError(f"the config.json of '{folder}' does not come back as it was")
+    rows, _ = family.rows_of(config)
+    for group in by_tensor(rows).values():
+        ours = {row.ours: np.asarray(weights[row.ours]) for row in group}
+        dtypes = {path: x.dtype for path, x in ours.items()}
+        back = dict(written({row.ours: row for row in group}, ours, config, dtypes))
+        equal = all(_same_bits(tensors[name][...], value) for name, value in back.items())
+        for row in group:
+            again = [back[name] for name in row.names(config.layers)]
+            weight = dataclasses.replace(weights[row.ours], tensors=again)
+            equal &= _same_bits(np.asarray(weight), ours[row.ours])
+        names = tuple(group[0].names(config.layers))
+        shapes, theirs = tuple(x.shape for x in ours.values()), tensors[names[0]]
+        yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
+
+
+def to_json(fields: Mapping[str, Any]) -> str:
+    """Returns a file's text."""
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def without_effect(folder: str | Path) -> list[str]:
+    """Returns the fields of a folder's config.json that change nothing here."""
+    return sorted(INERT & safetensors.read_json(Path(folder) / "config.json").keys())
+
+
+def written(
+    rows: Mapping[str, Row],
+    leaves: Mapping[str, Any],
+    config: GPTConfig,
+    dtypes: Mapping[str, np.dtype],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
+    held: tuple[Any, dict[str, np.ndarray]] = (None, {})
+    for name, group, l in _tensors(rows, config):
+        if held[0] is not group:
+            held = group, {row.ours: np.asarray(leaves[row.ours]) for row in group}
+        layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
+        layers = [x.astype(dtypes[row.ours]) for x, row in zip(layers, group, strict=True)]
+        yield name, assemble(group, layers, config.vocab_size)
+
+
+def _tensors(
+    rows: Mapping[str, Row], config: GPTConfig
+) -> Iterator[tuple[str, Sequence[Row], int]]:
+    """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
+    for group in by_tensor(rows).values():
+        for l, name in enumerate(group[0].names(config.layers)):
+            yield name, group, l
+
+
+def _read(folder: str | Path) -> tuple[Family, GPTConfig]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no config.json in '{folder}'")
+    theirs = safetensors.read_json(path)
+    try:
+        family = family_of(theirs)
+        return family, family.config(theirs)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"'{path}': {error}") from None
+
+
+def _named_as(family: Family, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by the names of the table: some files leave a prefix out of all."""
+    if any(name.startswith(family.prefix) for name in tensors):
+        return dict(tensors)
+    bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
+    bare -= {row.theirs.split(".")[0] for row in family.rows}
+    return {
+        family.prefix + name if name.split(".")[0] in bare else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _check_tied(folder: Path, tensors: Mapping[str, Any], tokens: str) -> None:
+    head, table = tensors["lm_head.weight"], tensors[tokens]
+    parts = (slice(row, row + 4096) for row in range(0, table.shape[0], 4096))
+    same = head.shape == table.shape and head.dtype == table.dtype
+    if not same or not all(_same_bits(head[part], table[part]) for part in parts):
+        raise ValueError(
+            f"config.json of '{folder}' ties lm_head.weight to {tokens}, and they differ: say "
+            "tie_word_embeddings=false, or leave lm_head.weight out"
+        )
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
+
+
+def _read_as(weight: Weight, dtype: Any, index: Sequence[slice]) -> np.ndarray:
+    return weight[index].astype(dtype, copy=False)

@@ -1,0 +1,60 @@
+"""What a run of ``experiments.gpt`` has trained: its model, parameters and tokenizer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain import data
+from jaxtrain.host.paths import as_path
+from jaxtrain.models import gpt
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+
+# In the folder of a run whose tokenizer is not that of bytes.
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.Tokenizer]:
+    """Reads a run's model, parameters and tokenizer.
+
+    Args:
+      run: the run's folder.
+      step: which checkpoint; by default the best one.
+
+    Raises:
+      FileNotFoundError: where there is no checkpoint.
+    """
+    folder = as_path(run)
+    with Checkpointer(folder / "checkpoints") as checkpoints:
+        step = checkpoints.best_step() if step is None else step
+        stored = checkpoints.config(step)
+        model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
+        shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+        params = checkpoints.restore_params(shapes, step)
+    # Never a path from the config: the tokenizer is one of two, and the second is in the run.
+    if stored.get("tokenizer") == "bytes":
+        return model, params, data.ByteTokenizer()
+    return model, params, data.BPETokenizer.load(folder / TOKENIZER_FILE)
+
+
+def family(run: str) -> str | None:
+    """Returns the Hugging Face family that a run began from; None where it began from none."""
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        return checkpoints.config().get("family")
+
+
+def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
+    """Makes the model's sizes of what a checkpoint's config says.
+
+    Raises:
+      ValueError: where that is no model's.
+    """
+    sizes = stored.get("model")
+    known = {field.name for field in dataclasses.fields(gpt.GPTConfig)}
+    if not isinstance(sizes, dict) or not sizes.keys() <= known:
+        raise ValueError(f"{where} has no model with the sizes of a GPT")
+    try:
+        return gpt.GPTConfig(**sizes)
+    except TypeError as error:  # one is missing
+        raise ValueError(f"{where} has no whole model ({error})") from None

@@ -1,0 +1,120 @@
+"""``jaxtrain hf`` and ``--init-from``: a folder is checked, trained from and written again."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.gpt import Config, build, outline
+from jaxtrain import data, hf
+from jaxtrain.experiment import make_experiment_mesh, make_state
+from jaxtrain.hf import safetensors
+from jaxtrain.models import gpt
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.main import parse
+from jaxtrain.tree import named_leaves
+from tests.commands import run
+from tests.hf import models
+
+MISTRAL = gpt.GPTConfig(
+    vocab_size=300,
+    seq_len=16,
+    layers=4,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    mlp_width=24,
+    window=6,
+    positions="rope",
+    norm="rmsnorm",
+    mlp="swiglu",
+    bias=False,
+    tied=False,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    pytest.importorskip("tokenizers")
+    return data.BPETokenizer.train([b"the theme of the thesis"], 270)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("model")
+    files = {"tokenizer.json": tokenizer.to_json()}
+    hf.save(path, MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), files=files)
+    return path
+
+
+def test_check_says_what_maps_where_and_finds_what_does_not_come_back(folder, capsys, monkeypatch):
+    status, out, _ = run(capsys, "hf", "check", str(folder))
+    assert status == 0
+    head = "model.layers.0.self_attn.k_proj.weight to model.layers.3.self_attn.k_proj.weight"
+    assert f"{head} (float32 8x16, transposed)\n    blocks/attn/k/kernel (4x16x8)" in out
+    assert "mistral" in out.splitlines()[0]
+    assert "all 39 tensors come back bit for bit, in both directions" in out
+    read = safetensors.Tensor.__getitem__
+    monkeypatch.setattr(
+        safetensors.Tensor,
+        "__getitem__",
+        # As one that turns a layer's norm into another number each time it is read.
+        lambda self, index: read(self, index) * (2.0 if index is ... else 1.0),
+    )
+    status, out, _ = run(capsys, "hf", "check", str(folder))
+    assert status == 1
+    assert "NOT the same bits: " in out
+
+
+def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path, capsys):
+    text = tmp_path / "texts"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text("the theme of the thesis is the theme " * 20)
+    flags = ["--init-from", str(folder), "--data", str(text), "--simulate-devices", "8"]
+    flags += ["--seq-len", "8", "--global-batch", "8", "--mesh.pipe", "2", "--mesh.data", "4"]
+    flags += ["--pipeline.schedule", "interleaved", "--pipeline.microbatches", "2"]
+    config = parse(Config, [*flags, "--pipeline.virtual", "2"])
+    experiment = build(config)
+    stored = experiment.config
+    assert stored["model"] == dataclasses.asdict(dataclasses.replace(MISTRAL, seq_len=8))
+    assert (stored["family"], stored["tokenizer"]) == ("mistral", "tokenizer.json")
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    params = experiment.stack.natural(state.params)
+    for path, leaf in named_leaves(gpt.init(MISTRAL, jax.random.key(1))).items():
+        np.testing.assert_array_equal(named_leaves(params)[path], leaf, err_msg=path)
+
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
+        config = json.loads(json.dumps(dict(stored)))
+        checkpoints.save(1, {"params": jax.device_get(params)}, config=config)
+    (tmp_path / "run" / "tokenizer.json").write_text(experiment.files["tokenizer.json"])
+    out = tmp_path / "out"
+    given = ["--run", str(tmp_path / "run"), "--out", str(out), "--dtype", "bfloat16"]
+    status, printed, error = run(capsys, "hf", "export", *given, "--max-shard-gb", "1e-5")
+    assert (status, error) == (0, "")
+    assert printed == f"{out}: mistral, opened by transformers as it is\n"
+    assert run(capsys, "hf", "check", str(out))[0] == 0
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    library = models.transformers()
+    opened = library.AutoTokenizer.from_pretrained(out)
+    assert opened("the thesis")["input_ids"] == tokenizer.encode("the thesis").tolist()
+    assert (opened.eos_token_id, opened.eos_token) == (tokenizer.eod, "<|endoftext|>")
+    tokens = models.TOKENS[:, :8]
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
+    ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
+    np.testing.assert_allclose(ours, models.logits(out, tokens), atol=1e-4)
+
+
+def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_path):
+    given = {"init_from": str(folder)}
+    with pytest.raises(ValueError, match="--layers 2 is not for --init-from, whose folder says"):
+        outline(Config(**given, layers=2))
+    more = tmp_path / "tokenizer.json"
+    data.BPETokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
+    with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model in .* 300:"):
+        outline(Config(**given, tokenizer=str(more)))
+    assert outline(Config(**given)).config["model"]["vocab_size"] == 300
+    assert outline(Config(**given, dropout=0.5)).config["model"]["dropout"] == 0.5

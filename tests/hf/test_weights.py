@@ -1,0 +1,283 @@
+"""Weights both ways, against transformers: logits, and the bits of every tensor."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import hf
+from jaxtrain.hf import safetensors
+from jaxtrain.hf.families import FAMILIES, REQUIRED, family_for
+from jaxtrain.models import gpt
+from jaxtrain.tree import named_leaves
+from tests.hf import models
+from tests.hf.models import MODELS, TOKENS
+
+EVERYDAY = list(MODELS)[:5]
+every_model = pytest.mark.parametrize(
+    "name",
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+)
+# Values are compared, and how fast they are computed does not matter.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    models.transformers()
+    return functools.cache(lambda name: models.save(name, tmp_path_factory.mktemp("model")))
+
+
+@every_model
+def test_logits_are_those_of_transformers(name, folder_of):
+    config = hf.read_config(folder_of(name))
+    params = hf.load(hf.open_weights(folder_of(name)))
+    got = quick_jit(functools.partial(gpt.logits, config))(params, jnp.asarray(TOKENS))
+    expected = models.logits(folder_of(name))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@every_model
+def test_what_is_loaded_and_saved_has_the_same_bits(name, folder_of, tmp_path):
+    folder, family = folder_of(name), hf.family_name(folder_of(name))
+    config = hf.read_config(folder)
+    # Twice: a parameter is an array once, and read from the files the other time.
+    hf.save(tmp_path / "arrays", config, hf.load(hf.open_weights(folder)), family=family)
+    shards = {"max_shard_bytes": 10_000, "family": family}
+    hf.save(tmp_path / "shards", config, hf.open_weights(tmp_path / "arrays"), **shards)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    for saved in ("arrays", "shards"):
+        assert models.tensors(tmp_path / saved) == models.tensors(folder)
+        assert hf.read_config(tmp_path / saved) == config
+    assert all(found.equal for found in hf.check(tmp_path / "shards"))
+    library = models.transformers()
+    theirs, again = (
+        library.AutoConfig.from_pretrained(path).to_dict() for path in (folder, tmp_path / "shards")
+    )
+    differs = {key for key in theirs if theirs[key] != again.get(key)}
+    assert differs <= {"_name_or_path", "max_window_layers", "n_inner"}
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_bfloat16_stays_as_it_is(name, folder_of, tmp_path):
+    folder = models.save(name, tmp_path / "bf16", dtype="bfloat16", max_shard_size="10KB")
+    assert (folder / safetensors.INDEX).exists()
+    config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(jnp.bfloat16)}
+    hf.save(tmp_path / "same", config, params)
+    # Through float32, as trained parameters are kept.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    hf.save(tmp_path / "cast", config, wide, dtype=jnp.bfloat16)
+    assert (
+        models.tensors(tmp_path / "same")
+        == models.tensors(tmp_path / "cast")
+        == models.tensors(folder)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "qwen3" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_a_trained_step_comes_back(name, folder_of, tmp_path):
+    config = dataclasses.replace(
+        hf.read_config(folder_of(name)), dropout=0.0, attention_dropout=0.0
+    )
+    optimizer = optax.sgd(0.1)
+    state = jt.init_state(
+        functools.partial(gpt.init, config),
+        optimizer,
+        jax.random.key(0),
+        params=hf.open_weights(folder_of(name), config),
+    )
+    rows = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1), "mask": np.ones(TOKENS.shape)}
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.dtype == float else int), rows)
+    state, _ = quick_jit(jt.build_train_step(gpt.loss_fn(config), optimizer))(state, batch)
+    hf.save(tmp_path / "out", config, state.params, family=hf.family_name(folder_of(name)))
+    ours = quick_jit(functools.partial(gpt.logits, config))(state.params, batch["tokens"])
+    theirs = models.logits(tmp_path / "out")
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert np.abs(theirs - models.logits(folder_of(name))).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("axes", "stack"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, jt.Stack()),
+        ({"pipe": 2, "fsdp": 2, "tensor": 2}, jt.Stack(virtual=2)),
+        ({"pipe": 2, "fsdp": 4}, jt.Stack(counts=(1, 3))),
+    ],
+)
+def test_every_device_has_its_part(axes, stack, tmp_path):
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=4, width=16, heads=4)
+    params = gpt.init(config, jax.random.key(1))
+    hf.save(tmp_path, config, params)
+    state = jt.init_state(
+        lambda rng: stack.cut(gpt.init(config, rng)),
+        optax.sgd(0.1),
+        jax.random.key(0),
+        params=hf.open_weights(tmp_path, stack=stack),
+        mesh=jt.make_mesh(**axes),
+        rules=jt.Rules(gpt.RULES, stacked=stack),
+    )
+    got, expected = named_leaves(state.params), named_leaves(stack.cut(params))
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+    split = got["blocks/mlp/up/kernel"]
+    assert split.addressable_shards[0].data.size == split.size / 8 * axes.get("data", 1)
+    loaded = hf.load(
+        hf.open_weights(tmp_path, stack=stack), jax.tree.map(lambda x: x.sharding, state.params)
+    )
+    for path, leaf in named_leaves(loaded).items():
+        assert leaf.sharding == got[path].sharding
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def test_fewer_learned_positions_are_the_first(tmp_path):
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    params = gpt.init(config, jax.random.key(1))
+    hf.save(tmp_path, config, params)
+    weights = hf.open_weights(tmp_path, dataclasses.replace(config, seq_len=5))
+    first = hf.load(weights)["embed"]["positions"]
+    np.testing.assert_array_equal(first, params["embed"]["positions"][:5])
+    with pytest.raises(ValueError, match=r"transformer.wpe.weight' with the shape \[8, 16\], and"):
+        hf.open_weights(tmp_path, dataclasses.replace(config, seq_len=9))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family):
+    defaults = models.transformers().AutoConfig.for_model(family.name).to_dict()
+    for name, field in family.fields.items():
+        if field.default is not REQUIRED and field.default is not None:
+            assert defaults[name] == field.default, name
+    for name, value in family.fixed.items():
+        assert defaults[name] == value, name
+
+
+def test_a_model_goes_to_the_first_family_that_has_it():
+    llama = gpt.llama_1b()
+    assert family_for(gpt.gpt2_124m()).name == "gpt2"
+    assert family_for(llama).name == "llama"
+    assert family_for(dataclasses.replace(llama, window=8)).name == "mistral"
+    assert family_for(dataclasses.replace(llama, qkv_bias=True)).name == "qwen2"
+    assert family_for(dataclasses.replace(llama, qk_norm=True)).name == "qwen3"
+    with pytest.raises(ValueError, match="llama has no mlp='gelu'"):
+        family_for(gpt.tiny(), "llama")
+    with pytest.raises(
+        ValueError, match=r"no Hugging Face family has this model: gpt2 has .*; llama"
+    ):
+        family_for(gpt.tiny())
+
+
+def edited(folder, *, fields=None, tensors=None):
+    """A model whose config.json or tensors have been changed; None takes away."""
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    llama = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, mlp_width=32)
+    hf.save(folder, config := dataclasses.replace(config, **llama), gpt.init(config, KEY))
+    path = folder / "config.json"
+    theirs = json.loads(path.read_text()) | (fields or {})
+    path.write_text(json.dumps({k: v for k, v in theirs.items() if v != "absent"}))
+    if tensors:
+        found = {n: np.array(x[...]) for n, x in safetensors.tensors_in(folder).items()} | tensors
+        found = {name: x for name, x in found.items() if x is not None}
+        kinds = {name: (x.shape, x.dtype) for name, x in found.items()}
+        safetensors.write(folder, kinds, found.items(), max_shard_bytes=10**9)
+    return folder
+
+
+KEY = jax.random.key(0)
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "message"),
+    [
+        ({}, {NORM: None}, f"lacks the tensor '{NORM}', of which 'blocks/norm_attn/scale' is made"),
+        ({}, {"model.x": np.zeros(3, "f")}, "has the tensor 'model.x', for which a LlamaForCausal"),
+        ({}, {NORM: np.zeros(3, "f")}, r"with the shape \[3\], and config.json says \[16\]"),
+        ({"hidden_size": 32}, {}, r"'lm_head|shape \[\d+.*config.json says"),
+        ({}, {"lm_head.weight": np.zeros((61, 16), "f")}, "ties lm_head.weight to model.embed_tok"),
+        ({"architectures": ["BertModel"]}, {}, "its architecture is BertModel, of which there is"),
+        ({"quantization_config": {"bits": 4}}, {}, "quantization_config={'bits': 4} is not known"),
+        ({"attention_bias": True}, {}, "only attention_bias=False is known here of LlamaForCausal"),
+        ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not known here: only silu"),
+        ({"hidden_size": "absent"}, {}, "it has no hidden_size, which LlamaForCausalLM needs"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            {},
+            "rope_type='yarn' with factor is",
+        ),
+        ({"hidden_size": -1}, {}, "width=-1 must be a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(fields, tensors, message, tmp_path):
+    edited(tmp_path, fields=fields, tensors=tensors)
+    with pytest.raises(ValueError, match=message):
+        hf.open_weights(tmp_path)
+
+
+def test_what_is_no_effect_or_the_same_is_taken(tmp_path):
+    tokens = safetensors.tensors_in(edited(tmp_path / "a"))["model.embed_tokens.weight"][...]
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    more = {"lm_head.weight": tokens, buffer: np.ones(2, "f")}
+    folder = edited(tmp_path / "b", fields={"use_cache": False, "unknown": None}, tensors=more)
+    assert hf.open_weights(folder)["embed"]["tokens"].shape == (64, 16)
+
+
+def test_layers_of_two_kinds_are_refused():
+    theirs = FAMILIES["qwen2"].config_json(dataclasses.replace(gpt.llama_1b(), qkv_bias=True))
+    theirs |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    with pytest.raises(ValueError, match="some layers have a sliding window and others none"):
+        FAMILIES["qwen2"].config(theirs)
+
+
+def test_names_without_their_prefix_are_read(tmp_path):
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4, tied=False)
+    params = gpt.init(config, KEY)
+    hf.save(tmp_path, config, params)
+    bare = {
+        name.removeprefix("transformer."): np.array(x[...])
+        for name, x in safetensors.tensors_in(tmp_path).items()
+    } | {"h.0.attn.bias": np.zeros((1, 1, 8, 8), "f")}
+    kinds = {name: (x.shape, x.dtype) for name, x in bare.items()}
+    safetensors.write(tmp_path, kinds, bare.items(), max_shard_bytes=10**9)
+    for got, expected in zip(
+        *(jax.tree.leaves(x) for x in (hf.load(hf.open_weights(tmp_path)), params)), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no config\.json in"):
+        hf.read_config(tmp_path)
+    folder = edited(tmp_path / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    for wrong, message in (
+        (whole[:-4], "is cut short or damaged: '[a-z._0]+' does not lie within it"),
+        (whole[:100], "is not a safetensors file, or was cut short"),
+        (b"\xff" * 50, "is not a safetensors file, or was cut short"),
+        (whole.replace(b'"F32"', b'"I64"', 1), "in I64: only F32, F16, BF16 are read here"),
+    ):
+        (folder / "model.safetensors").write_bytes(wrong)
+        with pytest.raises(ValueError, match=message):
+            hf.open_weights(folder)
+    (folder / safetensors.INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}')
+    with pytest.raises(ValueError, match="has no weight_map of tensors to files beside it"):
+        hf.open_weights(folder)
+    (folder / safetensors.INDEX).unlink()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled weights .* runs whatever code is in them"):
+        hf.open_weights(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no model.safetensors and no model"):
+        hf.open_weights(folder)
+    with pytest.raises(ValueError, match="holds a model already: give another folder"):
+        hf.save(folder, gpt.gpt2_124m(), {})
+    with pytest.raises(ValueError, match=r"'a' has the shape \[3\], and the config says None"):
+        hf.save(tmp_path / "new", gpt.gpt2_124m(), {"a": np.zeros(3)})
