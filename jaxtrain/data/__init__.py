@@ -39,16 +39,9 @@ from jaxtrain.data.sources import (
     python_stdlib,
     text_folder,
 )
-from jaxtrain.data.store import (
-    MappedTokens,
-    Store,
-    cached_store,
-    is_store,
-    open_store,
-    tokenize,
-    write_store,
-)
+from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
 from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.writing import cached_store, tokenize, write_store
 
 __all__ = [
     "EOD",

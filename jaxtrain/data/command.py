@@ -11,7 +11,8 @@ import tyro
 from jaxtrain.data.mixtures import open_tokenizer
 from jaxtrain.data.packing import FittedTokens, PackedTokens, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
-from jaxtrain.data.store import TOKENIZER, Store, cpus, open_store, source_of, write_store
+from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
+from jaxtrain.data.writing import cpus, write_store
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24

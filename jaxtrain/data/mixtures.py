@@ -19,8 +19,9 @@ import numpy as np
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens
-from jaxtrain.data.store import Store, cached_store, is_store, open_store, source_of
+from jaxtrain.data.store import Store, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.writing import cached_store
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
 TRAIN_BYTES = 10_000_000_000
