@@ -262,6 +262,12 @@ def conclude(
         counted = len(held_out.tokens) - len(held_out.starts)
         nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
         bits = nats * counted / math.log(2) / held_out.num_bytes
+        if held_out.counts is not None:
+            lines.append(
+                f"{name + ': ' if name else ''}held-out loss {nats:.3f} nats per token of the "
+                f"assistant's, {held_out.counts.sum():,} of {counted:,}"
+            )
+            continue
         counts = data.first_texts(train.documents(tokenizer), BASELINE_BYTES)
         baseline = data.ngram_bits_per_byte(
             counts, (document.text for document in held_out.documents(tokenizer))

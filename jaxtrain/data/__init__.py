@@ -13,6 +13,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`t
 (2, 8)
 """
 
+from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.loader import (
     ORDER_VERSION,
     Batches,
@@ -50,6 +51,7 @@ __all__ = [
     "BatchStream",
     "Batches",
     "ByteTokenizer",
+    "ChatTemplate",
     "Corpus",
     "Document",
     "Documents",
@@ -67,6 +69,7 @@ __all__ = [
     "first_texts",
     "hash_fraction",
     "is_store",
+    "load_template",
     "ngram_bits_per_byte",
     "open_data",
     "open_store",

@@ -4,6 +4,8 @@ A store is a folder. Its sets, `train` and `held_out`, have
 
 - ``SET-KEY.tokens``, the shards: documents end to end, each followed by its end-of-document token,
   as uint16 or uint32 and nothing else;
+- ``SET-KEY.counts`` beside each, of conversations: one byte per token, 1 where it counts as a
+  target;
 - ``SET.starts.npy``: where each document begins; ``held_out`` has ``sizes`` and ``ranks`` too;
 - a place in ``manifest.json``, which is written last: without it there is no store. Beside it,
   ``tokenizer.json`` holds a tokenizer that is not that of bytes.
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.chat import ChatTemplate, Conversation
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
@@ -35,6 +38,7 @@ from jaxtrain.host import storage
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
+COUNTS = ".counts"  # the ending of files that say which tokens count
 
 
 class Store:
@@ -66,8 +70,16 @@ class Store:
         about = self.manifest["sets"][name]
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
-        tokens = MappedTokens(paths, counts, np.dtype(self.manifest["dtype"]))
-        return Corpus(tokens, self._array(name, "starts"), about["bytes"], about["text"])
+        corpus = Corpus(
+            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"])),
+            self._array(name, "starts"),
+            about["bytes"],
+            about["text"],
+        )
+        if "counted" not in about:
+            return corpus
+        paths = [path.with_suffix(COUNTS) for path in paths]
+        return dataclasses.replace(corpus, counts=MappedTokens(paths, counts, np.dtype(np.uint8)))
 
     def held_out(self, num_bytes: int) -> Corpus:
         """Returns whole held-out documents of up to so many bytes together, in memory.
@@ -89,8 +101,17 @@ class Store:
         if not parts:
             raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
         lengths = [len(part) for part in parts]
+        counts = None
+        if corpus.counts is not None:
+            starts = corpus.starts[picked].tolist()
+            counts = [
+                corpus.counts[at : at + length] for at, length in zip(starts, lengths, strict=True)
+            ]
         part = Corpus(
-            np.concatenate(parts), np.cumsum([0, *lengths[:-1]]), int(sizes[picked].sum())
+            np.concatenate(parts),
+            np.cumsum([0, *lengths[:-1]]),
+            int(sizes[picked].sum()),
+            counts=counts and np.concatenate(counts),
         )
         texts = Noted(part.documents(self.tokenizer))
         collections.deque(texts, maxlen=0)
@@ -102,7 +123,12 @@ class Store:
         if "data" not in source:
             return ""
         try:
-            split = open_text(source["data"], field=source["field"], held_out=source["held_out"])
+            split = open_text(
+                source["data"],
+                field=source["field"],
+                held_out=source["held_out"],
+                chat=ChatTemplate(**source["chat"]) if "chat" in source else None,
+            )
             stamps = {name: side.files.stamp() for name, side in split._asdict().items()}
         except (OSError, ValueError, ImportError):
             return " (not here any more)"
@@ -164,14 +190,16 @@ class MappedTokens:
         return tokens[start:stop]
 
 
-def source_of(data: str, field: str, held_out: float = HELD_OUT) -> dict[str, Any]:
+def source_of(
+    data: str, field: str, held_out: float = HELD_OUT, chat: ChatTemplate | None = None
+) -> dict[str, Any]:
     """What a manifest says of where its text comes from."""
     local = data != "python" and "://" not in data
     return {
         "data": os.path.abspath(data) if local else data,
         "field": field,
         "held_out": held_out,
-    }
+    } | ({} if chat is None else {"chat": dataclasses.asdict(chat)})
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
@@ -201,11 +229,19 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     with os.scandir(folder) as entries:
         found = {entry.name: entry.stat().st_size for entry in entries}
     for about in manifest["sets"].values():
-        for name, count in about["shards"]:
-            if found.get(name) != count * size:
-                has = f"{found[name]} bytes, not {count * size}" if name in found else "gone"
+        for name, wanted in shard_files(about, size).items():
+            if found.get(name) != wanted:
+                has = f"{found[name]} bytes, not {wanted}" if name in found else "gone"
                 raise ValueError(f"'{folder / name}' is damaged ({has}); {make_again(folder)}")
     return Store(folder, manifest)
+
+
+def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
+    """Returns the shards of a set by name, and their bytes where a token has `size`."""
+    files = {name: count * size for name, count in about["shards"]}
+    if "counted" in about:
+        files |= {str(Path(name).with_suffix(COUNTS)): count for name, count in about["shards"]}
+    return files
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -253,6 +289,8 @@ class Noted:
         for document in self._documents:
             self._digest.update(len(document.text).to_bytes(8, "little"))
             self._digest.update(document.text)
+            if isinstance(document, Conversation):
+                self._digest.update(repr(document[2:]).encode())
             self.sizes.append(len(document.text))
             self.ranks.append(hash_fraction(f"evaluate/{document.name}"))
             yield document

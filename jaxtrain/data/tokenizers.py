@@ -55,9 +55,24 @@ class Tokenizer(Protocol):
         """Counts the bytes that some ids stand for: the denominator of bits per byte."""
         ...
 
+    def token_lengths(self, ids: Any) -> np.ndarray:
+        """Returns how many bytes each id stands for, int64 [T]."""
+        ...
+
+    @property
+    def special_pattern(self) -> str:
+        """A pattern, without groups, of the tokens that `encode` never gives; "" for none."""
+        ...
+
+    def special_id(self, token: bytes) -> int:
+        """Returns the id of what `special_pattern` has found."""
+        ...
+
 
 class _BytePieces:
     """The half that is common to both tokenizers: every id stands for some bytes."""
+
+    special_pattern = ""
 
     def __init__(self, pieces: list[bytes], eod: int):
         self._pieces = pieces
@@ -75,7 +90,10 @@ class _BytePieces:
         return b"".join([self._pieces[each] for each in self._checked(ids).tolist()])
 
     def token_bytes(self, ids: Any) -> int:
-        return int(self._lengths[self._checked(ids)].sum())
+        return int(self.token_lengths(ids).sum())
+
+    def token_lengths(self, ids: Any) -> np.ndarray:
+        return self._lengths[self._checked(ids)]
 
     def _checked(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
@@ -247,6 +265,23 @@ class BPETokenizer(_BytePieces):
         """The SHA-256 of what `save` writes, with the end-of-document id."""
         digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
         return f"bpe-{self.eod}-{digest}"
+
+    @property
+    def special_pattern(self) -> str:
+        """A pattern of the special tokens, with the white space that they take in."""
+        found = [
+            each for each in self._tokenizer.get_added_tokens_decoder().values() if each.special
+        ]
+        return "|".join(
+            r"\s*" * each.lstrip + re.escape(each.content) + r"\s*" * each.rstrip
+            for each in sorted(found, key=lambda each: -len(each.content))
+        )
+
+    def special_id(self, token: bytes) -> int:
+        """Returns the id of what `special_pattern` has found."""
+        text = token.decode()
+        id = self._tokenizer.token_to_id(text)
+        return self._tokenizer.token_to_id(text.strip()) if id is None else id
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of a text, int32 [T]."""

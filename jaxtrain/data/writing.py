@@ -23,10 +23,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.data.chat import encode_marked
 from jaxtrain.data.loader import ORDER_VERSION
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import Document, Documents, Files, Split
 from jaxtrain.data.store import (
+    COUNTS,
     FORMAT,
     MANIFEST,
     TOKENIZER,
@@ -36,6 +38,7 @@ from jaxtrain.data.store import (
     naming_damage,
     open_store,
     read_manifest,
+    shard_files,
 )
 from jaxtrain.data.tokenizers import BPETokenizer, Tokenizer
 
@@ -163,12 +166,12 @@ def tokenize(
         split = Split(documents, Documents(lambda: iter(())))
         return write_store(split, tokenizer, f"{cache_dir}/{key}").corpus()
     memory, texts = io.BytesIO(), Noted(documents)
-    lengths = _write_tokens(texts, tokenizer, memory)
+    lengths, counts = _write_tokens(texts, tokenizer, memory)
     if not lengths:
         raise ValueError("there are no documents to tokenize; check the source and its split")
     tokens = np.frombuffer(memory.getbuffer(), _dtype(tokenizer))
     starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint())
+    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint(), counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +267,10 @@ def _start_worker() -> None:
 
 
 def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
-    """Writes the two files of a part; the second, ``.npz``, says that it is done."""
+    """Writes the files of a part; the last, ``.npz``, says that it is done."""
     texts = Noted(part.documents)
     with _whole(folder / f"{part.name}.tokens") as sink:
-        lengths = _write_tokens(texts, tokenizer, sink)
+        lengths, counts = _write_tokens(texts, tokenizer, sink)
         if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
             raise ValueError(
                 f"files in '{part.documents.root}' changed while they were tokenized; run it again "
@@ -275,6 +278,10 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
             )
     noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
     noted |= {"sizes": np.array(texts.sizes, np.int64), "lengths": np.array(lengths, np.int64)}
+    if counts is not None:
+        with _whole(folder / f"{part.name}{COUNTS}") as sink:
+            sink.write(counts)
+        noted["counted"] = counts.sum()
     with _whole(folder / f"{part.name}.npz") as sink:
         np.savez(sink, text=texts.fingerprint(), **noted)
 
@@ -319,6 +326,7 @@ def _join(folder: Path, name: str, parts: list[_Part]) -> dict[str, Any]:
     arrays = {"starts": np.cumsum(lengths) - lengths}
     if name == _RANKED:
         arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}
+    counted = [note["counted"] for note in noted if "counted" in note]
     for what, array in arrays.items():
         with _whole(folder / f"{name}.{what}.npy") as sink:
             np.save(sink, array)
@@ -331,15 +339,15 @@ def _join(folder: Path, name: str, parts: list[_Part]) -> dict[str, Any]:
         # How many have from 2^n to 2^(n + 1) - 1 tokens.
         "lengths": np.bincount(np.log2(lengths).astype(np.int64)).tolist(),
         "shards": shards,
-    }
+    } | ({"counted": int(sum(counted))} if counted else {})
 
 
 def _tidy(folder: Path) -> None:
     """Removes what the writing of a store has left: notes, partial files, parts of old sources."""
     sets = open_store(folder).manifest["sets"].values()
-    kept = {name for about in sets for name, _ in about["shards"]}
+    kept = {name for about in sets for name in shard_files(about, 1)}
     for path in folder.iterdir():
-        if path.suffix in (".npz", ".partial", ".tokens") and path.name not in kept:
+        if path.suffix in (".npz", ".partial", ".tokens", COUNTS) and path.name not in kept:
             path.unlink(missing_ok=True)
 
 
@@ -409,26 +417,33 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, sink: BinaryIO) -> list[int]:
-    """Writes the tokens of all documents to `sink`; returns their lengths."""
-    lengths, dtype = [], _dtype(tokenizer)
+def _write_tokens(
+    documents: Iterable[Document], tokenizer: Tokenizer, sink: BinaryIO
+) -> tuple[list[int], np.ndarray | None]:
+    """Writes the tokens of all documents to `sink`; returns their lengths, and which of them count.
+
+    The end of a conversation does not count: its template has said it."""
+    lengths, counted, dtype = [], [], _dtype(tokenizer)
     eod = np.array([tokenizer.eod], dtype).tobytes()
-    for texts in _chunks(documents):
-        for ids in tokenizer.encode_batch(texts):
+    for chunk in _chunks(documents):
+        for ids, counts in encode_marked(chunk, tokenizer):
             sink.write(ids.astype(dtype).tobytes())
             sink.write(eod)
             lengths.append(len(ids) + 1)
-    return lengths
+            counted += [] if counts is None else [counts, np.zeros(1, np.uint8)]
+    if counted and len(counted) != 2 * len(lengths):
+        raise ValueError("some documents are conversations and some are not: keep them apart")
+    return lengths, np.concatenate(counted) if counted else None
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[bytes]]:
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Groups texts so that an encoder can use every core, a few megabytes at a time."""
-    texts, size = [], 0
+    chunk, size = [], 0
     for document in documents:
-        texts.append(document.text)
+        chunk.append(document)
         size += len(document.text)
         if size >= _ENCODE_BYTES:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
