@@ -1,7 +1,7 @@
 """Text to batches on a device mesh: a batch is a function of (seed, step) and nothing else.
 
 Four pieces, each usable without the others: documents (`python_stdlib`, `text_folder`, or any
-iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`, or
+iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows (`tokenize`, or
 `write_store` and `open_store` for text of any size; `PackedTokens` or `FittedTokens`) and batches
 (`Batches`, `eval_batches`; of several sources by a `Mixture`).
 
@@ -41,7 +41,14 @@ from jaxtrain.data.sources import (
     text_folder,
 )
 from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
-from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.tokenizers import (
+    EOD,
+    BPETokenizer,
+    ByteTokenizer,
+    SubwordTokenizer,
+    Tokenizer,
+    trained_kind,
+)
 from jaxtrain.data.writing import cached_store, tokenize, write_store
 
 __all__ = [
@@ -62,6 +69,7 @@ __all__ = [
     "RowSource",
     "Split",
     "Store",
+    "SubwordTokenizer",
     "TextData",
     "Tokenizer",
     "cached_store",
@@ -80,6 +88,7 @@ __all__ = [
     "text_folder",
     "tokenize",
     "tokenizer_of_stores",
+    "trained_kind",
     "waste",
     "write_store",
 ]

@@ -229,6 +229,8 @@ def encode_marked(
             own = np.array([tokenizer.special_id(part)], np.int32) if special else next(encoded)
             ids.append(own)
             lengths.append([len(part)] if special else tokenizer.token_lengths(own))
+            if sum(lengths[-1]) == len(part) + 1:  # a space that the tokenizer begins texts with
+                lengths[-1][0] -= 1
         ends = np.cumsum(np.concatenate(lengths))
         if ends[-1] != len(document.text):
             raise ValueError(

@@ -35,7 +35,8 @@ class TokenizeOptions:
     out: Path
     """The store's folder, on a disk."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first."""
+    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
+    unigram:N or wordpiece:N one of those."""
     field: str = "text"
     """Field of a JSONL record, or column, that holds the text."""
     held_out: float = HELD_OUT

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtrain.data.chat import ChatTemplate, Conversation
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
-from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
 
 MANIFEST = "manifest.json"
@@ -60,7 +60,7 @@ class Store:
             return ByteTokenizer()
         path = self.path / TOKENIZER
         with naming_damage(path):
-            tokenizer = BPETokenizer.from_json(path.read_text(), about["eod"])
+            tokenizer = SubwordTokenizer.from_json(path.read_text(), about["eod"])
             if tokenizer.fingerprint != about["fingerprint"]:
                 raise ValueError("it is not that of the store")
         return tokenizer

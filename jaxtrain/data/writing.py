@@ -40,7 +40,7 @@ from jaxtrain.data.store import (
     read_manifest,
     shard_files,
 )
-from jaxtrain.data.tokenizers import BPETokenizer, Tokenizer
+from jaxtrain.data.tokenizers import SubwordTokenizer, Tokenizer
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -195,7 +195,7 @@ def _make(
     """Writes what is missing of a store, its manifest last; before, the manifest has no sets."""
     with _whole(folder / MANIFEST) as sink:
         sink.write(json.dumps(about).encode())
-    if isinstance(tokenizer, BPETokenizer):
+    if isinstance(tokenizer, SubwordTokenizer):
         with _whole(folder / TOKENIZER) as sink:
             sink.write(tokenizer.to_json().encode())
     parts = []
