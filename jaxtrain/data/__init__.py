@@ -49,6 +49,7 @@ from jaxtrain.data.tokenizers import (
     Tokenizer,
     trained_kind,
 )
+from jaxtrain.data.workers import WorkerRows
 from jaxtrain.data.writing import cached_store, tokenize, write_store
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "SubwordTokenizer",
     "TextData",
     "Tokenizer",
+    "WorkerRows",
     "cached_store",
     "eval_batches",
     "first_texts",

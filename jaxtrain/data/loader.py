@@ -44,7 +44,8 @@ class Batches:
     Args:
       source: random access to rows; row 0 is read once, to know the shapes. One with a method
         ``row_order(seed=, global_batch=)`` brings its own order, as `Mixture` does: that returns
-        what takes ``step * B + r`` to the row's index.
+        what takes ``step * B + r`` to the row's index. One with ``__getitems__(indices)``, as
+        `WorkerRows` has, gives the rows of a batch at once.
       global_batch: B, the rows in a batch over all processes.
       seed: at least 0.
       shuffle: False keeps the order of the source in every epoch, and the seed has no effect.
@@ -149,8 +150,10 @@ class Batches:
         if step < 0:
             raise ValueError(f"step is {step}; give at least 0")
         first = step * self.global_batch
+        wanted = [self.source_index(first + row) for row in rows]
+        together = getattr(self.source, "__getitems__", None)
         read = storage.retrying(
-            lambda: [self.source[self.source_index(first + row)] for row in rows],
+            lambda: together(wanted) if together else [self.source[index] for index in wanted],
             f"the rows of batch {step}",
         )
         return {

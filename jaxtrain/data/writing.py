@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -41,6 +40,7 @@ from jaxtrain.data.store import (
     shard_files,
 )
 from jaxtrain.data.tokenizers import SubwordTokenizer, Tokenizer
+from jaxtrain.data.workers import start_worker
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -222,7 +222,7 @@ def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers
         return
     # Not by fork: this process has threads, of JAX and of others.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=start_worker) as pool:
         futures = {pool.submit(_write_part, folder, part, tokenizer): part for part in missing}
         try:
             for future in as_completed(futures):
@@ -257,13 +257,6 @@ class _Progress:
             file=sys.stderr,
         )
         self._said = now
-
-
-def _start_worker() -> None:
-    """Prepares a worker: it encodes on one thread, and ends where its parent is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
