@@ -14,6 +14,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 """
 
 from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.images import Images, LabelledImages, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
     Batches,
@@ -64,6 +65,8 @@ __all__ = [
     "Document",
     "Documents",
     "FittedTokens",
+    "Images",
+    "LabelledImages",
     "MappedTokens",
     "Mixture",
     "PackedTokens",
@@ -82,6 +85,7 @@ __all__ = [
     "load_template",
     "ngram_bits_per_byte",
     "open_data",
+    "open_images",
     "open_store",
     "open_tokenizer",
     "packed_shapes",

@@ -305,7 +305,8 @@ class SubwordTokenizer(_BytePieces):
     def fingerprint(self) -> str:
         """The SHA-256 of what `save` writes, with the end-of-document id."""
         digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-        return f"bpe-{self.eod}-{digest}"
+        kind = type(self._tokenizer.model).__name__.lower()
+        return f"{kind}-{self.eod}-{digest}"
 
     @property
     def special_pattern(self) -> str:
