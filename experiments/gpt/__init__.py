@@ -96,8 +96,8 @@ class Config(jt.Config):
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first.
-    Stores have their own."""
+    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
+    unigram:N or wordpiece:N one of those. Stores have their own."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""
     held_out_bytes: int = 300_000
@@ -139,7 +139,7 @@ def build(config: Config) -> jt.Experiment:
     held_out_rows = {
         name: data.PackedTokens(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
-    bpe = isinstance(tokenizer, data.BPETokenizer)
+    subwords = isinstance(tokenizer, data.SubwordTokenizer)
     fingerprints, mixture = {}, {}
     if config.init_from is not None:
         own = repr(hf.read_config(config.init_from))
@@ -161,8 +161,8 @@ def build(config: Config) -> jt.Experiment:
         step,
         **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
         **mixture,
-        config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if bpe else "bytes"},
-        files={TOKENIZER_FILE: tokenizer.to_json()} if bpe else {},
+        config=dict(step.config) | {"tokenizer": TOKENIZER_FILE if subwords else "bytes"},
+        files={TOKENIZER_FILE: tokenizer.to_json()} if subwords else {},
         fingerprints=fingerprints
         | {"vocabulary": tokenizer.fingerprint, "order_of_rows": str(data.ORDER_VERSION)},
         facts=facts(config, model, texts, rows),
@@ -184,9 +184,10 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     if vocab_size is None:
         name = tokenizer_name(config)
         found = data.tokenizer_of_stores(data.parse_data(config.data), name)
-        if found is None and not name.isdigit():
+        trained = data.trained_kind(name)
+        if found is None and trained is None:
             found = data.open_tokenizer(name)
-        vocab_size = int(name) if found is None else found.vocab_size
+        vocab_size = trained[1] if found is None else found.vocab_size
     model = model_config(config, vocab_size)
     tokens = config.global_batch * model.seq_len
     stack = stack_of(config, model)
@@ -304,6 +305,12 @@ def conclude(
         counted = len(held_out.tokens) - len(held_out.starts)
         nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
         bits = nats * counted / math.log(2) / held_out.num_bytes
+        if held_out.counts is not None:
+            lines.append(
+                f"{name + ': ' if name else ''}held-out loss {nats:.3f} nats per token of the "
+                f"assistant's, {held_out.counts.sum():,} of {counted:,}"
+            )
+            continue
         counts = data.first_texts(train.documents(tokenizer), BASELINE_BYTES)
         baseline = data.ngram_bits_per_byte(
             counts, (document.text for document in held_out.documents(tokenizer))

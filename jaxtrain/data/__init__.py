@@ -1,7 +1,7 @@
 """Text to batches on a device mesh: a batch is a function of (seed, step) and nothing else.
 
 Four pieces, each usable without the others: documents (`python_stdlib`, `text_folder`, or any
-iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`tokenize`, or
+iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows (`tokenize`, or
 `write_store` and `open_store` for text of any size; `PackedTokens` or `FittedTokens`) and batches
 (`Batches`, `eval_batches`; of several sources by a `Mixture`).
 
@@ -13,6 +13,8 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `BPETokenizer`), rows (`t
 (2, 8)
 """
 
+from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.images import Images, LabelledImages, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
     Batches,
@@ -39,16 +41,17 @@ from jaxtrain.data.sources import (
     python_stdlib,
     text_folder,
 )
-from jaxtrain.data.store import (
-    MappedTokens,
-    Store,
-    cached_store,
-    is_store,
-    open_store,
-    tokenize,
-    write_store,
+from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
+from jaxtrain.data.tokenizers import (
+    EOD,
+    BPETokenizer,
+    ByteTokenizer,
+    SubwordTokenizer,
+    Tokenizer,
+    trained_kind,
 )
-from jaxtrain.data.tokenizers import EOD, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.workers import WorkerRows
+from jaxtrain.data.writing import cached_store, tokenize, write_store
 
 __all__ = [
     "EOD",
@@ -57,25 +60,32 @@ __all__ = [
     "BatchStream",
     "Batches",
     "ByteTokenizer",
+    "ChatTemplate",
     "Corpus",
     "Document",
     "Documents",
     "FittedTokens",
+    "Images",
+    "LabelledImages",
     "MappedTokens",
     "Mixture",
     "PackedTokens",
     "RowSource",
     "Split",
     "Store",
+    "SubwordTokenizer",
     "TextData",
     "Tokenizer",
+    "WorkerRows",
     "cached_store",
     "eval_batches",
     "first_texts",
     "hash_fraction",
     "is_store",
+    "load_template",
     "ngram_bits_per_byte",
     "open_data",
+    "open_images",
     "open_store",
     "open_tokenizer",
     "packed_shapes",
@@ -84,6 +94,7 @@ __all__ = [
     "text_folder",
     "tokenize",
     "tokenizer_of_stores",
+    "trained_kind",
     "waste",
     "write_store",
 ]

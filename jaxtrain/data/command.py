@@ -2,16 +2,19 @@
 one."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tyro
 
+from jaxtrain.data.chat import load_template
 from jaxtrain.data.mixtures import open_tokenizer
 from jaxtrain.data.packing import FittedTokens, PackedTokens, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
-from jaxtrain.data.store import TOKENIZER, Store, cpus, open_store, source_of, write_store
+from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
+from jaxtrain.data.writing import cpus, write_store
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -32,11 +35,15 @@ class TokenizeOptions:
     out: Path
     """The store's folder, on a disk."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first."""
+    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
+    unigram:N or wordpiece:N one of those."""
     field: str = "text"
     """Field of a JSONL record, or column, that holds the text."""
     held_out: float = HELD_OUT
     """Share of the files, or of a single file, to hold out."""
+    chat_template: str | None = None
+    """Of conversations (rows of messages, or of prompt and completion): chatml, plain, a Jinja
+    file, or a tokenizer_config.json. Only what the assistant says then counts in the loss."""
     workers: int | None = None
     """Processes; left out, one per processor."""
 
@@ -46,10 +53,18 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     del rest
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: give at least 1")
-    split = open_text(options.data, field=options.field, held_out=options.held_out)
+    name = options.chat_template
+    chat = None if name is None else load_template(name)
+    opened = functools.partial(
+        open_text, options.data, field=options.field, held_out=options.held_out
+    )
+    split = opened(chat=chat)
     kept = options.out / TOKENIZER
     tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if kept.exists() else None)
-    source = source_of(options.data, options.field, options.held_out)
+    if chat is not None:
+        chat = dataclasses.replace(chat, special=tokenizer.special_pattern)
+        split = opened(chat=chat)
+    source = source_of(options.data, options.field, options.held_out, chat)
     store = write_store(
         split,
         tokenizer,
@@ -104,6 +119,8 @@ def _counts(store: Store) -> list[str]:
             f"  {name:<9}  {found['documents']:,} documents, {found['tokens']:,} tokens, "
             f"{found['bytes']:,} bytes ({size:.2f} per token), {len(found['shards'])} shards"
         )
+        if "counted" in found:
+            lines[-1] += f"; {found['counted'] / max(found['tokens'], 1):.1%} of the tokens count"
     return lines
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens
-from jaxtrain.data.store import Store, cached_store, is_store, open_store, source_of
-from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.store import Store, is_store, open_store, source_of
+from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
+from jaxtrain.data.writing import cached_store
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
 TRAIN_BYTES = 10_000_000_000
@@ -259,7 +260,7 @@ def open_data(
         `parse_data`.
       field: of rows, that holds the text.
       tokenizer: "bytes", a ``tokenizer.json``, or a number: a BPE tokenizer of that many tokens is
-        trained on the text. Stores have their own.
+        trained on the text ("unigram:N" and "wordpiece:N": one of those). Stores have their own.
       kept: a tokenizer that was trained before, to take instead where there is that file.
 
     Raises:
@@ -294,7 +295,7 @@ def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | Non
         found = own
     if found is None or given == "bytes":  # which is what is said where nothing is
         return found
-    if given.isdigit() or BPETokenizer.load(given).fingerprint != found.fingerprint:
+    if trained_kind(given) or SubwordTokenizer.load(given).fingerprint != found.fingerprint:
         raise ValueError(
             f"the token stores were made with another tokenizer than '{given}': leave `tokenizer` "
             "out, and theirs is taken"
@@ -308,11 +309,12 @@ def open_tokenizer(
     """Makes, loads or trains (on the split) a tokenizer; arguments as for `open_data`."""
     if name == "bytes":
         return ByteTokenizer()
-    if not name.isdigit():
-        return BPETokenizer.load(name)
+    if (trained := trained_kind(name)) is None:
+        return SubwordTokenizer.load(name)
     if kept is not None:
-        return BPETokenizer.load(kept)
-    return BPETokenizer.train(first_texts(split.train, TRAIN_BYTES), int(name))
+        return SubwordTokenizer.load(kept)
+    kind, size = trained
+    return SubwordTokenizer.train(first_texts(split.train, TRAIN_BYTES), size, kind=kind)
 
 
 def first_texts(documents: Iterable[sources.Document], limit: int) -> Iterator[bytes]:

@@ -23,12 +23,18 @@ class Corpus:
       starts: [documents] int64, where each document begins, ascending from 0.
       num_bytes: bytes of text the tokens stand for; end-of-document tokens have none.
       fingerprint: a hash of the texts, whatever the tokenizer.
+      counts: [N] uint8, 1 for a token that counts as a target; None where all do.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     num_bytes: int
     fingerprint: str = ""
+    counts: np.ndarray | None = None
+
+    def targets_count(self, start: int, stop: int) -> np.ndarray | int:
+        """Returns which of the tokens from `start` to `stop` count as targets."""
+        return 1 if self.counts is None else self.counts[start:stop]
 
     def document(self, index: int) -> np.ndarray:
         """Returns the tokens of a document, its end-of-document token last."""
@@ -73,8 +79,9 @@ class PackedTokens:
     - ``tokens`` int32: the inputs;
     - ``targets`` int32: for each input, the token after it;
     - ``mask`` float32: 1 where the target counts. It is 0 where the input is an end-of-document
-      token: what follows is the first token of another document, which is never predicted. The
-      end-of-document token itself is a target that counts. A document of n tokens thus counts n
+      token: what follows is the first token of another document, which is never predicted. Of
+      conversations only what the assistant says counts. Of text, the end-of-document token itself
+      is a target that counts. A document of n tokens thus counts n
       targets, so with bytes the mean loss in nats over ln 2 *is* the bits per byte;
     - ``segments`` int32: the number of the document within the row, from 1; 0 on padding;
     - ``positions`` int32: from 0 at the start of the row and at every document's start within it,
@@ -134,7 +141,7 @@ class PackedTokens:
         mask_T = np.zeros(T, np.float32)
         tokens_T[:count] = window[:-1]
         targets_T[:count] = window[1:]
-        mask_T[:count] = 1
+        mask_T[:count] = self.corpus.targets_count(row * T + 1, row * T + 1 + count)
         mask_T[begins - 1] = 0
         begins = begins[: np.searchsorted(begins, count)]
         segments_T[0] = 1
@@ -208,7 +215,8 @@ class FittedTokens:
             begin, count = int(self._begin[piece]), int(self._length[piece])
             window, place = self.corpus.tokens[begin : begin + count + 1], slice(at, at + count)
             arrays["tokens"][place], arrays["targets"][place] = window[:-1], window[1:]
-            arrays["mask"][place], arrays["segments"][place] = 1, number
+            arrays["mask"][place] = self.corpus.targets_count(begin + 1, begin + 1 + count)
+            arrays["segments"][place] = number
             arrays["positions"][place] = np.arange(count)
             at += count
         return arrays

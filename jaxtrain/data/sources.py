@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from etils import epath
 
+from jaxtrain.data.chat import FIELDS, ChatTemplate
 from jaxtrain.host import storage
 
 HELD_OUT = 0.05
@@ -66,6 +67,7 @@ class Files:
       side: which side of the split of a single file, "train" or "held_out"; None for all of it.
       held_out: the share that is held out of a single file.
       span: the part of a single file; None for the whole.
+      chat: renders rows that are conversations; None takes the text of `field`.
     """
 
     root: str
@@ -74,6 +76,7 @@ class Files:
     side: str | None = None
     held_out: float = 0.0
     span: Span | None = None
+    chat: ChatTemplate | None = None
 
     def __iter__(self) -> Iterator[Document]:
         root = epath.Path(self.root)
@@ -86,7 +89,8 @@ class Files:
         """Returns a hash of everything that the documents depend on: names, sizes, times."""
         root = os.path.abspath(self.root) if "://" not in self.root else self.root
         found = [(name, *_size_and_time(f"{self.root}/{name}")) for name in self.names]
-        text = repr((root, self.field, self.side, self.held_out, self.span, found))
+        chat = () if self.chat is None else (self.chat,)
+        text = repr((root, self.field, self.side, self.held_out, self.span, found, *chat))
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def num_bytes(self) -> int:
@@ -121,9 +125,9 @@ class Files:
 
     def _read(self, root: Path, name: str) -> Iterator[Document]:
         if self.field is not None and name.lower().endswith(_JSON_SUFFIXES):
-            return _read_jsonl(root, name, self.field, self.span)
+            return _read_jsonl(root, name, self.field, self.span, self.chat)
         if self.field is not None and name.lower().endswith(_COLUMN_SUFFIXES):
-            return _read_columns(root, name, self.field, self.span)
+            return _read_columns(root, name, self.field, self.span, self.chat)
         return _read_text(root, name, utf8=self.field is not None)
 
     def _sides(self, document: Document) -> Iterator[Document]:
@@ -199,6 +203,7 @@ def text_folder(
     field: str = "text",
     held_out: float = HELD_OUT,
     suffixes: Iterable[str] = TEXT_SUFFIXES,
+    chat: ChatTemplate | None = None,
 ) -> Split:
     """Returns the documents below a folder, or of one file: text, JSON lines, Parquet and Arrow.
 
@@ -218,6 +223,7 @@ def text_folder(
       field: the field of JSON lines and the column of Parquet and Arrow files that holds the text.
       held_out: the share to hold out, at least 0 and below 1.
       suffixes: the endings of text files, with their dot.
+      chat: renders conversations, which all rows are then; text files are passed over.
 
     Raises:
       FileNotFoundError: if the folder is missing or holds no file that could be read.
@@ -238,7 +244,7 @@ def text_folder(
         raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
     if not root.exists():
         raise FileNotFoundError(f"text folder '{root}' does not exist; give a folder or a file")
-    wanted = (*suffixes, *ROW_SUFFIXES)
+    wanted = (*(() if chat else suffixes), *ROW_SUFFIXES)
     if not all(suffix.startswith(".") and len(suffix) > 1 for suffix in wanted):
         raise ValueError(f"suffixes is {suffixes!r}; give several endings with dots, as ('.txt',)")
     if root.is_file():
@@ -253,14 +259,22 @@ def text_folder(
         )
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _import_parquet()
-    return _split(root, names, held_out, field=field)
+    return _split(root, names, held_out, field=field, chat=chat)
 
 
-def open_text(name: str, *, field: str = "text", held_out: float = HELD_OUT) -> Split:
+def open_text(
+    name: str,
+    *,
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    chat: ChatTemplate | None = None,
+) -> Split:
     """Opens text: "python" is the standard library's source, anything else as `text_folder`."""
-    if name == "python":
-        return python_stdlib()
-    return text_folder(name, field=field, held_out=held_out)
+    if name != "python":
+        return text_folder(name, field=field, held_out=held_out, chat=chat)
+    if chat is not None:
+        raise ValueError("'python' is source code, no conversations: give no chat template")
+    return python_stdlib()
 
 
 def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:
@@ -302,12 +316,19 @@ def _find_in_bucket(
             yield from _find_in_bucket(root, path, suffixes)
 
 
-def _split(root: Path, names: list[str], held_out: float, *, field: str | None) -> Split:
+def _split(
+    root: Path,
+    names: list[str],
+    held_out: float,
+    *,
+    field: str | None,
+    chat: ChatTemplate | None = None,
+) -> Split:
     def documents(files: Files) -> Documents:
         return Documents(lambda: iter(files), files)
 
     if len(names) == 1 and field is not None:
-        one = Files(str(root), tuple(names), field, "train", held_out)
+        one = Files(str(root), tuple(names), field, "train", held_out, chat=chat)
         return Split(documents(one), documents(dataclasses.replace(one, side="held_out")))
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
@@ -316,9 +337,8 @@ def _split(root: Path, names: list[str], held_out: float, *, field: str | None) 
         held -= {max(names, key=hash_fraction)}
     train = tuple(name for name in names if name not in held)
     kept = tuple(name for name in names if name in held)
-    return Split(
-        documents(Files(str(root), train, field)), documents(Files(str(root), kept, field))
-    )
+    sides = (documents(Files(str(root), side, field, chat=chat)) for side in (train, kept))
+    return Split(*sides)
 
 
 def _size_and_time(path: str) -> tuple[int, float]:
@@ -376,16 +396,21 @@ def _decode(data: bytes, path: Path, *, first_byte: int) -> str:
         ) from None
 
 
-def _read_jsonl(root: Path, name: str, field: str, span: Span | None) -> Iterator[Document]:
+def _read_jsonl(
+    root: Path, name: str, field: str, span: Span | None, chat: ChatTemplate | None
+) -> Iterator[Document]:
     path, first_byte = root / name, span.start if span else 0
     with _open_lines(path, first_byte) as lines:
         for number, line in enumerate(lines, span.rows_before + 1 if span else 1):
             text = _decode(line, path, first_byte=first_byte)
             first_byte += len(line)
             if text.strip():
-                yield Document(
-                    f"{name}:{number}", _json_field(text, f"'{path}' line {number}", field)
-                )
+                where = f"'{path}' line {number}"
+                record = _json_record(text, where)
+                if chat is None:
+                    yield Document(f"{name}:{number}", _json_field(record, where, field))
+                else:
+                    yield chat.document(f"{name}:{number}", record, where)
             if span and first_byte >= span.stop:
                 return
 
@@ -409,15 +434,19 @@ def _open_lines(path: Path, start: int) -> Iterator[BinaryIO]:
             _check_damage(path, error)
 
 
-def _json_field(line: str, where: str, field: str) -> bytes:
+def _json_record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read as JSON") from None
-    if not isinstance(record, dict) or field not in record:
-        has = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields at all"
+    return record if isinstance(record, dict) else {}
+
+
+def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
+    if field not in record:
+        has = ", ".join(map(repr, record)) or "no fields at all"
         raise ValueError(f"{where} has no field '{field}'; it has {has}: pass field=...")
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
@@ -440,17 +469,24 @@ def _import_parquet() -> Any:
     return pyarrow.parquet
 
 
-def _read_columns(root: Path, name: str, field: str, span: Span | None) -> Iterator[Document]:
+def _read_columns(
+    root: Path, name: str, field: str, span: Span | None, chat: ChatTemplate | None
+) -> Iterator[Document]:
     row = span.rows_before if span else 0
-    for texts in _column_batches(root / name, field, span):
-        for text in texts:
-            if text is None:
+    for records in _column_batches(root / name, None if chat else field, span):
+        for record in records:
+            if chat is not None:
+                where = f"'{root / name}' row {row}"
+                yield chat.document(f"{name}:{row}", record, where)
+            elif record[field] is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
-            yield Document(f"{name}:{row}", text.encode("utf-8"))
+            else:
+                yield Document(f"{name}:{row}", record[field].encode("utf-8"))
             row += 1
 
 
-def _column_batches(path: Path, column: str, span: Span | None) -> Iterator[list[str | None]]:
+def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterator[list[dict]]:
+    """Yields the rows of one column of texts; with None, of all that conversations may have."""
     parquet = _import_parquet()
     import pyarrow
 
@@ -458,17 +494,17 @@ def _column_batches(path: Path, column: str, span: Span | None) -> Iterator[list
         with path.open("rb") as data:
             if path.name.lower().endswith(".arrow"):
                 with pyarrow.ipc.open_stream(data) as file:
-                    _check_column(file.schema, path, column)
+                    columns = _columns(file.schema, path, column)
                     for batch in file:
-                        yield batch.column(column).to_pylist()
+                        yield batch.select(columns).to_pylist()
                 return
             with parquet.ParquetFile(data) as file:
-                _check_column(file.schema_arrow, path, column)
+                columns = _columns(file.schema_arrow, path, column)
                 groups = range(*span[:2]) if span else range(file.num_row_groups)
                 for batch in file.iter_batches(
-                    batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=[column]
+                    batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=columns
                 ):
-                    yield batch.column(0).to_pylist()
+                    yield batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         _check_damage(path, error)
 
@@ -502,15 +538,19 @@ def _check_damage(path: Path, error: Exception) -> NoReturn:
     ) from error
 
 
-def _check_column(schema: Any, path: Path, column: str) -> None:
+def _columns(schema: Any, path: Path, column: str | None) -> list[str]:
+    """Returns the columns to read, after a look at the one of texts."""
     import pyarrow
 
+    if column is None:
+        return [name for name in schema.names if name in FIELDS]
     texts = [each.name for each in schema if _is_text(pyarrow.types, each.type)]
     if column not in texts:
         kind = f"is of type {schema.field(column).type}" if column in schema.names else "is missing"
         raise ValueError(
             f"'{path}': column '{column}' {kind}; pass field=... one of its text columns {texts}"
         )
+    return [column]
 
 
 def _is_text(types: Any, kind: Any) -> bool:

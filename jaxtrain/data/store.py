@@ -4,6 +4,8 @@ A store is a folder. Its sets, `train` and `held_out`, have
 
 - ``SET-KEY.tokens``, the shards: documents end to end, each followed by its end-of-document token,
   as uint16 or uint32 and nothing else;
+- ``SET-KEY.counts`` beside each, of conversations: one byte per token, 1 where it counts as a
+  target;
 - ``SET.starts.npy``: where each document begins; ``held_out`` has ``sizes`` and ``ranks`` too;
 - a place in ``manifest.json``, which is written last: without it there is no store. Beside it,
   ``tokenizer.json`` holds a tokenizer that is not that of bytes.
@@ -15,51 +17,28 @@ the pages it lies on. Formats of records (ArrayRecord, TFRecord) read and unpack
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
-import io
 import json
 import mmap
-import multiprocessing
 import os
-import shutil
-import sys
-import tempfile
-import threading
-import time
-import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.loader import ORDER_VERSION
+from jaxtrain.data.chat import ChatTemplate, Conversation
 from jaxtrain.data.packing import Corpus
-from jaxtrain.data.sources import (
-    HELD_OUT,
-    Document,
-    Documents,
-    Files,
-    Split,
-    hash_fraction,
-    open_text,
-)
-from jaxtrain.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
+from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
-# Text in a shard, about: what one process does at a time, and what a kill can cost each.
-SHARD_BYTES = 1 << 26
-PROGRESS_SECONDS = 10.0
-_ENCODE_BYTES = 1 << 23
-_RANKED = "held_out"  # the set whose documents are chosen by rank
+COUNTS = ".counts"  # the ending of files that say which tokens count
 
 
 class Store:
@@ -80,8 +59,8 @@ class Store:
         if about["fingerprint"] == ByteTokenizer.fingerprint:
             return ByteTokenizer()
         path = self.path / TOKENIZER
-        with _naming_damage(path):
-            tokenizer = BPETokenizer.from_json(path.read_text(), about["eod"])
+        with naming_damage(path):
+            tokenizer = SubwordTokenizer.from_json(path.read_text(), about["eod"])
             if tokenizer.fingerprint != about["fingerprint"]:
                 raise ValueError("it is not that of the store")
         return tokenizer
@@ -91,8 +70,16 @@ class Store:
         about = self.manifest["sets"][name]
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
-        tokens = MappedTokens(paths, counts, np.dtype(self.manifest["dtype"]))
-        return Corpus(tokens, self._array(name, "starts"), about["bytes"], about["text"])
+        corpus = Corpus(
+            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"])),
+            self._array(name, "starts"),
+            about["bytes"],
+            about["text"],
+        )
+        if "counted" not in about:
+            return corpus
+        paths = [path.with_suffix(COUNTS) for path in paths]
+        return dataclasses.replace(corpus, counts=MappedTokens(paths, counts, np.dtype(np.uint8)))
 
     def held_out(self, num_bytes: int) -> Corpus:
         """Returns whole held-out documents of up to so many bytes together, in memory.
@@ -114,10 +101,19 @@ class Store:
         if not parts:
             raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
         lengths = [len(part) for part in parts]
+        counts = None
+        if corpus.counts is not None:
+            starts = corpus.starts[picked].tolist()
+            counts = [
+                corpus.counts[at : at + length] for at, length in zip(starts, lengths, strict=True)
+            ]
         part = Corpus(
-            np.concatenate(parts), np.cumsum([0, *lengths[:-1]]), int(sizes[picked].sum())
+            np.concatenate(parts),
+            np.cumsum([0, *lengths[:-1]]),
+            int(sizes[picked].sum()),
+            counts=counts and np.concatenate(counts),
         )
-        texts = _Noted(part.documents(self.tokenizer))
+        texts = Noted(part.documents(self.tokenizer))
         collections.deque(texts, maxlen=0)
         return dataclasses.replace(part, fingerprint=texts.fingerprint())
 
@@ -127,20 +123,27 @@ class Store:
         if "data" not in source:
             return ""
         try:
-            split = open_text(source["data"], field=source["field"], held_out=source["held_out"])
-            stamps = {name: _stamp(side.files) for name, side in split._asdict().items()}
+            split = open_text(
+                source["data"],
+                field=source["field"],
+                held_out=source["held_out"],
+                chat=ChatTemplate(**source["chat"]) if "chat" in source else None,
+            )
+            stamps = {name: side.files.stamp() for name, side in split._asdict().items()}
         except (OSError, ValueError, ImportError):
             return " (not here any more)"
         return " (unchanged)" if stamps == source["stamps"] else " (changed since)"
 
     def _array(self, name: str, what: str) -> np.ndarray:
         path = self.path / f"{name}.{what}.npy"
-        with _naming_damage(path):
+        with naming_damage(path):
             # Not np.load, which leaves a damaged file open.
             load = functools.partial(np.lib.format.open_memmap, path, "r")
             array = storage.retrying(load, f"'{path}'")
         if len(array) != self.manifest["sets"][name]["documents"]:
-            raise ValueError(f"'{path}' is damaged ({len(array)} documents); {_again(self.path)}")
+            raise ValueError(
+                f"'{path}' is damaged ({len(array)} documents); {make_again(self.path)}"
+            )
         return np.asarray(array)  # still mapped, without the overhead of np.memmap
 
 
@@ -187,14 +190,16 @@ class MappedTokens:
         return tokens[start:stop]
 
 
-def source_of(data: str, field: str, held_out: float = HELD_OUT) -> dict[str, Any]:
+def source_of(
+    data: str, field: str, held_out: float = HELD_OUT, chat: ChatTemplate | None = None
+) -> dict[str, Any]:
     """What a manifest says of where its text comes from."""
     local = data != "python" and "://" not in data
     return {
         "data": os.path.abspath(data) if local else data,
         "field": field,
         "held_out": held_out,
-    }
+    } | ({} if chat is None else {"chat": dataclasses.asdict(chat)})
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
@@ -212,7 +217,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
       ValueError: if it is none, is not complete, or its files are cut short or missing.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise ValueError(f"'{folder}' is no token store: it has no {MANIFEST}")
     if "sets" not in manifest:
@@ -224,348 +229,23 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     with os.scandir(folder) as entries:
         found = {entry.name: entry.stat().st_size for entry in entries}
     for about in manifest["sets"].values():
-        for name, count in about["shards"]:
-            if found.get(name) != count * size:
-                has = f"{found[name]} bytes, not {count * size}" if name in found else "gone"
-                raise ValueError(f"'{folder / name}' is damaged ({has}); {_again(folder)}")
+        for name, wanted in shard_files(about, size).items():
+            if found.get(name) != wanted:
+                has = f"{found[name]} bytes, not {wanted}" if name in found else "gone"
+                raise ValueError(f"'{folder / name}' is damaged ({has}); {make_again(folder)}")
     return Store(folder, manifest)
 
 
-def write_store(
-    split: Split,
-    tokenizer: Tokenizer,
-    path: str | os.PathLike[str],
-    *,
-    source: dict[str, Any] | None = None,
-    workers: int = 1,
-) -> Store:
-    """Tokenizes documents into a store, or goes on where an earlier call was interrupted.
-
-    How far it is stands on standard error every few seconds.
-
-    The text is cut into parts, each of which becomes one shard. A part is complete or absent,
-    whatever ends the process, and is named by a hash of its source and the tokenizer: a later call
-    makes those that are missing. Several processes may call it at once: one of those on a host
-    works, the others wait. The tokens do not depend on the parts or the workers.
-
-    Args:
-      split: the documents of both sets. Only those of `text_folder` and `python_stdlib` are cut
-        into parts and read by other processes.
-      tokenizer: what encodes them.
-      path: the folder, on a disk.
-      source: what the manifest says of where the text comes from.
-      workers: processes to use, where there is more text than one shard takes.
-
-    Raises:
-      ValueError: if there is no text to train on, the path is in a bucket, holds other files or a
-        store of another source or tokenizer, or the source is bad or changes meanwhile.
-      OSError: if the disk is full, or a worker was killed; what is done is kept.
-    """
-    folder = Path(path)
-    if "://" in str(path):
-        raise ValueError(
-            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
-            "disk: give a local folder"
-        )
-    sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
-    stamps = {name: _stamp(side) for name, side in sides.items()}
-    about = {
-        "format": FORMAT,
-        "order_version": ORDER_VERSION,
-        "tokenizer": {
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": int(tokenizer.eod),
-        },
-        "dtype": _dtype(tokenizer).name,
-        "source": dict(source or {}) | {"stamps": stamps},
-    }
-    if not _is_made(folder, about):
-        with _one_at_a_time(folder) as alone:
-            if not _is_made(folder, about):
-                folder.mkdir(exist_ok=True)
-                try:
-                    _make(folder, sides, tokenizer, about, workers)
-                except BaseException:
-                    if not any(folder.glob("*.npz")):  # nothing is done that could be kept
-                        shutil.rmtree(folder, ignore_errors=True)
-                    raise
-                if alone:
-                    _tidy(folder)
-    return open_store(folder)
+def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
+    """Returns the shards of a set by name, and their bytes where a token has `size`."""
+    files = {name: count * size for name, count in about["shards"]}
+    if "counted" in about:
+        files |= {str(Path(name).with_suffix(COUNTS)): count for name, count in about["shards"]}
+    return files
 
 
-def cached_store(
-    split: Split,
-    tokenizer: Tokenizer,
-    *,
-    source: dict[str, Any] | None = None,
-) -> Store:
-    """Opens the store of a text under ``~/.cache/jaxtrain/tokens``, after making it if need be.
-
-    It is found by names, sizes and times of files, so the text is not read again. Where that folder
-    (``$XDG_CACHE_HOME`` is heeded) cannot be written, the store is in a temporary one, for this
-    process alone. Arguments and errors are those of `write_store`.
-    """
-    stamps = [_stamp(side.files or side) for side in split]
-    key = _hash(tokenizer.fingerprint, tokenizer.eod, *stamps)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder, temporary = Path(home) / "jaxtrain" / "tokens", None
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not is_store(folder / key) and not os.access(folder, os.W_OK):
-        temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
-        folder = Path(temporary.name)
-    store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
-    store.temporary = temporary  # which is removed with the store
-    return store
-
-
-def tokenize(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    *,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Corpus:
-    """Encodes documents into one array of uint16 (or uint32, above 65536 ids).
-
-    Args:
-      documents: the texts, in order; with `cache_dir` they are read once to know their hash and
-        once more if it is new.
-      tokenizer: what encodes them.
-      cache_dir: if given, a folder where the tokens are kept as a store, under a hash of the texts
-        and the tokenizer, and mapped into memory rather than read.
-
-    Raises:
-      ValueError: if there are no documents, `cache_dir` is in a bucket, or a kept file is damaged.
-
-    >>> corpus = tokenize([Document("a", b"ab"), Document("b", b"c")], ByteTokenizer())
-    >>> corpus.tokens.tolist(), corpus.starts.tolist(), corpus.num_bytes
-    ([97, 98, 256, 99, 256], [0, 3], 3)
-    """
-    if cache_dir is not None:
-        key = _hash(tokenizer.fingerprint, tokenizer.eod, _stamp(documents))
-        split = Split(documents, Documents(lambda: iter(())))
-        return write_store(split, tokenizer, f"{cache_dir}/{key}").corpus()
-    memory, texts = io.BytesIO(), _Noted(documents)
-    lengths = _write_tokens(texts, tokenizer, memory)
-    if not lengths:
-        raise ValueError("there are no documents to tokenize; check the source and its split")
-    tokens = np.frombuffer(memory.getbuffer(), _dtype(tokenizer))
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What becomes one shard of a set: ``name`` is that of its files without suffix."""
-
-    set: str
-    name: str
-    documents: Iterable[Document]
-    stamp: str
-    num_bytes: int
-
-
-def _make(
-    folder: Path,
-    sides: dict[str, Iterable[Document]],
-    tokenizer: Tokenizer,
-    about: dict[str, Any],
-    workers: int,
-) -> None:
-    """Writes what is missing of a store, its manifest last; before, the manifest has no sets."""
-    with _whole(folder / MANIFEST) as sink:
-        sink.write(json.dumps(about).encode())
-    if isinstance(tokenizer, BPETokenizer):
-        with _whole(folder / TOKENIZER) as sink:
-            sink.write(tokenizer.to_json().encode())
-    parts = []
-    for name, side in sides.items():
-        for cut in side.cut(SHARD_BYTES) if isinstance(side, Files) else [side]:
-            stamp = cut.stamp() if isinstance(cut, Files) else about["source"]["stamps"][name]
-            key = f"{name}-{_hash(tokenizer.fingerprint, tokenizer.eod, stamp)[:16]}"
-            size = cut.num_bytes() if isinstance(cut, Files) else 0
-            parts.append(_Part(name, key, cut, stamp, size))
-    _write_parts(folder, parts, tokenizer, workers)
-    sets = {name: _join(folder, name, parts) for name in sides}
-    with _whole(folder / MANIFEST) as sink:
-        sink.write(json.dumps(about | {"sets": sets}, indent=1).encode())
-
-
-def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
-    """Writes the parts that are missing, by other processes where there is much to do."""
-    missing = [part for part in parts if not (folder / f"{part.name}.npz").exists()]
-    progress = _Progress(parts, missing)
-    if workers < 2 or progress.left <= SHARD_BYTES:
-        for part in missing:
-            _write_part(folder, part, tokenizer)
-            progress.count(part)
-        return
-    # Not by fork: this process has threads, of JAX and of others.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-        futures = {pool.submit(_write_part, folder, part, tokenizer): part for part in missing}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                progress.count(futures[future])
-        except BrokenProcessPool:
-            raise ChildProcessError(
-                f"a process that tokenized into '{folder}' was killed, as where memory runs out: "
-                "run it again with fewer workers, it goes on where it was"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class _Progress:
-    """Says on standard error how much of the parts is done."""
-
-    def __init__(self, parts: list[_Part], missing: list[_Part]):
-        self.total, self.left = (sum(part.num_bytes for part in some) for some in (parts, missing))
-        self._first, self._begun = self.left, time.monotonic()
-        self._said = self._begun
-
-    def count(self, part: _Part) -> None:
-        self.left -= part.num_bytes
-        now = time.monotonic()
-        if now - self._said < PROGRESS_SECONDS:
-            return
-        rate = (self._first - self.left) / (now - self._begun)
-        print(
-            f"tokenizing: {(self.total - self.left) / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
-            f"{rate / 1e6:,.1f} MB/s, {self.left / max(rate, 1) / 60:,.0f} minutes left",
-            file=sys.stderr,
-        )
-        self._said = now
-
-
-def _start_worker() -> None:
-    """Prepares a worker: it encodes on one thread, and ends where its parent is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
-    """Writes the two files of a part; the second, ``.npz``, says that it is done."""
-    texts = _Noted(part.documents)
-    with _whole(folder / f"{part.name}.tokens") as sink:
-        lengths = _write_tokens(texts, tokenizer, sink)
-        if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
-            raise ValueError(
-                f"files in '{part.documents.root}' changed while they were tokenized; run it again "
-                "when they are as they should be"
-            )
-    noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
-    noted |= {"sizes": np.array(texts.sizes, np.int64), "lengths": np.array(lengths, np.int64)}
-    with _whole(folder / f"{part.name}.npz") as sink:
-        np.savez(sink, text=texts.fingerprint(), **noted)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to write that appears when all of it is on the disk."""
-    partial = path.with_name(f"{path.name}-{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "xb") as sink:
-            yield sink
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(  # of a write, which names no file
-            error.errno,
-            f"{os.strerror(error.errno)} while the token store '{path.parent}' was written; run it "
-            "again when that is mended, it goes on where it was",
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _join(folder: Path, name: str, parts: list[_Part]) -> dict[str, Any]:
-    """Joins what the parts of a set noted, writes its arrays, and returns its statistics."""
-    mine = [part for part in parts if part.set == name]
-    noted = [_load_npz(folder / f"{part.name}.npz") for part in mine]
-    shards = [
-        (f"{part.name}.tokens", int(note["lengths"].sum()))
-        for part, note in zip(mine, noted, strict=True)
-        if len(note["lengths"])
-    ]
-    texts = [str(note["text"]) for note in noted if len(note["lengths"])]
-    if name == "train" and not texts:
-        for part in parts:
-            (folder / f"{part.name}.npz").unlink()
-        raise ValueError("there are no documents to tokenize; check the source and its split")
-    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
-    arrays = {"starts": np.cumsum(lengths) - lengths}
-    if name == _RANKED:
-        arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}
-    for what, array in arrays.items():
-        with _whole(folder / f"{name}.{what}.npy") as sink:
-            np.save(sink, array)
-    return {
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
-        "bytes": int(sizes.sum()),
-        "text": texts[0] if len(texts) == 1 else _hash(*texts),
-        "longest": int(lengths.max(initial=0)),
-        # How many have from 2^n to 2^(n + 1) - 1 tokens.
-        "lengths": np.bincount(np.log2(lengths).astype(np.int64)).tolist(),
-        "shards": shards,
-    }
-
-
-def _tidy(folder: Path) -> None:
-    """Removes what the writing of a store has left: notes, partial files, parts of old sources."""
-    sets = open_store(folder).manifest["sets"].values()
-    kept = {name for about in sets for name, _ in about["shards"]}
-    for path in folder.iterdir():
-        if path.suffix in (".npz", ".partial", ".tokens") and path.name not in kept:
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Lets the processes of this host through one after the other; yields whether it could."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock, alone = folder.with_name(f"{folder.name}.lock"), False
-    with open(lock, "w") as file:
-        with contextlib.suppress(OSError):  # A file system without locks: each does the work.
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        try:
-            yield alone
-        finally:
-            lock.unlink(missing_ok=True)
-
-
-def _is_made(folder: Path, about: dict[str, Any]) -> bool:
-    """Whether a store is complete; one of another tokenizer or source is refused."""
-    # Listed before the manifest is read: it is the first file that another process writes.
-    others = [path.name for path in folder.glob("*") if path.suffix != ".partial"]
-    kept = _read_manifest(folder)
-    if kept is None:
-        if others:
-            raise ValueError(f"'{folder}' holds other files ({others[0]}); give another folder")
-        return False
-    made = "made" if "sets" in kept else "begun"
-    for what in ("tokenizer", "source"):
-        then, now = kept[what], about[what]
-        if what == "source" and made == "begun":  # whose parts that changed are made again
-            then, now = ({**each, "stamps": None} for each in (then, now))
-        if then != now:
-            raise ValueError(
-                f"the token store '{folder}' was {made} with another {what}, or the {what} changed "
-                "since: give another folder, or delete this one"
-            )
-    return made == "made"
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Returns the manifest of a store, complete or begun; None where there is none."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(storage.retrying(path.read_text, f"'{path}'"))
@@ -578,78 +258,26 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"'{path}' is damaged ({error}); {_again(folder)}") from None
-
-
-def _load_npz(path: Path) -> dict[str, np.ndarray]:
-    with _naming_damage(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
+        raise ValueError(f"'{path}' is damaged ({error}); {make_again(folder)}") from None
 
 
 @contextlib.contextmanager
-def _naming_damage(path: Path) -> Iterator[None]:
+def naming_damage(path: Path) -> Iterator[None]:
+    """Says of what cannot be read that the file is damaged."""
     try:
         yield
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
         if storage.passes(error):
             raise
-        raise ValueError(f"'{path}' is damaged ({error}); {_again(path.parent)}") from None
+        raise ValueError(f"'{path}' is damaged ({error}); {make_again(path.parent)}") from None
 
 
-def _again(folder: Path) -> str:
+def make_again(folder: Path) -> str:
+    """What mends a damaged store."""
     return f"delete '{folder}' and make it again"
 
 
-def _stamp(documents: Iterable[Document]) -> str:
-    """What is another where the documents are: of files without reading them."""
-    if isinstance(documents, Files):
-        return documents.stamp()
-    if iter(documents) is documents:
-        raise ValueError("documents can be read only once, a store needs them twice; give a list")
-    texts = _Noted(documents)
-    collections.deque(texts, maxlen=0)
-    return texts.fingerprint()
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-
-
-def cpus() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, sink: BinaryIO) -> list[int]:
-    """Writes the tokens of all documents to `sink`; returns their lengths."""
-    lengths, dtype = [], _dtype(tokenizer)
-    eod = np.array([tokenizer.eod], dtype).tobytes()
-    for texts in _chunks(documents):
-        for ids in tokenizer.encode_batch(texts):
-            sink.write(ids.astype(dtype).tobytes())
-            sink.write(eod)
-            lengths.append(len(ids) + 1)
-    return lengths
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[list[bytes]]:
-    """Groups texts so that an encoder can use every core, a few megabytes at a time."""
-    texts, size = [], 0
-    for document in documents:
-        texts.append(document.text)
-        size += len(document.text)
-        if size >= _ENCODE_BYTES:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
-
-
-class _Noted:
+class Noted:
     """Documents that are hashed, measured and ranked as they pass."""
 
     def __init__(self, documents: Iterable[Document]):
@@ -661,6 +289,8 @@ class _Noted:
         for document in self._documents:
             self._digest.update(len(document.text).to_bytes(8, "little"))
             self._digest.update(document.text)
+            if isinstance(document, Conversation):
+                self._digest.update(repr(document[2:]).encode())
             self.sizes.append(len(document.text))
             self.ranks.append(hash_fraction(f"evaluate/{document.name}"))
             yield document

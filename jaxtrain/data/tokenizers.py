@@ -1,12 +1,16 @@
-"""Text to token ids and back, without loss: bytes as they are, or byte-level BPE.
+"""Text to token ids and back: bytes as they are, or subwords (BPE, Unigram, WordPiece).
 
-Both tokenizers here can encode any bytes whatever, and `decode_bytes` returns exactly those bytes.
+`ByteTokenizer` and all that is trained here encode any bytes whatever, and `decode_bytes` returns
+exactly those. A loaded tokenizer of words or of Unicode characters may lose text: that is said.
 Every document is followed by one end-of-document token, `eod`, which no text encodes to.
 """
 
+import functools
 import hashlib
+import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +18,14 @@ import numpy as np
 from etils import epath
 
 EOD = "<|endoftext|>"
+# The tokens that end a document in the files of GPT-2 and Qwen, Llama 3 and 2, Gemma, and BERT.
+_ENDS = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+KINDS = ("bpe", "unigram", "wordpiece")
+# Texts that tokenizers lose: white space and case; composed by NFC, replaced by NFC too, and taken
+# apart by NFKC; letters, ideographs and emoji that many vocabularies have not; what SentencePiece
+# takes for a space.
+_PROBES = ("A  probe,\n\tof 1 Line e\u0301 \u212b \ufb01", "naïve Ωмега 中文 🙂\u200d\u2581")
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 
@@ -55,9 +67,24 @@ class Tokenizer(Protocol):
         """Counts the bytes that some ids stand for: the denominator of bits per byte."""
         ...
 
+    def token_lengths(self, ids: Any) -> np.ndarray:
+        """Returns how many bytes each id stands for, int64 [T]."""
+        ...
+
+    @property
+    def special_pattern(self) -> str:
+        """A pattern, without groups, of the tokens that `encode` never gives; "" for none."""
+        ...
+
+    def special_id(self, token: bytes) -> int:
+        """Returns the id of what `special_pattern` has found."""
+        ...
+
 
 class _BytePieces:
     """The half that is common to both tokenizers: every id stands for some bytes."""
+
+    special_pattern = ""
 
     def __init__(self, pieces: list[bytes], eod: int):
         self._pieces = pieces
@@ -75,7 +102,10 @@ class _BytePieces:
         return b"".join([self._pieces[each] for each in self._checked(ids).tolist()])
 
     def token_bytes(self, ids: Any) -> int:
-        return int(self._lengths[self._checked(ids)].sum())
+        return int(self.token_lengths(ids).sum())
+
+    def token_lengths(self, ids: Any) -> np.ndarray:
+        return self._lengths[self._checked(ids)]
 
     def _checked(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
@@ -123,13 +153,15 @@ class ByteTokenizer(_BytePieces):
         return ids[ids != self.eod].astype(np.uint8).tobytes()
 
 
-class BPETokenizer(_BytePieces):
-    """Byte-level BPE (Radford et al. 2019) by Hugging Face `tokenizers`; make it by train or load.
+class SubwordTokenizer(_BytePieces):
+    """BPE, Unigram or WordPiece by Hugging Face `tokenizers`; make it by train or load.
 
-    Bytes that are not UTF-8 become one token each. Text that spells a special token is encoded as
-    the text it is, so no document can end another.
+    Those that are trained here are byte-level (Radford et al. 2019), of any kind: each letter that
+    the model sees is a byte, so none is unknown. `load` takes others too: with byte fallback, as of
+    Llama 2 and Gemma, and of words, as of BERT. Bytes that are not UTF-8 become one token each.
+    Text that spells a special token is encoded as the text it is, so no document can end another.
 
-    >>> tokenizer = BPETokenizer.train([b"the theme of the thesis"], 260)
+    >>> tokenizer = SubwordTokenizer.train([b"the theme of the thesis"], 260)
     >>> tokenizer.vocab_size
     260
     >>> len(tokenizer.encode("the thesis")) < 10
@@ -145,50 +177,77 @@ class BPETokenizer(_BytePieces):
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         super().__init__(_pieces(tokenizer, eod), eod)
+        found = tokenizer.encode("x", add_special_tokens=False).ids
+        words = "WordPiece" in repr(tokenizer.decoder)
+        self._adds_space = words or super().decode_bytes(found) == b" x"
         single = {piece[0]: id for id, piece in enumerate(self._pieces) if len(piece) == 1}
         self._byte_ids = np.array([single.get(byte, -1) for byte in range(256)], np.int32)
 
     @classmethod
-    def train(cls, documents: Iterable[str | bytes], vocab_size: int) -> "BPETokenizer":
-        """Learns merges from some documents; the same documents give the same tokenizer.
+    def train(
+        cls, documents: Iterable[str | bytes], vocab_size: int, *, kind: str = "bpe"
+    ) -> "SubwordTokenizer":
+        """Learns tokens from some documents; the same documents give the same tokenizer.
 
         Args:
           documents: texts; what is not UTF-8 in them is not learned from.
           vocab_size: how many ids, at least 257: 256 bytes, the end of a document (id 0) and the
-            merges. Fewer come out when the documents have no more pairs to merge.
+            rest. Fewer come out when the documents have no more pairs to merge.
+          kind: "bpe", "unigram" or "wordpiece".
 
         Raises:
           ImportError: if `tokenizers` is not installed.
-          ValueError: if `vocab_size` is below 257.
+          ValueError: if `vocab_size` is below 257, or there is no such kind.
         """
         library = _import_tokenizers()
         if vocab_size < 257:
-            raise ValueError(f"vocab_size is {vocab_size}; byte-level BPE needs at least 257")
-        tokenizer = library.Tokenizer(library.models.BPE())
+            raise ValueError(f"vocab_size is {vocab_size}; byte-level tokens need at least 257")
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}: give one of {', '.join(KINDS)}")
+        model, trainer, options = {
+            "bpe": (library.models.BPE, library.trainers.BpeTrainer, {}),
+            "unigram": (library.models.Unigram, library.trainers.UnigramTrainer, {}),
+            "wordpiece": (
+                functools.partial(
+                    library.models.WordPiece, unk_token=EOD, max_input_chars_per_word=1 << 40
+                ),
+                library.trainers.WordPieceTrainer,
+                {"continuing_subword_prefix": ""},  # of bytes, none is for beginnings of words only
+            ),
+        }[kind]
+        tokenizer = library.Tokenizer(model(**options))
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = library.decoders.ByteLevel()
-        trainer = library.trainers.BpeTrainer(
+        trainer = trainer(
             vocab_size=vocab_size,
             special_tokens=[EOD],
             initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
+            **options,
         )
         texts = (_as_bytes(document).decode("utf-8", "ignore") for document in documents)
         tokenizer.train_from_iterator(texts, trainer)
+        if kind == "unigram":
+            tokenizer.model = library.models.Unigram(_ordered(tokenizer))
         return cls(tokenizer, tokenizer.token_to_id(EOD))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, eod: str = EOD) -> "BPETokenizer":
+    def load(cls, path: str | os.PathLike[str], *, eod: str | None = None) -> "SubwordTokenizer":
         """Reads a ``tokenizer.json``; nothing in it is executed.
+
+        It warns, in one sentence, where a tokenizer that is not byte-level loses text: bits per
+        byte are then too low.
 
         Args:
           path: the file, as Hugging Face `tokenizers` writes it; local, or in a bucket.
-          eod: the token that ends a document.
+          eod: the token that ends a document; left out, the first of GPT-2's, Llama's, Gemma's and
+            BERT's that it has.
 
         Raises:
           FileNotFoundError: if there is no such file.
           ImportError: if `tokenizers` is not installed.
-          ValueError: if the file is not one of byte-level BPE, changes text, or has no `eod`.
+          ValueError: if the file is of another model, is byte-level and changes text, or has no
+            `eod`.
         """
         library = _import_tokenizers()
         if not epath.Path(path).is_file():
@@ -198,13 +257,13 @@ class BPETokenizer(_BytePieces):
         # tokenizers raises bare Exception for a file that it cannot parse.
         except Exception as error:
             raise ValueError(f"'{path}' is not a tokenizer.json ({error})") from None
-        if not isinstance(tokenizer.model, library.models.BPE) or "ByteLevel" not in repr(
-            tokenizer.decoder
-        ):
+        if (kind := type(tokenizer.model).__name__).lower() not in KINDS:
             raise ValueError(
-                f"'{path}' holds a {type(tokenizer.model).__name__} tokenizer that is not "
-                "byte-level; use a byte-level BPE one (as of GPT-2, Llama 3 or Qwen)"
+                f"'{path}' holds a {kind} tokenizer that is not byte-level; use BPE, Unigram or "
+                "WordPiece (as of GPT-2, Llama, Qwen, Gemma, T5 or BERT)"
             )
+        own = tokenizer.get_vocab(with_added_tokens=True)
+        eod = eod or next((end for end in _ENDS if end in own), EOD)
         if tokenizer.token_to_id(eod) is None:
             special = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
             raise ValueError(f"'{path}' has no token '{eod}'; pass eod=... one of {special}")
@@ -221,7 +280,7 @@ class BPETokenizer(_BytePieces):
         return self.from_json, (self.to_json(), self.eod)
 
     @classmethod
-    def from_json(cls, text: str, eod: int) -> "BPETokenizer":
+    def from_json(cls, text: str, eod: int) -> "SubwordTokenizer":
         """Makes the tokenizer again of what `to_json` returned and of its end-of-document id.
 
         Raises:
@@ -246,7 +305,25 @@ class BPETokenizer(_BytePieces):
     def fingerprint(self) -> str:
         """The SHA-256 of what `save` writes, with the end-of-document id."""
         digest = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-        return f"bpe-{self.eod}-{digest}"
+        kind = type(self._tokenizer.model).__name__.lower()
+        return f"{kind}-{self.eod}-{digest}"
+
+    @property
+    def special_pattern(self) -> str:
+        """A pattern of the special tokens, with the white space that they take in."""
+        found = [
+            each for each in self._tokenizer.get_added_tokens_decoder().values() if each.special
+        ]
+        return "|".join(
+            r"\s*" * each.lstrip + re.escape(each.content) + r"\s*" * each.rstrip
+            for each in sorted(found, key=lambda each: -len(each.content))
+        )
+
+    def special_id(self, token: bytes) -> int:
+        """Returns the id of what `special_pattern` has found."""
+        text = token.decode()
+        id = self._tokenizer.token_to_id(text)
+        return self._tokenizer.token_to_id(text.strip()) if id is None else id
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of a text, int32 [T]."""
@@ -279,15 +356,37 @@ class BPETokenizer(_BytePieces):
             )
         return ids
 
+    def decode_bytes(self, ids: Any) -> bytes:
+        """Returns the bytes of some ids, without a space that begins every text."""
+        data = super().decode_bytes(ids)
+        return data.removeprefix(b" ") if self._adds_space else data
+
     def _check_lossless(self, path: str | os.PathLike[str]) -> None:
-        # The last three: composed by NFC, replaced by NFC too, and taken apart by NFKC.
-        probe = "A  probe,\n\tof 1 Line e\u0301 \u212b \ufb01"
-        got = self.decode(self.encode(probe))
-        if got != probe:
+        for probe in _PROBES:
+            got = self.decode(self.encode(probe))
+            if got == probe:
+                continue
+            found = f"'{path}' turns {probe!r} into {got!r}, so its bits per byte would be wrong; "
+            if "ByteLevel" not in repr(self._tokenizer.decoder):
+                warnings.warn(f"{found}byte-level tokenizers keep all text", stacklevel=3)
+                return
             raise ValueError(
-                f"'{path}' turns {probe!r} into {got!r}, so its bits per byte would be wrong; "
-                "use a tokenizer that keeps text as it is (add_prefix_space=false, no normalizer)"
+                f"{found}use a tokenizer that keeps text as it is (add_prefix_space=false, no "
+                "normalizer)"
             )
+
+
+BPETokenizer = SubwordTokenizer  # its name while it knew nothing else
+
+
+def trained_kind(name: str) -> tuple[str, int] | None:
+    """Reads what a tokenizer to train is called: its kind and its size; None for other names.
+
+    >>> trained_kind("32000"), trained_kind("unigram:8000"), trained_kind("tokenizer.json")
+    (('bpe', 32000), ('unigram', 8000), None)
+    """
+    found = re.fullmatch(rf"(?:({'|'.join(KINDS)}):)?([0-9]+)", name)
+    return (found[1] or KINDS[0], int(found[2])) if found else None
 
 
 def _as_bytes(text: str | bytes) -> bytes:
@@ -299,7 +398,7 @@ def _import_tokenizers() -> Any:
         import tokenizers
     except ImportError:
         raise ImportError(
-            "byte-level BPE needs the package tokenizers: pip install -e '.[text]'"
+            "tokens of subwords need the package tokenizers: pip install -e '.[text]'"
         ) from None
     return tokenizers
 
@@ -308,15 +407,41 @@ def _pieces(tokenizer: Any, eod: int) -> list[bytes]:
     """Returns the bytes each id stands for; ids that no token has, and `eod`, stand for none."""
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    byte_of = _byte_alphabet()
+    decoder = repr(tokenizer.decoder)
+    byte_of = _byte_alphabet() if "ByteLevel" in decoder else {}
+    prefix = tokenizer.decoder.prefix if "WordPiece" in decoder else None
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, id in vocabulary.items():
-        if id in added or any(letter not in byte_of for letter in token):
+        if id in added:
             pieces[id] = token.encode("utf-8")
-        else:
+        elif byte_of and all(letter in byte_of for letter in token):
             pieces[id] = bytes(byte_of[letter] for letter in token)
+        elif prefix is not None:
+            text = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+            pieces[id] = text.encode("utf-8")
+        elif "ByteFallback" in decoder and (byte := _BYTE.fullmatch(token)):
+            pieces[id] = bytes.fromhex(byte[1])
+        else:
+            # SentencePiece's space, which byte-level vocabularies have for itself.
+            pieces[id] = (token if byte_of else token.replace("\u2581", " ")).encode("utf-8")
     pieces[eod] = b""
     return pieces
+
+
+def _ordered(tokenizer: Any) -> list[tuple[str, float]]:
+    """Returns a trained Unigram vocabulary with what is by chance in it taken out.
+
+    Bytes that were never seen have the lowest scores, 10^-4 apart, in the order of a hash table:
+    they get the lowest of all, tokens of the same score the order of their letters, and the last
+    digits, which are of the order of a sum, are cut."""
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    lowest = min(score for _, score in vocabulary)
+    scores = [
+        (token, round(lowest if score < lowest + 0.026 else score, 9))
+        for token, score in vocabulary
+    ]
+    first, *rest = scores
+    return [first, *sorted(rest, key=lambda each: (-each[1], each[0]))]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxtrain.data import BPETokenizer
+from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.tokenizers import EOD
 from jaxtrain.hf import weights
 from jaxtrain.host import quiet
@@ -87,7 +87,7 @@ def _export(options: ExportOptions) -> int:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give more than 0")
     model, params, tokenizer = trained.load(options.run, options.step)
     fields, files = {}, {}
-    if isinstance(tokenizer, BPETokenizer):
+    if isinstance(tokenizer, SubwordTokenizer):
         fields = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
         files = {trained.TOKENIZER_FILE: tokenizer.to_json()}

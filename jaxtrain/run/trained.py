@@ -35,7 +35,7 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
-    return model, params, data.BPETokenizer.load(folder / TOKENIZER_FILE)
+    return model, params, data.SubwordTokenizer.load(folder / TOKENIZER_FILE)
 
 
 def family(run: str) -> str | None:

@@ -28,7 +28,7 @@ from jaxtrain.data import (
     eval_batches,
     tokenize,
 )
-from jaxtrain.data.loader import addressable_rows
+from jaxtrain.data.loader import addressable_rows, shuffled
 from jaxtrain.host import storage
 from jaxtrain.host.storage import StorageError
 from tests.run.survive.processes import free_port
@@ -93,6 +93,64 @@ def test_order_is_that_of_grain():
         batches = Batches(Rows(37), global_batch=10, seed=seed)
         got = [number for step in range(12) for number in numbers(batches.batch(step))]
         assert got == [expected[position] for position in range(120)]
+
+
+def seed_seq(seed, n):
+    """What C++ defines std::seed_seq{seed}.generate to give, for n words below 7."""
+    words, p = [0x8B8B8B8B] * n, (n - (n - 1) // 2) // 2
+    q = p + (n - 1) // 2
+    for k in range(2 * n):
+        own, first, second = k % n, (k + p) % n, (k + q) % n
+        if k < n:
+            r = words[own] ^ words[first] ^ words[own - 1]
+            r = 1664525 * (r ^ r >> 27) % 2**32
+            words[first] = (words[first] + r) % 2**32
+            r = (r + (1, seed + 1)[k] if k < 2 else r + own) % 2**32
+            words[second] = (words[second] + r) % 2**32
+        else:
+            r = (words[own] + words[first] + words[own - 1]) % 2**32
+            r = 1566083941 * (r ^ r >> 27) % 2**32
+            words[first] ^= r
+            r = (r - own) % 2**32
+            words[second] ^= r
+        words[own] = r
+    return words
+
+
+def permuted(index, length, seed):
+    """The definition: four rounds of a Feistel network, repeated until it is below the length."""
+    if length == 1:
+        return 0
+    W = max(16, ((length - 1).bit_length() + 1) // 2 * 2) // 2
+    low = 2**W - 1
+
+    def rotated(x, r):
+        return (x << r | x >> W - r) & low
+
+    keys = seed_seq(seed, 4)
+    while True:
+        left, right = index >> W, index & low
+        for key in keys:
+            mixed = rotated(right, 1) & rotated(right, 8) ^ rotated(right, 2) ^ key & low
+            left, right = right, left ^ mixed
+        index = left << W | right
+        if index < length:
+            return index
+
+
+@pytest.mark.parametrize("length", [1, 2, 100, 2**16, 2**16 + 2, 10**6, 10**12])
+def test_the_permutation_is_its_definition(length):
+    for seed in (0, 1, 2**32 - 1):
+        for n in (0, 1, length // 3, length - 1):
+            if n < length:
+                assert shuffled(n, length, seed) == permuted(n, length, seed), (n, seed)
+    assert shuffled(7 * length, length, 5) == permuted(0, length, 12)  # another key every epoch
+
+
+def test_a_power_of_four_and_one_more_are_permuted_too():
+    length = 2**16 + 1
+    order = [shuffled(n, length, seed=3) for n in range(length)]
+    assert sorted(order) == list(range(length))
 
 
 def test_order_stays_what_it_was():

@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain import data
-from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, store, tokenize
+from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, store, tokenize, writing
 from jaxtrain.data.sources import Documents, Split
 from jaxtrain.data.tokenizers import EOD
 from jaxtrain.host import storage
@@ -76,7 +76,7 @@ def test_a_store_is_the_text_whatever_its_parts(texts, tmp_path, monkeypatch):
     assert names == {path.name for path in texts.iterdir()} - {"cache-1234.arrow"}
     shards = []
     for size in (500, 2_000, 10_000, 1 << 26):
-        monkeypatch.setattr(store, "SHARD_BYTES", size)
+        monkeypatch.setattr(writing, "SHARD_BYTES", size)
         found = data.write_store(split, BYTES, tmp_path / str(size))
         for name, corpus in zip(("train", "held_out"), expected, strict=True):
             same(found.corpus(name), corpus)
@@ -96,7 +96,7 @@ def test_a_store_is_the_text_whatever_its_parts(texts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "rows.parquet", "packed.jsonl.gz", "00.txt"])
 def test_a_single_file_is_split_as_in_memory(texts, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(store, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1000)
     split = data.text_folder(texts / name, held_out=0.2)
     found = data.write_store(split, BYTES, tmp_path / "store")
     for side, documents in split._asdict().items():
@@ -116,7 +116,7 @@ def test_nothing_may_be_held_out(texts, tmp_path, name):
 
 
 def test_rows_and_batches_of_a_store_are_those_of_memory(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 2000)
     split = data.text_folder(texts)
     found = data.write_store(split, BYTES, tmp_path / "store")
     assert len(found.manifest["sets"]["train"]["shards"]) > 5
@@ -201,7 +201,7 @@ def test_killed_at_any_moment_it_goes_on_without_a_lost_or_doubled_document(tmp_
     (tmp_path / "texts").mkdir()
     for n in range(5):
         (tmp_path / "texts" / f"{n}.txt").write_text(words(n))
-    monkeypatch.setattr(store, "SHARD_BYTES", 700)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 700)
     split, moments = data.text_folder(tmp_path / "texts"), []
     tokenizer = BPETokenizer.train([d.text for d in split.train], 300)
     expected = [tokenize(side, tokenizer) for side in split]
@@ -223,7 +223,7 @@ def test_killed_at_any_moment_it_goes_on_without_a_lost_or_doubled_document(tmp_
     assert len(moments) > 40
     states = set()
     for moment in moments:
-        before = store.is_store(moment) and "sets" in store._read_manifest(moment)
+        before = store.is_store(moment) and "sets" in store.read_manifest(moment)
         states.add((len(list(moment.glob("*.npz"))), before))
         found = data.write_store(split, tokenizer, moment)
         for name, corpus in zip(("train", "held_out"), expected, strict=True):
@@ -237,13 +237,13 @@ def test_killed_at_any_moment_it_goes_on_without_a_lost_or_doubled_document(tmp_
 WORKERS = """
 import sys
 from jaxtrain import data
-from jaxtrain.data import store
+from jaxtrain.data import writing
 from jaxtrain.data.sources import text_folder
 
 if __name__ == "__main__":
-    store.SHARD_BYTES = 30_000
+    writing.SHARD_BYTES = 30_000
     tokenizer = data.BPETokenizer.load(sys.argv[1])
-    store.PROGRESS_SECONDS = 0.0
+    writing.PROGRESS_SECONDS = 0.0
     data.write_store(text_folder(sys.argv[2]), tokenizer, sys.argv[3], workers=2)
 """
 
@@ -324,7 +324,7 @@ def test_opening_reads_neither_tokens_nor_documents(tmp_path, monkeypatch):
 
 
 def test_bad_stores_are_named(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 4000)
     split, path = data.text_folder(texts), tmp_path / "store"
     found = data.write_store(split, BYTES, path)
     shard = path / found.manifest["sets"]["train"]["shards"][1][0]
@@ -383,7 +383,7 @@ def test_a_source_that_is_bad_or_empty_leaves_nothing(texts, tmp_path):
 
 
 def test_what_is_done_is_kept_when_the_source_is_mended(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SHARD_BYTES", 300)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 300)
     path, encoded = tmp_path / "store", []
 
     class Counting(ByteTokenizer):
@@ -420,7 +420,7 @@ def test_text_that_changes_meanwhile_is_refused(texts, tmp_path):
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 4000)
     split, path, calls = data.text_folder(texts), tmp_path / "store", []
     fsync = os.fsync
 
@@ -451,8 +451,8 @@ def test_a_killed_worker_is_said(texts, tmp_path, monkeypatch):
             future.set_exception(BrokenProcessPool("a process was terminated abruptly"))
             return future
 
-    monkeypatch.setattr(store, "SHARD_BYTES", 4000)
-    monkeypatch.setattr(store, "ProcessPoolExecutor", Killed)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(writing, "ProcessPoolExecutor", Killed)
     with pytest.raises(OSError, match=r"tokenized into '.*store' was killed, as where memory runs"):
         data.write_store(data.text_folder(texts), BYTES, tmp_path / "store", workers=2)
 
@@ -467,7 +467,7 @@ def test_documents_are_encoded_in_chunks(monkeypatch):
             sizes.append(sum(map(len, texts)))
             return super().encode_batch(texts)
 
-    monkeypatch.setattr(store, "_ENCODE_BYTES", 100)
+    monkeypatch.setattr(writing, "_ENCODE_BYTES", 100)
     chunked = tokenize(iter(documents_of(texts)), Watched())
     assert len(sizes) > 5
     assert max(sizes) < 100 + 50
@@ -517,7 +517,7 @@ def test_cache_leaves_nothing_half_written(tmp_path):
 
 def test_cache_written_by_another_process_meanwhile(tmp_path, monkeypatch):
     """On another host, or where the file system knows no locks."""
-    monkeypatch.setattr(store, "_one_at_a_time", lambda folder: contextlib.nullcontext(False))
+    monkeypatch.setattr(writing, "_one_at_a_time", lambda folder: contextlib.nullcontext(False))
     documents = documents_of([b"ab", b"c"])
 
     class Slow(ByteTokenizer):

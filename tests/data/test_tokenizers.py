@@ -9,7 +9,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import EOD, BPETokenizer, ByteTokenizer
+from jaxtrain.data import EOD, BPETokenizer, ByteTokenizer, SubwordTokenizer, load_template
+from jaxtrain.data.chat import encode_marked
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -23,9 +24,10 @@ def bpe():
     return BPETokenizer.train(TEXT, 300)
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe"])
+@pytest.fixture(scope="module", params=["bytes", "bpe", "unigram", "wordpiece"])
 def tokenizer(request, bpe):
-    return ByteTokenizer() if request.param == "bytes" else bpe
+    kept = {"bytes": ByteTokenizer(), "bpe": bpe}
+    return kept.get(request.param) or SubwordTokenizer.train(TEXT, 300, kind=request.param)
 
 
 def test_byte_ids():
@@ -187,6 +189,74 @@ def test_a_normalizer_that_composes_characters_is_left_out(bpe, tmp_path):
     theirs, ours = tokenizers.Tokenizer.from_file(str(path)), BPETokenizer.load(path)
     assert ours.encode("né à l'été").tolist() == theirs.encode("né à l'été").ids
     assert ours.decode(ours.encode("ne\u0301")) == "ne\u0301"
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece"])
+def test_other_kinds_are_trained_alike_every_time_and_kept(kind, tmp_path):
+    first, again = (SubwordTokenizer.train(TEXT, 300, kind=kind) for _ in range(2))
+    assert again.fingerprint == first.fingerprint
+    first.save(tmp_path / "tokenizer.json")
+    assert SubwordTokenizer.load(tmp_path / "tokenizer.json").fingerprint == first.fingerprint
+    assert len(first.encode("the theme")) < 9
+
+
+def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
+    """As of Llama 2: a space begins every text, unknown letters are bytes, and one is a space."""
+    letters = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc"]
+    merges = [("\u2581", "a"), ("b", "c")]
+    vocabulary = {token: id for id, token in enumerate([*letters, "\u2581a", "bc"])}
+    models, normalizers, decoders = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
+    theirs = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    theirs.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    theirs.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    theirs.add_special_tokens(["</s>"])
+    theirs.save(str(tmp_path / "llama.json"))
+    with pytest.warns(
+        UserWarning, match=r"llama.json' turns .* into .*byte-level .* keep all text"
+    ):
+        ours = SubwordTokenizer.load(tmp_path / "llama.json")
+    assert ours.eod == theirs.token_to_id("</s>")
+    for text in ("a bc", " é 中🙂\n", "", "x  y"):
+        ids = ours.encode(text).tolist()
+        assert ids == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == theirs.decode(ids) == text
+    assert ours.decode_bytes(ours.encode(b"a\xff")) == b"a\xff"
+    ((_, counts),) = encode_marked(
+        load_template("plain").conversations("x", {"prompt": "ab", "completion": "a"}), ours
+    )
+    assert counts.tolist() == [0, 0, 1]
+
+
+def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):
+    """As of BERT."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "hello", "world", "##s", ","]
+    theirs = tokenizers.BertWordPieceTokenizer({word: id for id, word in enumerate(words)})
+    theirs.save(str(tmp_path / "bert.json"))
+    with pytest.warns(UserWarning, match=r"bert.json' turns .* into .*\[UNK\].* would be wrong"):
+        ours = SubwordTokenizer.load(tmp_path / "bert.json")
+    text = "Hello, worlds"
+    assert ours.encode(text).tolist() == [3, 6, 4, 5]
+    assert ours.decode(ours.encode(text)) == "hello , worlds"
+    assert ours.eod == words.index("[SEP]")
+    pair = load_template("plain").conversations("x", {"prompt": "hello", "completion": "you"})
+    with pytest.raises(ValueError, match="x: this tokenizer loses text, so what counts"):
+        list(encode_marked(pair, ours))
+
+
+def test_a_kind_that_is_none():
+    with pytest.raises(ValueError, match="kind is 'words': give one of bpe, unigram, wordpiece"):
+        SubwordTokenizer.train(TEXT, 300, kind="words")
 
 
 def test_bad_sizes_and_ids(tokenizer):

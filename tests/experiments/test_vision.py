@@ -1,6 +1,8 @@
 """The vision experiment reaches its accuracy, with momentum and with LARS, also on a mesh."""
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from experiments.vision import Config, build
 from jaxtrain.run.loop import RunOptions, fit
@@ -23,3 +25,18 @@ def test_statistics_are_part_of_the_state_and_learned(tmp_path):
     state = fit(build(config), RunOptions(run_dir=str(tmp_path / "run"))).state
     variance = state.model_state["norms"]["0"]["var"]
     assert float(abs(variance - 1).max()) > 0.1
+
+
+def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
+    noise = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), np.uint8)
+    for n, pixels in enumerate(noise):
+        (tmp_path / "images" / "abc"[n % 3]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "images" / "abc"[n % 3] / f"{n}.png")
+    flags = ["--data", str(tmp_path / "images"), "--steps", "1", "--global-batch", "8"]
+    main(Config, build, [*flags, "--channels", "4", "--run-dir", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert "of 3 classes" in printed
+    assert "held-out accuracy" in printed
+    with pytest.raises(SystemExit):
+        main(Config, build, ["--image-size", "4"])
+    assert "--image-size is of files of images" in capsys.readouterr().err

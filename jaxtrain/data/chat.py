@@ -1,0 +1,353 @@
+"""Conversations to text, and which of it counts: chat templates, as `transformers` runs them.
+
+A chat template is a Jinja program that comes with a model. It runs in a sandbox: it sees the
+conversation and nothing else, not even the date, so that a text always gives the same tokens.
+What the assistant says counts in the loss. A template marks it by ``{% generation %}`` blocks;
+without those it is what each assistant's turn adds to the rendered text.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from jaxtrain.data.tokenizers import Tokenizer
+
+Span = tuple[int, int]
+Messages = list[dict[str, Any]]
+
+# "plain" is a prompt and its completion, one after the other.
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    ),
+}
+FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
+# Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
+# stands inside of a text that spells a special token.
+_BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
+_MARKS = re.compile(f"[{_BEGIN}{_END}{_INSIDE}]")
+_SPANS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class Conversation(NamedTuple):
+    """A document that a chat template has made of a record.
+
+    Attributes:
+      name: within the source.
+      text: UTF-8.
+      counted: the bytes that count in the loss, as ascending pairs of start and end.
+      special: the bytes that are special tokens of the template.
+    """
+
+    name: str
+    text: bytes
+    counted: tuple[Span, ...]
+    special: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, with what it needs of a tokenizer.
+
+    What a message says is never a special token, however it is spelled: no text ends its turn.
+
+    Args:
+      text: the Jinja program. It has the variables `messages`, `tools`, `documents`,
+        `add_generation_prompt` and those of `tokens`.
+      tokens: such as ``{"bos_token": "<s>"}``.
+      special: the tokenizer's `special_pattern`.
+
+    >>> chat = ChatTemplate(TEMPLATES["plain"])
+    >>> chat.conversations("a", {"prompt": "1 + 1 = ", "completion": "2"})
+    [Conversation(name='a', text=b'1 + 1 = 2', counted=((8, 9),), special=())]
+    """
+
+    text: str
+    tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    special: str = ""
+
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = False, **more: Any
+    ) -> str:
+        """Returns the text of a conversation, as ``apply_chat_template(tokenize=False)`` does."""
+        return _MARKS.sub("", self._marked(messages, add_generation_prompt, more))
+
+    def document(self, name: str, record: Mapping[str, Any], where: str) -> Conversation:
+        """Returns the only conversation of a record, as `conversations` does."""
+        found = self.conversations(name, record, where)
+        if len(found) > 1:
+            raise ValueError(
+                f"{where} prefers one conversation to another, and what is learned from tokens is "
+                "one: leave out what is rejected, and call what is chosen messages or completion"
+            )
+        return found[0]
+
+    def conversations(
+        self, name: str, record: Mapping[str, Any], where: str = "the record"
+    ) -> list[Conversation]:
+        """Returns the conversation of a record; of a preference, the chosen and the rejected one.
+
+        Args:
+          name: of the conversation.
+          record: `messages`, or `prompt` and `completion`, or `chosen` and `rejected` with or
+            without a `prompt`. Each is a list of messages, or a string: what the user says in
+            `prompt`, else the assistant. `tools` and `documents` go to the template.
+          where: names the record in errors.
+
+        Raises:
+          ValueError: it is something else, the template fails, nothing of it counts, or the
+            template has no spans and a turn changes what was rendered before it.
+        """
+        rendered = []
+        for messages in _messages_of(record, where):
+            try:
+                more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
+                messages = self._harmless(messages)
+                marked = self._marked(messages, False, more)
+                if not _SPANS.search(self.text):
+                    marked = self._by_prefixes(messages, marked, more)
+                found = Conversation(name, *_read(marked, self.special))
+            except ValueError as error:
+                raise ValueError(f"{where} cannot be rendered: {error}") from None
+            if not found.counted:
+                raise ValueError(
+                    f"{where} has nothing of an assistant to learn from: drop such records"
+                )
+            rendered.append(found)
+        return rendered
+
+    def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+        program = _compiled(self.text)
+        variables = {"tools": None, "documents": None} | more | dict(self.tokens)
+        try:
+            return program.render(messages=messages, add_generation_prompt=prompt, **variables)
+        # A template can fail in any way that Python can.
+        except Exception as error:
+            raise ValueError(f"the chat template fails ({error})") from None
+
+    def _by_prefixes(self, messages: Messages, whole: str, more: Mapping[str, Any]) -> str:
+        """Marks in the rendered whole what each turn of the assistant adds to what is before it."""
+        parts, done = [], 0
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._marked(messages[:turn], True, more)
+            after = self._marked(messages[: turn + 1], False, more)
+            follows = after.startswith(before) and whole.startswith(after)
+            if not follows or len(before) < done:
+                raise ValueError(
+                    f"turn {turn + 1} changes what the chat template renders before it, so what "
+                    "the assistant says cannot be found: mark that by {% generation %} and "
+                    "{% endgeneration %} in the template"
+                )
+            parts += [whole[done : len(before)], _BEGIN, after[len(before) :], _END]
+            done = len(after)
+        return "".join([*parts, whole[done:]])
+
+    def _harmless(self, value: Any) -> Any:
+        """Returns messages in which no text is a special token, nor anything None."""
+        if isinstance(value, dict):  # which rows of a table have for what only others have
+            return {name: self._harmless(each) for name, each in value.items() if each is not None}
+        if isinstance(value, list):
+            return [self._harmless(each) for each in value]
+        if isinstance(value, str):
+            if _MARKS.search(value):
+                raise ValueError("it has one of the noncharacters U+FDD0 to U+FDD2: remove it")
+            if self.special:
+                return re.sub(self.special, lambda found: _spelled(found[0]), value)
+        return value
+
+
+def load_template(name: str) -> ChatTemplate:
+    """Reads a chat template.
+
+    Args:
+      name: one of `TEMPLATES`, a Jinja file, or a ``tokenizer_config.json`` with a template in it,
+        local or in a bucket. Beside a Jinja file such a config says the tokens.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ImportError: jinja2 is not installed.
+      ValueError: it is no template.
+    """
+    text, tokens = TEMPLATES.get(name), {}
+    if text is None:
+        path = epath.Path(name)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"chat template '{name}' does not exist; give a file, or {' or '.join(TEMPLATES)}"
+            )
+        config = path if name.endswith(".json") else path.parent / "tokenizer_config.json"
+        values = _read_config(config) if config.exists() else {}
+        for each, token in values.items():
+            token = token.get("content") if isinstance(token, dict) else token
+            if each.endswith("_token") and isinstance(token, str):
+                tokens[each] = token
+        text = path.read_text() if path != config else values.get("chat_template")
+        if isinstance(text, list):  # several, by name
+            text = {each["name"]: each["template"] for each in text}.get("default")
+        if not isinstance(text, str):
+            raise ValueError(f"'{name}' has no template: give a Jinja file")
+    _compiled(text)
+    return ChatTemplate(text, tokens)
+
+
+def encode_marked(
+    documents: Sequence[Any], tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yields the ids of each document, and which of them count; None where all do.
+
+    Args:
+      documents: texts, or conversations. A token that lies partly in a span that counts does
+        count, as in `transformers`.
+      tokenizer: what encodes them.
+    """
+    cut = [list(_cut(document)) for document in documents]
+    encoded = iter(tokenizer.encode_batch([part for parts in cut for part in parts[::2]]))
+    for document, parts in zip(documents, cut, strict=True):
+        if not isinstance(document, Conversation):
+            yield next(encoded), None
+            continue
+        ids, lengths = [], []
+        for number, part in enumerate(parts):
+            special = number % 2
+            own = np.array([tokenizer.special_id(part)], np.int32) if special else next(encoded)
+            ids.append(own)
+            lengths.append([len(part)] if special else tokenizer.token_lengths(own))
+            if sum(lengths[-1]) == len(part) + 1:  # a space that the tokenizer begins texts with
+                lengths[-1][0] -= 1
+        ends = np.cumsum(np.concatenate(lengths))
+        if ends[-1] != len(document.text):
+            raise ValueError(
+                f"{document.name}: this tokenizer loses text, so what counts of a conversation "
+                "cannot be found in its tokens: use one that keeps text as it is"
+            )
+        starts = np.append(0, ends[:-1])
+        counts = np.zeros(len(ends), np.uint8)
+        for start, stop in document.counted:
+            counts[np.searchsorted(ends, start, "right") : np.searchsorted(starts, stop)] = 1
+        yield np.concatenate(ids), counts
+
+
+def _cut(document: Any) -> Iterator[bytes]:
+    """Yields text, special token, text, and so on."""
+    done = 0
+    for start, stop in document.special if isinstance(document, Conversation) else ():
+        yield document.text[done:start]
+        yield document.text[start:stop]
+        done = stop
+    yield document.text[done:]
+
+
+def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
+    def messages(name: str) -> Messages:
+        value = record[name]
+        if isinstance(value, str):
+            value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
+        if not isinstance(value, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+        ):
+            raise ValueError(
+                f"{where} has a field '{name}' that is neither a string nor messages with a role"
+            )
+        return value
+
+    has = {name for name in FIELDS if record.get(name) is not None}
+    if "messages" in has:
+        return [messages("messages")]
+    prompt = messages("prompt") if "prompt" in has else []
+    if has >= {"chosen", "rejected"}:
+        return [prompt + messages(name) for name in ("chosen", "rejected")]
+    if has >= {"prompt", "completion"}:
+        return [prompt + messages("completion")]
+    raise ValueError(
+        f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it has "
+        f"{', '.join(map(repr, record))}"
+    )
+
+
+def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Span, ...]]:
+    """Takes the marks out of a rendered text, and says where they stood."""
+    parts, size, counted, tokens, begun = [], 0, [], [], 0
+    pattern = _MARKS.pattern + (f"|{special}" if special else "")
+    for number, piece in enumerate(re.split(f"({pattern})", marked)):
+        if piece == _BEGIN:
+            begun = size
+        elif piece == _END:
+            counted += [(begun, size)] if size > begun else []
+        elif piece and piece != _INSIDE:
+            data = piece.encode("utf-8")
+            if number % 2:
+                tokens.append((size, size + len(data)))
+            parts.append(data)
+            size += len(data)
+    return b"".join(parts), tuple(counted), tuple(tokens)
+
+
+def _spelled(token: str) -> str:
+    bare = token.strip()
+    return token.replace(bare, bare[0] + _INSIDE + bare[1:])
+
+
+def _read_config(path: epath.Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"'{path}' is no tokenizer_config.json: it holds no object")
+    return values
+
+
+@functools.lru_cache
+def _compiled(text: str) -> Any:
+    """Compiles a template in the sandbox, with what transformers gives it, but for the date."""
+    try:
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError:
+        raise ImportError("chat templates need jinja2: pip install -e '.[chat]'") from None
+
+    class Generation(jinja2.ext.Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> list[Any]:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (
+                jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (_BEGIN, _END)
+            )
+            return [begin, *body, end]
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False} | options, indent=indent)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = fail
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is not Jinja (line {error.lineno}: {error.message})"
+        ) from None

@@ -1,0 +1,219 @@
+"""Images and their labels as rows: of an array, of a folder by class, or of a Parquet file.
+
+Shape legend: N images, H height, W width, C channels.
+"""
+
+import dataclasses
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.sources import Files, hash_fraction
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+HELD_OUT = 0.2
+
+
+class Images:
+    """Random access to images: rows of ``image`` [H, W, C] float32, ``label`` int32, ``mask`` 1.
+
+    Args:
+      images: by index, as [H, W, C]: bytes are scaled to 0 to 1, floats stay as they are.
+      labels_N: the class of each, from 0.
+      chosen: which of them are rows, in order; None for all.
+    """
+
+    def __init__(self, images: Any, labels_N: np.ndarray, chosen: np.ndarray | None = None):
+        self.images, self.labels_N = images, labels_N
+        self.chosen = np.arange(len(labels_N)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        index = int(self.chosen[index])
+        image = self.images[index]
+        scale = 255 if image.dtype == np.uint8 else 1
+        return {
+            "image": (image / scale).astype(np.float32),
+            "label": self.labels_N[index],
+            "mask": np.float32(1),
+        }
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledImages:
+    """What `open_images` has found.
+
+    Attributes:
+      train, held_out: rows; none is in both.
+      classes: their names, by label.
+      fingerprint: another where the images may be others.
+    """
+
+    train: Images
+    held_out: Images
+    classes: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """H, W and C."""
+        return self.train[0]["image"].shape
+
+
+def open_images(
+    path: str | os.PathLike[str], *, size: int | None = None, held_out: float = HELD_OUT
+) -> LabelledImages:
+    """Opens images with labels; files of images are decoded when a row is asked for.
+
+    Args:
+      path: a folder with a folder of images for each class; a ``.parquet`` file with the columns
+        `image` (of bytes, or as Hugging Face writes it) and `label`, held in memory as it is; or an
+        ``.npz`` of `images` [N, H, W] or [N, H, W, C] and `labels` [N].
+      size: the height and width that files of images are brought to; left out, all must have those
+        of the first.
+      held_out: the share to hold out, by a hash of the file's name or the row's number.
+
+    Raises:
+      FileNotFoundError: there is no such file or folder.
+      ValueError: no images, fewer than two classes, a label that is no class, or, on reading, an
+        image that cannot be decoded or has another shape than the first.
+      ImportError: Pillow, or for Parquet pyarrow, is not installed.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"'{path}' does not exist: give a folder, a .parquet or an .npz")
+    if path.is_dir():
+        images, labels, classes, names, stamp = _of_folder(path, size)
+    elif path.suffix == ".parquet":
+        images, labels, classes, names, stamp = _of_parquet(path, size)
+    elif path.suffix == ".npz":
+        images, labels, classes, names, stamp = _of_arrays(path, size)
+    else:
+        raise ValueError(f"'{path}' holds no images: give a folder by class, a .parquet or an .npz")
+    if len(labels) < 2 or len(classes) < 2:
+        raise ValueError(
+            f"'{path}' holds {len(labels)} image(s) of {len(classes)} class(es): give two or more"
+        )
+    ranks = np.array([hash_fraction(name) for name in names])
+    held = ranks < held_out
+    if not held.any() or held.all():
+        held = ranks == ranks.min()
+    sides = (Images(images, labels, np.flatnonzero(side)) for side in (~held, held))
+    stamp = hashlib.sha256(f"{stamp} {size} {held_out}".encode()).hexdigest()[:32]
+    return LabelledImages(*sides, classes, stamp)
+
+
+class _Encoded:
+    """Images that are decoded by Pillow when they are asked for: files, or bytes."""
+
+    def __init__(self, encoded: Sequence[Any], names: Sequence[str], size: int | None):
+        self._encoded, self._names, self._size = encoded, names, size
+        self._shape: tuple[int, ...] | None = None
+        if len(names):
+            self._mode = "L" if self._open(0).mode in ("1", "L") else "RGB"
+            self._shape = self[0].shape
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        image = self._open(index).convert(self._mode)
+        if self._size is not None:
+            image = image.resize((self._size, self._size))
+        pixels = np.atleast_3d(np.asarray(image))
+        if self._shape is not None and pixels.shape != self._shape:
+            raise ValueError(
+                f"{self._names[index]} has the shape {pixels.shape} and {self._names[0]} has "
+                f"{self._shape}: give image_size, to which all are brought"
+            )
+        return pixels
+
+    def _open(self, index: int) -> Any:
+        image = _import_pillow()
+        source = self._encoded[index]
+        source = source.as_py() if hasattr(source, "as_py") else source
+        source = source["bytes"] if isinstance(source, dict) else source
+        try:
+            opened = image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            opened.load()
+        # Decoders raise what they like; the system's own errors are the loader's to judge.
+        except Exception as error:
+            if getattr(error, "errno", None):
+                raise
+            raise ValueError(f"{self._names[index]} is no image, or damaged ({error})") from None
+        return opened
+
+
+def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
+    found = [
+        each.relative_to(path).as_posix()
+        for each in sorted(path.glob("*/**/*"))
+        if each.suffix.lower() in SUFFIXES and each.is_file()
+    ]
+    classes = tuple(sorted({name.split("/")[0] for name in found}))
+    number = {name: label for label, name in enumerate(classes)}
+    labels = np.array([number[name.split("/")[0]] for name in found], np.int32)
+    files = [str(path / name) for name in found]
+    images = _Encoded(files, [f"'{file}'" for file in files], size)
+    return images, labels, classes, found, Files(str(path), tuple(found), None).stamp()
+
+
+def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError("reading Parquet needs pyarrow: pip install -e '.[text]'") from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"'{path}' is cut short or damaged ({error})") from None
+    if not {"image", "label"} <= set(table.column_names):
+        raise ValueError(f"'{path}' has the columns {table.column_names}: it needs image and label")
+    rows = range(table.num_rows)
+    images = _Encoded(table["image"], [f"'{path}' row {row}" for row in rows], size)
+    labels = np.array(table["label"].to_pylist())
+    return images, *_classes(labels, path), [str(row) for row in rows], _stamp(path)
+
+
+def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
+    if size is not None:
+        raise ValueError(f"image_size is {size}: the arrays of '{path}' have a size of their own")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images, labels = arrays["images"], arrays["labels"]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"'{path}' cannot be read: it needs images and labels ({error})") from None
+    if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"'{path}' has images {images.shape} and labels {labels.shape}: they must be [N, H, W] "
+            "or [N, H, W, C], and [N]"
+        )
+    images = images[..., None] if images.ndim == 3 else images
+    return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
+
+
+def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Returns labels as int32, and the names of the classes."""
+    if not np.issubdtype(labels.dtype, np.integer) or (labels.size and labels.min() < 0):
+        raise ValueError(f"'{path}' has labels that are no integers from 0: give those of classes")
+    return labels.astype(np.int32), tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
+
+
+def _stamp(path: Path) -> str:
+    return Files(str(path.parent), (path.name,), None).stamp()
+
+
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ImportError("images are decoded by Pillow: pip install -e '.[vision]'") from None
+    return Image

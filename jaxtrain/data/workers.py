@@ -1,0 +1,81 @@
+"""Rows that other processes read, for sources whose decoding takes longer than a step."""
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from jaxtrain.data.loader import RowSource
+from jaxtrain.host.storage import StorageError
+
+_source: RowSource  # of a worker
+
+
+class WorkerRows:
+    """A source whose rows several processes read at once: a RowSource for `Batches`.
+
+    The batches are those of the source itself, bit for bit. The processes start with the first
+    batch, end with this one, and each has a copy of the source, which must be picklable. Rows of
+    tokens need none: the loader's own thread makes them far faster than steps take them.
+
+    Args:
+      source: random access to rows.
+      workers: processes.
+
+    Raises:
+      ValueError: `workers` is below 1.
+      StorageError: on reading, a worker was killed. A run ends by it as by a failing disk, and
+        launchers start it again.
+    """
+
+    def __init__(self, source: RowSource, workers: int):
+        if workers < 1:
+            raise ValueError(f"workers is {workers}; give at least 1")
+        self.source, self.workers = source, workers
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.source[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns the rows of some indices, each worker's share read at once."""
+        size = -(-len(indices) // self.workers) or 1
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        try:
+            return [row for rows in self._pool.map(_read, parts) for row in rows]
+        except BrokenProcessPool:
+            raise StorageError(
+                "a process that reads rows was killed, as where memory runs out: start the run "
+                "again, with fewer workers if it happens again"
+            ) from None
+
+    @functools.cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        # Not by fork: this process has threads, of JAX and of others.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self.workers, context, _begin, (self.source,))
+
+
+def start_worker() -> None:
+    """Prepares a worker: it encodes on one thread, and ends where its parent is killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _begin(source: RowSource) -> None:
+    global _source
+    start_worker()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is the run's to hear: it saves
+    _source = source
+
+
+def _read(indices: Sequence[int]) -> list[dict[str, Any]]:
+    return [_source[index] for index in indices]

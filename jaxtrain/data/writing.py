@@ -1,0 +1,442 @@
+"""The writing of a token store: parts that are complete or absent, and the manifest last."""
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxtrain.data.chat import encode_marked
+from jaxtrain.data.loader import ORDER_VERSION
+from jaxtrain.data.packing import Corpus
+from jaxtrain.data.sources import Document, Documents, Files, Split
+from jaxtrain.data.store import (
+    COUNTS,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Noted,
+    Store,
+    is_store,
+    naming_damage,
+    open_store,
+    read_manifest,
+    shard_files,
+)
+from jaxtrain.data.tokenizers import SubwordTokenizer, Tokenizer
+from jaxtrain.data.workers import start_worker
+
+# Text in a shard, about: what one process does at a time, and what a kill can cost each.
+SHARD_BYTES = 1 << 26
+PROGRESS_SECONDS = 10.0
+_ENCODE_BYTES = 1 << 23
+_RANKED = "held_out"  # the set whose documents are chosen by rank
+
+
+def write_store(
+    split: Split,
+    tokenizer: Tokenizer,
+    path: str | os.PathLike[str],
+    *,
+    source: dict[str, Any] | None = None,
+    workers: int = 1,
+) -> Store:
+    """Tokenizes documents into a store, or goes on where an earlier call was interrupted.
+
+    How far it is stands on standard error every few seconds.
+
+    The text is cut into parts, each of which becomes one shard. A part is complete or absent,
+    whatever ends the process, and is named by a hash of its source and the tokenizer: a later call
+    makes those that are missing. Several processes may call it at once: one of those on a host
+    works, the others wait. The tokens do not depend on the parts or the workers.
+
+    Args:
+      split: the documents of both sets. Only those of `text_folder` and `python_stdlib` are cut
+        into parts and read by other processes.
+      tokenizer: what encodes them.
+      path: the folder, on a disk.
+      source: what the manifest says of where the text comes from.
+      workers: processes to use, where there is more text than one shard takes.
+
+    Raises:
+      ValueError: if there is no text to train on, the path is in a bucket, holds other files or a
+        store of another source or tokenizer, or the source is bad or changes meanwhile.
+      OSError: if the disk is full, or a worker was killed; what is done is kept.
+    """
+    folder = Path(path)
+    if "://" in str(path):
+        raise ValueError(
+            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
+            "disk: give a local folder"
+        )
+    sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
+    stamps = {name: _stamp(side) for name, side in sides.items()}
+    about = {
+        "format": FORMAT,
+        "order_version": ORDER_VERSION,
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": int(tokenizer.eod),
+        },
+        "dtype": _dtype(tokenizer).name,
+        "source": dict(source or {}) | {"stamps": stamps},
+    }
+    if not _is_made(folder, about):
+        with _one_at_a_time(folder) as alone:
+            if not _is_made(folder, about):
+                folder.mkdir(exist_ok=True)
+                try:
+                    _make(folder, sides, tokenizer, about, workers)
+                except BaseException:
+                    if not any(folder.glob("*.npz")):  # nothing is done that could be kept
+                        shutil.rmtree(folder, ignore_errors=True)
+                    raise
+                if alone:
+                    _tidy(folder)
+    return open_store(folder)
+
+
+def cached_store(
+    split: Split,
+    tokenizer: Tokenizer,
+    *,
+    source: dict[str, Any] | None = None,
+) -> Store:
+    """Opens the store of a text under ``~/.cache/jaxtrain/tokens``, after making it if need be.
+
+    It is found by names, sizes and times of files, so the text is not read again. Where that folder
+    (``$XDG_CACHE_HOME`` is heeded) cannot be written, the store is in a temporary one, for this
+    process alone. Arguments and errors are those of `write_store`.
+    """
+    stamps = [_stamp(side.files or side) for side in split]
+    key = _hash(tokenizer.fingerprint, tokenizer.eod, *stamps)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder, temporary = Path(home) / "jaxtrain" / "tokens", None
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not is_store(folder / key) and not os.access(folder, os.W_OK):
+        temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
+        folder = Path(temporary.name)
+    store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
+    store.temporary = temporary  # which is removed with the store
+    return store
+
+
+def tokenize(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Corpus:
+    """Encodes documents into one array of uint16 (or uint32, above 65536 ids).
+
+    Args:
+      documents: the texts, in order; with `cache_dir` they are read once to know their hash and
+        once more if it is new.
+      tokenizer: what encodes them.
+      cache_dir: if given, a folder where the tokens are kept as a store, under a hash of the texts
+        and the tokenizer, and mapped into memory rather than read.
+
+    Raises:
+      ValueError: if there are no documents, `cache_dir` is in a bucket, or a kept file is damaged.
+
+    >>> corpus = tokenize([Document("a", b"ab"), Document("b", b"c")], ByteTokenizer())
+    >>> corpus.tokens.tolist(), corpus.starts.tolist(), corpus.num_bytes
+    ([97, 98, 256, 99, 256], [0, 3], 3)
+    """
+    if cache_dir is not None:
+        key = _hash(tokenizer.fingerprint, tokenizer.eod, _stamp(documents))
+        split = Split(documents, Documents(lambda: iter(())))
+        return write_store(split, tokenizer, f"{cache_dir}/{key}").corpus()
+    memory, texts = io.BytesIO(), Noted(documents)
+    lengths, counts = _write_tokens(texts, tokenizer, memory)
+    if not lengths:
+        raise ValueError("there are no documents to tokenize; check the source and its split")
+    tokens = np.frombuffer(memory.getbuffer(), _dtype(tokenizer))
+    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint(), counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What becomes one shard of a set: ``name`` is that of its files without suffix."""
+
+    set: str
+    name: str
+    documents: Iterable[Document]
+    stamp: str
+    num_bytes: int
+
+
+def _make(
+    folder: Path,
+    sides: dict[str, Iterable[Document]],
+    tokenizer: Tokenizer,
+    about: dict[str, Any],
+    workers: int,
+) -> None:
+    """Writes what is missing of a store, its manifest last; before, the manifest has no sets."""
+    with _whole(folder / MANIFEST) as sink:
+        sink.write(json.dumps(about).encode())
+    if isinstance(tokenizer, SubwordTokenizer):
+        with _whole(folder / TOKENIZER) as sink:
+            sink.write(tokenizer.to_json().encode())
+    parts = []
+    for name, side in sides.items():
+        for cut in side.cut(SHARD_BYTES) if isinstance(side, Files) else [side]:
+            stamp = cut.stamp() if isinstance(cut, Files) else about["source"]["stamps"][name]
+            key = f"{name}-{_hash(tokenizer.fingerprint, tokenizer.eod, stamp)[:16]}"
+            size = cut.num_bytes() if isinstance(cut, Files) else 0
+            parts.append(_Part(name, key, cut, stamp, size))
+    _write_parts(folder, parts, tokenizer, workers)
+    sets = {name: _join(folder, name, parts) for name in sides}
+    with _whole(folder / MANIFEST) as sink:
+        sink.write(json.dumps(about | {"sets": sets}, indent=1).encode())
+
+
+def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
+    """Writes the parts that are missing, by other processes where there is much to do."""
+    missing = [part for part in parts if not (folder / f"{part.name}.npz").exists()]
+    progress = _Progress(parts, missing)
+    if workers < 2 or progress.left <= SHARD_BYTES:
+        for part in missing:
+            _write_part(folder, part, tokenizer)
+            progress.count(part)
+        return
+    # Not by fork: this process has threads, of JAX and of others.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=start_worker) as pool:
+        futures = {pool.submit(_write_part, folder, part, tokenizer): part for part in missing}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                progress.count(futures[future])
+        except BrokenProcessPool:
+            raise ChildProcessError(
+                f"a process that tokenized into '{folder}' was killed, as where memory runs out: "
+                "run it again with fewer workers, it goes on where it was"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Progress:
+    """Says on standard error how much of the parts is done."""
+
+    def __init__(self, parts: list[_Part], missing: list[_Part]):
+        self.total, self.left = (sum(part.num_bytes for part in some) for some in (parts, missing))
+        self._first, self._begun = self.left, time.monotonic()
+        self._said = self._begun
+
+    def count(self, part: _Part) -> None:
+        self.left -= part.num_bytes
+        now = time.monotonic()
+        if now - self._said < PROGRESS_SECONDS:
+            return
+        rate = (self._first - self.left) / (now - self._begun)
+        print(
+            f"tokenizing: {(self.total - self.left) / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
+            f"{rate / 1e6:,.1f} MB/s, {self.left / max(rate, 1) / 60:,.0f} minutes left",
+            file=sys.stderr,
+        )
+        self._said = now
+
+
+def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
+    """Writes the files of a part; the last, ``.npz``, says that it is done."""
+    texts = Noted(part.documents)
+    with _whole(folder / f"{part.name}.tokens") as sink:
+        lengths, counts = _write_tokens(texts, tokenizer, sink)
+        if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
+            raise ValueError(
+                f"files in '{part.documents.root}' changed while they were tokenized; run it again "
+                "when they are as they should be"
+            )
+    noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
+    noted |= {"sizes": np.array(texts.sizes, np.int64), "lengths": np.array(lengths, np.int64)}
+    if counts is not None:
+        with _whole(folder / f"{part.name}{COUNTS}") as sink:
+            sink.write(counts)
+        noted["counted"] = counts.sum()
+    with _whole(folder / f"{part.name}.npz") as sink:
+        np.savez(sink, text=texts.fingerprint(), **noted)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file to write that appears when all of it is on the disk."""
+    partial = path.with_name(f"{path.name}-{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "xb") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(  # of a write, which names no file
+            error.errno,
+            f"{os.strerror(error.errno)} while the token store '{path.parent}' was written; run it "
+            "again when that is mended, it goes on where it was",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _join(folder: Path, name: str, parts: list[_Part]) -> dict[str, Any]:
+    """Joins what the parts of a set noted, writes its arrays, and returns its statistics."""
+    mine = [part for part in parts if part.set == name]
+    noted = [_load_npz(folder / f"{part.name}.npz") for part in mine]
+    shards = [
+        (f"{part.name}.tokens", int(note["lengths"].sum()))
+        for part, note in zip(mine, noted, strict=True)
+        if len(note["lengths"])
+    ]
+    texts = [str(note["text"]) for note in noted if len(note["lengths"])]
+    if name == "train" and not texts:
+        for part in parts:
+            (folder / f"{part.name}.npz").unlink()
+        raise ValueError("there are no documents to tokenize; check the source and its split")
+    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
+    arrays = {"starts": np.cumsum(lengths) - lengths}
+    if name == _RANKED:
+        arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}
+    counted = [note["counted"] for note in noted if "counted" in note]
+    for what, array in arrays.items():
+        with _whole(folder / f"{name}.{what}.npy") as sink:
+            np.save(sink, array)
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "bytes": int(sizes.sum()),
+        "text": texts[0] if len(texts) == 1 else _hash(*texts),
+        "longest": int(lengths.max(initial=0)),
+        # How many have from 2^n to 2^(n + 1) - 1 tokens.
+        "lengths": np.bincount(np.log2(lengths).astype(np.int64)).tolist(),
+        "shards": shards,
+    } | ({"counted": int(sum(counted))} if counted else {})
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what the writing of a store has left: notes, partial files, parts of old sources."""
+    sets = open_store(folder).manifest["sets"].values()
+    kept = {name for about in sets for name in shard_files(about, 1)}
+    for path in folder.iterdir():
+        if path.suffix in (".npz", ".partial", ".tokens", COUNTS) and path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[bool]:
+    """Lets the processes of this host through one after the other; yields whether it could."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock, alone = folder.with_name(f"{folder.name}.lock"), False
+    with open(lock, "w") as file:
+        with contextlib.suppress(OSError):  # A file system without locks: each does the work.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        try:
+            yield alone
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _is_made(folder: Path, about: dict[str, Any]) -> bool:
+    """Whether a store is complete; one of another tokenizer or source is refused."""
+    # Listed before the manifest is read: it is the first file that another process writes.
+    others = [path.name for path in folder.glob("*") if path.suffix != ".partial"]
+    kept = read_manifest(folder)
+    if kept is None:
+        if others:
+            raise ValueError(f"'{folder}' holds other files ({others[0]}); give another folder")
+        return False
+    made = "made" if "sets" in kept else "begun"
+    for what in ("tokenizer", "source"):
+        then, now = kept[what], about[what]
+        if what == "source" and made == "begun":  # whose parts that changed are made again
+            then, now = ({**each, "stamps": None} for each in (then, now))
+        if then != now:
+            raise ValueError(
+                f"the token store '{folder}' was {made} with another {what}, or the {what} changed "
+                "since: give another folder, or delete this one"
+            )
+    return made == "made"
+
+
+def _load_npz(path: Path) -> dict[str, np.ndarray]:
+    with naming_damage(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _stamp(documents: Iterable[Document]) -> str:
+    """What is another where the documents are: of files without reading them."""
+    if isinstance(documents, Files):
+        return documents.stamp()
+    if iter(documents) is documents:
+        raise ValueError("documents can be read only once, a store needs them twice; give a list")
+    texts = Noted(documents)
+    collections.deque(texts, maxlen=0)
+    return texts.fingerprint()
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def cpus() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _write_tokens(
+    documents: Iterable[Document], tokenizer: Tokenizer, sink: BinaryIO
+) -> tuple[list[int], np.ndarray | None]:
+    """Writes the tokens of all documents to `sink`; returns their lengths, and which of them count.
+
+    The end of a conversation does not count: its template has said it."""
+    lengths, counted, dtype = [], [], _dtype(tokenizer)
+    eod = np.array([tokenizer.eod], dtype).tobytes()
+    for chunk in _chunks(documents):
+        for ids, counts in encode_marked(chunk, tokenizer):
+            sink.write(ids.astype(dtype).tobytes())
+            sink.write(eod)
+            lengths.append(len(ids) + 1)
+            counted += [] if counts is None else [counts, np.zeros(1, np.uint8)]
+    if counted and len(counted) != 2 * len(lengths):
+        raise ValueError("some documents are conversations and some are not: keep them apart")
+    return lengths, np.concatenate(counted) if counted else None
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups texts so that an encoder can use every core, a few megabytes at a time."""
+    chunk, size = [], 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if size >= _ENCODE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

@@ -1,0 +1,114 @@
+"""Images of folders, Parquet files and arrays are the same rows, in the same batches."""
+
+import io
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from jaxtrain.data import Batches, open_images
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    return np.random.default_rng(0).integers(0, 256, (30, 8, 8, 3), np.uint8)
+
+
+def png(array):
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def kinds(pixels, tmp_path_factory):
+    """A folder, Parquet files as others and as Hugging Face write them, and arrays."""
+    root = tmp_path_factory.mktemp("images")
+    labels = np.arange(30) % 3
+    for n, label in enumerate(labels):
+        (root / "folder" / "abc"[label]).mkdir(parents=True, exist_ok=True)
+        (root / "folder" / "abc"[label] / f"{n:02}.png").write_bytes(png(pixels[n]))
+    encoded = [png(each) for each in pixels]
+    for name, column in (("own", encoded), ("hf", [{"bytes": x, "path": None} for x in encoded])):
+        table = pyarrow.table({"image": column, "label": labels})
+        pyarrow.parquet.write_table(table, root / f"{name}.parquet")
+    np.savez(root / "arrays.npz", images=pixels, labels=labels)
+    return root
+
+
+@pytest.mark.parametrize("name", ["folder", "own.parquet", "hf.parquet", "arrays.npz"])
+def test_every_image_is_a_row_with_its_label(kinds, pixels, name):
+    found = open_images(kinds / name)
+    assert (found.shape, len(found.classes)) == ((8, 8, 3), 3)
+    assert 0 < len(found.held_out) < len(found.train)
+    seen = {}
+    for row in (*found.train, *found.held_out):
+        image = np.rint(row["image"] * 255).astype(np.uint8)
+        seen[image.tobytes()] = int(row["label"])
+    assert seen == {each.tobytes(): n % 3 for n, each in enumerate(pixels)}
+    batch = Batches(found.train, global_batch=4, seed=0).batch(0)
+    assert {key: (x.shape, x.dtype.name) for key, x in batch.items()} == {
+        "image": ((4, 8, 8, 3), "float32"),
+        "label": ((4,), "int32"),
+        "mask": ((4,), "float32"),
+    }
+    again = open_images(kinds / name)
+    assert again.fingerprint == found.fingerprint
+    assert [row["label"] for row in again.held_out] == [row["label"] for row in found.held_out]
+
+
+def test_images_are_brought_to_a_size_and_to_the_channels_of_the_first(kinds, tmp_path):
+    for n, mode in enumerate(("L", "RGB", "RGBA", "P")):
+        (tmp_path / "xy"[n % 2]).mkdir(exist_ok=True)
+        Image.new(mode, (10 + n, 20)).save(tmp_path / "xy"[n % 2] / f"{n}.png")
+    assert open_images(tmp_path, size=6).shape == (6, 6, 1)
+    found = open_images(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 1\): give im"
+    ):
+        list(found.train) + list(found.held_out)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "none", "none' does not exist"),
+        (lambda root: root, r"holds 0 image\(s\) of 0 class\(es\): give two or more"),
+        (lambda root: write(root / "a.txt", b""), "a.txt' holds no images: give a folder by class"),
+        (
+            lambda root: write(root / "a.npz", b"x"),
+            "a.npz' cannot be read: it needs images and lab",
+        ),
+        (lambda root: write(root / "a.parquet", b"x"), "a.parquet' is cut short or damaged"),
+        (lambda root: arrays(root, np.zeros((2, 4)), np.arange(2)), r"images \(2, 4\) and labels"),
+        (lambda root: arrays(root, np.zeros((2, 4, 4)), np.arange(2.0)), "no integers from 0"),
+        (
+            lambda root: write(root / "c" / "a.png", b"x").parents[1],
+            "a.png' is no image, or damaged",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(tmp_path, make, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
+        open_images(make(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def write(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def arrays(root, images, labels):
+    np.savez(root / "a.npz", images=images, labels=labels)
+    return root / "a.npz"
+
+
+def test_without_pillow(kinds, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[vision\]'"):
+        open_images(kinds / "folder")

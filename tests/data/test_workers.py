@@ -1,0 +1,52 @@
+"""Rows read by other processes: the same batches, and a worker that is killed is said."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from jaxtrain.data import Batches, WorkerRows
+from jaxtrain.host import exit_codes
+from jaxtrain.host.storage import StorageError
+from jaxtrain.run.refusal import refuse
+
+
+class Squares:
+    """Rows of n squared, read in whatever process asks; the last kills it."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 39:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"x": np.full(2, index**2), "process": np.array(os.getpid())}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rows = WorkerRows(Squares(), 1)  # which starts in half the time of two
+    yield rows
+    rows._pool.shutdown()
+
+
+def test_the_batches_are_the_source_s_own(rows):
+    ours = Batches(rows, global_batch=8, seed=0, shuffle=False)
+    theirs = Batches(Squares(), global_batch=8, seed=0, shuffle=False)
+    seen = set()
+    for step in range(4):
+        batch = ours.batch(step)
+        assert (batch["x"] == theirs.batch(step)["x"]).all()
+        seen |= set(batch["process"].tolist())
+    assert os.getpid() not in seen
+    with pytest.raises(ValueError, match="workers is 0; give at least 1"):
+        WorkerRows(Squares(), 0)
+
+
+def test_a_killed_worker_is_said_and_the_run_may_be_started_again(rows):
+    batches = Batches(rows, global_batch=8, seed=0, shuffle=False)
+    killed = r"^a process that reads rows was killed, .* start the run again"
+    with batches.stream(4) as stream, pytest.raises(StorageError, match=killed) as raised:
+        next(stream)
+    assert refuse(raised.value).code in exit_codes.RESTARTABLE
