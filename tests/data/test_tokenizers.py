@@ -9,7 +9,14 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import EOD, BPETokenizer, ByteTokenizer, SubwordTokenizer, load_template
+from jaxtrain.data import (
+    EOD,
+    BPETokenizer,
+    ByteTokenizer,
+    ChatTemplate,
+    SubwordTokenizer,
+    load_template,
+)
 from jaxtrain.data.chat import encode_marked
 
 TEXT = [
@@ -200,8 +207,9 @@ def test_other_kinds_are_trained_alike_every_time_and_kept(kind, tmp_path):
     assert len(first.encode("the theme")) < 9
 
 
-def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
-    """As of Llama 2: a space begins every text, unknown letters are bytes, and one is a space."""
+@pytest.mark.parametrize("spaces", ["every", "first"])
+def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path, spaces):
+    """As of Llama 2: a space begins a text, unknown letters are bytes, and one is a space."""
     letters = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc"]
     merges = [("\u2581", "a"), ("b", "c")]
     vocabulary = {token: id for id, token in enumerate([*letters, "\u2581a", "bc"])}
@@ -209,9 +217,14 @@ def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
     theirs = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-    theirs.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    if spaces == "every":
+        theirs.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
     theirs.decoder = decoders.Sequence(
         [
             decoders.Replace("\u2581", " "),
@@ -230,12 +243,19 @@ def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
     for text in ("a bc", " é 中🙂\n", "", "x  y"):
         ids = ours.encode(text).tolist()
         assert ids == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == theirs.decode(ids) == text
+        kept = text if spaces == "every" else text.removeprefix(" ")  # which it takes for its own
+        assert ours.decode(ids) == theirs.decode(ids) == kept
     assert ours.decode_bytes(ours.encode(b"a\xff")) == b"a\xff"
     ((_, counts),) = encode_marked(
         load_template("plain").conversations("x", {"prompt": "ab", "completion": "a"}), ours
     )
     assert counts.tolist() == [0, 0, 1]
+    chat = ChatTemplate(
+        "{% for m in messages %}</s>{{ m.content }}{% endfor %}", {}, ours.special_pattern
+    )
+    said = chat.conversations("x", {"prompt": "bc a", "completion": "a"})
+    ((ids, _),) = encode_marked(said, ours)
+    assert ids.tolist() == theirs.encode("</s>bc a</s>a", add_special_tokens=False).ids
 
 
 def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):

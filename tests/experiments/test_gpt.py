@@ -188,6 +188,10 @@ def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypat
     given = (Config(sample_tokens=0), model, tokenizer, texts, None, {"loss": 1.0})
     assert len(conclude(*given)) == 1
     assert counted == [[b"ab" * 5] * 4]
+    chat = data.load_template("plain").conversations("x", {"prompt": "ab", "completion": "c"})
+    assistant = data.tokenize(chat, tokenizer)
+    (line,) = conclude(*given[:3], {"": (assistant, assistant)}, *given[4:])
+    assert line == "held-out loss 1.000 nats per token of the assistant's, 1 of 3"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert conclude(*given) == []
     assert len(counted) == 1
