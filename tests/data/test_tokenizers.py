@@ -13,11 +13,9 @@ from jaxtrain.data import (
     EOD,
     BPETokenizer,
     ByteTokenizer,
-    ChatTemplate,
     SubwordTokenizer,
-    load_template,
 )
-from jaxtrain.data.chat import encode_marked
+from jaxtrain.data.chat import Conversation, encode_marked
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -246,15 +244,10 @@ def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path, spaces):
         kept = text if spaces == "every" else text.removeprefix(" ")  # which it takes for its own
         assert ours.decode(ids) == theirs.decode(ids) == kept
     assert ours.decode_bytes(ours.encode(b"a\xff")) == b"a\xff"
-    ((_, counts),) = encode_marked(
-        load_template("plain").conversations("x", {"prompt": "ab", "completion": "a"}), ours
-    )
+    ((_, counts),) = encode_marked([Conversation("x", b"aba", ((2, 3),), ())], ours)
     assert counts.tolist() == [0, 0, 1]
-    chat = ChatTemplate(
-        "{% for m in messages %}</s>{{ m.content }}{% endfor %}", {}, ours.special_pattern
-    )
-    said = chat.conversations("x", {"prompt": "bc a", "completion": "a"})
-    ((ids, _),) = encode_marked(said, ours)
+    special = Conversation("x", b"</s>bc a</s>a", ((12, 13),), ((0, 4), (8, 12)))
+    ((ids, _),) = encode_marked([special], ours)
     assert ids.tolist() == theirs.encode("</s>bc a</s>a", add_special_tokens=False).ids
 
 
@@ -269,9 +262,8 @@ def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):
     assert ours.encode(text).tolist() == [3, 6, 4, 5]
     assert ours.decode(ours.encode(text)) == "hello , worlds"
     assert ours.eod == words.index("[SEP]")
-    pair = load_template("plain").conversations("x", {"prompt": "hello", "completion": "you"})
     with pytest.raises(ValueError, match="x: this tokenizer loses text, so what counts"):
-        list(encode_marked(pair, ours))
+        list(encode_marked([Conversation("x", b"hello you", ((6, 9),), ())], ours))
 
 
 def test_a_kind_that_is_none():
