@@ -16,6 +16,7 @@ import jaxtrain as jt
 from jaxtrain import data
 from jaxtrain.models import convnet
 from jaxtrain.run import options
+from jaxtrain.run.provenance import SAME
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
@@ -79,6 +80,7 @@ def build(config: Config) -> jt.Experiment:
             "images": images.fingerprint,
             "order_of_rows": str(data.ORDER_VERSION),
         },
+        may_change={"workers": SAME},
         item="images",
         facts={
             "model": f"ConvNet, channels {', '.join(map(str, config.channels))}, BatchNorm, "

@@ -218,15 +218,20 @@ def encode_marked(
       tokenizer: what encodes them.
     """
     cut = [list(_cut(document)) for document in documents]
-    encoded = iter(tokenizer.encode_batch([part for parts in cut for part in parts[::2]]))
+    begun = iter(tokenizer.encode_batch([parts[0] for parts in cut]))
+    rest = [part for parts in cut for part in parts[2::2]]
+    inside = iter(tokenizer.encode_inside(rest) if rest else ())
     for document, parts in zip(documents, cut, strict=True):
         if not isinstance(document, Conversation):
-            yield next(encoded), None
+            yield next(begun), None
             continue
         ids, lengths = [], []
         for number, part in enumerate(parts):
             special = number % 2
-            own = np.array([tokenizer.special_id(part)], np.int32) if special else next(encoded)
+            if special:
+                own = np.array([tokenizer.special_id(part)], np.int32)
+            else:
+                own = next(inside if number else begun)
             ids.append(own)
             lengths.append([len(part)] if special else tokenizer.token_lengths(own))
             if sum(lengths[-1]) == len(part) + 1:  # a space that the tokenizer begins texts with

@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
         """Returns `encode` of each text; may use every core."""
         ...
 
+    def encode_inside(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns the ids of texts that each follow a special token."""
+        ...
+
     def decode(self, ids: Any) -> str:
         """Returns the text of some ids; bytes that are not UTF-8 become U+FFFD, `eod` nothing."""
         ...
@@ -94,6 +98,9 @@ class _BytePieces:
     @property
     def vocab_size(self) -> int:
         return len(self._pieces)
+
+    def encode_inside(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        return self.encode_batch(texts)
 
     def decode(self, ids: Any) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -175,7 +182,12 @@ class SubwordTokenizer(_BytePieces):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
+        self._tokenizer = self._inside = tokenizer
+        if getattr(tokenizer.pre_tokenizer, "prepend_scheme", "") == "first":
+            # Newer files of Llama: a space begins the text, but not what follows a special token.
+            self._inside = _import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
+            self._inside.encode_special_tokens = True
+            self._inside.pre_tokenizer.prepend_scheme = "never"
         super().__init__(_pieces(tokenizer, eod), eod)
         found = tokenizer.encode("x", add_special_tokens=False).ids
         words = "WordPiece" in repr(tokenizer.decoder)
@@ -331,13 +343,20 @@ class SubwordTokenizer(_BytePieces):
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [T]; uses every core."""
+        return self._encode(self._tokenizer, texts)
+
+    def encode_inside(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns the ids of texts that each follow a special token."""
+        return self._encode(self._inside, texts)
+
+    def _encode(self, tokenizer: Any, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         # Odd parts are the invalid bytes of a text, which UTF-8 text itself cannot contain.
         split = [
             _INVALID_UTF8.split(_as_bytes(text).decode("utf-8", "surrogateescape"))
             for text in texts
         ]
         valid = [part for parts in split for part in parts[::2]]
-        encodings = self._tokenizer.encode_batch_fast(valid, add_special_tokens=False)
+        encodings = tokenizer.encode_batch_fast(valid, add_special_tokens=False)
         ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
         return [
             np.concatenate(

@@ -157,6 +157,7 @@ def tokenize(
     Raises:
       ValueError: if there are no documents, `cache_dir` is in a bucket, or a kept file is damaged.
 
+    >>> from jaxtrain.data import ByteTokenizer
     >>> corpus = tokenize([Document("a", b"ab"), Document("b", b"c")], ByteTokenizer())
     >>> corpus.tokens.tolist(), corpus.starts.tolist(), corpus.num_bytes
     ([97, 98, 256, 99, 256], [0, 3], 3)

@@ -14,6 +14,8 @@ from jaxtrain.data.chat import TEMPLATES, encode_marked, load_template
 from jaxtrain.data.tokenizers import EOD
 from tests.commands import run as command
 
+pytest.importorskip("jinja2")
+
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = [
     *(EOD, "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>"),

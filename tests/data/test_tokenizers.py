@@ -9,8 +9,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import EOD, BPETokenizer, ByteTokenizer, SubwordTokenizer, load_template
-from jaxtrain.data.chat import encode_marked
+from jaxtrain.data import (
+    EOD,
+    BPETokenizer,
+    ByteTokenizer,
+    SubwordTokenizer,
+)
+from jaxtrain.data.chat import Conversation, encode_marked
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -200,8 +205,9 @@ def test_other_kinds_are_trained_alike_every_time_and_kept(kind, tmp_path):
     assert len(first.encode("the theme")) < 9
 
 
-def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
-    """As of Llama 2: a space begins every text, unknown letters are bytes, and one is a space."""
+@pytest.mark.parametrize("spaces", ["every", "first"])
+def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path, spaces):
+    """As of Llama 2: a space begins a text, unknown letters are bytes, and one is a space."""
     letters = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc"]
     merges = [("\u2581", "a"), ("b", "c")]
     vocabulary = {token: id for id, token in enumerate([*letters, "\u2581a", "bc"])}
@@ -209,9 +215,14 @@ def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
     theirs = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-    theirs.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    if spaces == "every":
+        theirs.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
     theirs.decoder = decoders.Sequence(
         [
             decoders.Replace("\u2581", " "),
@@ -230,12 +241,14 @@ def test_byte_fallback_is_the_library_s_and_its_loss_is_said(tmp_path):
     for text in ("a bc", " é 中🙂\n", "", "x  y"):
         ids = ours.encode(text).tolist()
         assert ids == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == theirs.decode(ids) == text
+        kept = text if spaces == "every" else text.removeprefix(" ")  # which it takes for its own
+        assert ours.decode(ids) == theirs.decode(ids) == kept
     assert ours.decode_bytes(ours.encode(b"a\xff")) == b"a\xff"
-    ((_, counts),) = encode_marked(
-        load_template("plain").conversations("x", {"prompt": "ab", "completion": "a"}), ours
-    )
+    ((_, counts),) = encode_marked([Conversation("x", b"aba", ((2, 3),), ())], ours)
     assert counts.tolist() == [0, 0, 1]
+    special = Conversation("x", b"</s>bc a</s>a", ((12, 13),), ((0, 4), (8, 12)))
+    ((ids, _),) = encode_marked([special], ours)
+    assert ids.tolist() == theirs.encode("</s>bc a</s>a", add_special_tokens=False).ids
 
 
 def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):
@@ -249,9 +262,8 @@ def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):
     assert ours.encode(text).tolist() == [3, 6, 4, 5]
     assert ours.decode(ours.encode(text)) == "hello , worlds"
     assert ours.eod == words.index("[SEP]")
-    pair = load_template("plain").conversations("x", {"prompt": "hello", "completion": "you"})
     with pytest.raises(ValueError, match="x: this tokenizer loses text, so what counts"):
-        list(encode_marked(pair, ours))
+        list(encode_marked([Conversation("x", b"hello you", ((6, 9),), ())], ours))
 
 
 def test_a_kind_that_is_none():

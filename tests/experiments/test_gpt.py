@@ -20,6 +20,7 @@ from experiments.gpt import (
     outline,
 )
 from jaxtrain import data
+from jaxtrain.data.chat import Conversation
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.loop import fit
 from jaxtrain.run.main import main, parse, run_to_resume
@@ -178,6 +179,10 @@ def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypat
     given = (Config(sample_tokens=0), model, tokenizer, texts, None, {"loss": 1.0})
     assert len(conclude(*given)) == 1
     assert counted == [[b"ab" * 5] * 4]
+    chat = Conversation("x", b"abc", counted=((2, 3),), special=())
+    assistant = data.tokenize([chat], tokenizer)
+    (line,) = conclude(*given[:3], {"": (assistant, assistant)}, *given[4:])
+    assert line == "held-out loss 1.000 nats per token of the assistant's, 1 of 3"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert conclude(*given) == []
     assert len(counted) == 1
