@@ -95,7 +95,7 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
 
     def tile(d_kernel_SDV, parts):
         x_ND, targets_N, mask_N = parts
-        logits_NV = matmul_float32(x_ND, kernel_DV)
+        logits_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
         if z_loss:
             softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
