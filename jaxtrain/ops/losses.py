@@ -85,13 +85,7 @@ def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT
     return total, hits, jax.lax.stop_gradient(z_total)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
-    def tile(_, parts):
-        return None, _token_losses(vocab_size, _logits(parts[0], kernel_DV), parts[1])[0]
-
-    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
-    return _sums(z_loss, mask_BT, *per_token)[0]
+_cross_entropy = jax.custom_vjp(_plain_cross_entropy, nondiff_argnums=(0, 1, 2))
 
 
 def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
@@ -101,7 +95,7 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
 
     def tile(d_kernel_SDV, parts):
         x_ND, targets_N, mask_N = parts
-        logits_NV = _logits(x_ND, kernel_DV)
+        logits_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
         if z_loss:
             softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
@@ -139,10 +133,6 @@ def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):
     z_BT = z_loss * log_z_BT**2
     loss_BT = nll_BT + z_BT if z_loss else nll_BT
     return tuple((a * mask_BT).sum() for a in (loss_BT, hit_BT, z_BT)), loss_BT
-
-
-def _logits(x_ND, kernel_DV):
-    return jnp.matmul(x_ND, kernel_DV, preferred_element_type=wide(x_ND.dtype))
 
 
 def _token_losses(vocab_size, logits, targets_N):

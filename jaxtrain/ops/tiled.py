@@ -56,8 +56,7 @@ def tiled_attention(
     form = _Form(causal, window, block or _block(T), dropout, S)
     rng = rng if dropout else None
     if -(-T // form.block) <= UNROLLED:
-        run = _kept if _keeps(form, T, K, q.dtype) else _tiled
-        out_BGRTK = run(form, q, k, v, segments_BT, rng)
+        out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
     else:
         out_BGRTK = _long(form, q, k, v, segments_BT, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
@@ -84,15 +83,32 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     """Attention tiled over queries.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
-    https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, and both passes
-    multiply in the dtype they were given with float32 accumulation.
+    https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, but where the
+    weights are kept (``KEPT``). Both passes multiply in the dtype they were given with float32
+    accumulation.
     """
     return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
 
 
 def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    out_BGRTK, lse_BGRT1, _ = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
+    saved = (q_BGRTK, k_BGSK, v_BGSK, rng)
+    if not _keeps(form, q_BGRTK):
+        return out_BGRTK, (saved, (segments_BT, out_BGRTK, lse_BGRT1), None)
+    # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
+    # and its log-sum-exp saved, they cost one product and one exponential.
+    weights = [
+        jnp.exp(tile - _merge(lse_BGRT1[:, :, :, rows]))
+        for tile, (rows, _) in zip(scores, _tiles(q_BGRTK.shape[3], form), strict=True)
+    ]
+    return out_BGRTK, (saved, None, weights)
+
+
+def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
+    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
+    (T, K), dtype = q_BGRTK.shape[3:], q_BGRTK.dtype
+    sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
+    return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
 def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
@@ -116,12 +132,17 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 
 def _backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    whole_rows = (q_BGRTK, d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
+    (q_BGRTK, k_BGSK, v_BGSK, rng), results, weights = saved
+    whole_rows = (q_BGRTK, d_out_BGRTK)
+    if weights is None:
+        segments_BT, out_BGRTK, lse_BGRT1 = results
+        whole_rows += (_delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
 
     def d_tile(tile, rows, keys, before):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+        if weights is not None:
+            return _d_weighted(form, weights[tile], *of_rows, None, of_keys, rng, tile)
         if tile and platform() == "gpu":
             # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
             # rematerialised layer has computed for its forward pass as well.
@@ -152,43 +173,6 @@ def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
 
 
 _tiled.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kept(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    """Attention tiled over queries, which keeps its weights; see ``KEPT``."""
-    return _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
-
-
-def _kept_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
-    # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
-    # and its log-sum-exp saved, they cost one product and one exponential.
-    weights = [
-        jnp.exp(tile - _merge(lse_BGRT1[:, :, :, rows]))
-        for tile, (rows, _) in zip(scores, _tiles(q_BGRTK.shape[3], form), strict=True)
-    ]
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, rng, weights)
-
-
-def _kept_backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, rng, weights = saved
-
-    def d_tile(tile, rows, keys, _):
-        q, d_out = q_BGRTK[:, :, :, rows], d_out_BGRTK[:, :, :, rows]
-        of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-        return _d_weighted(form, weights[tile], q, d_out, None, of_keys, rng, tile)
-
-    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
-
-
-_kept.defvjp(_kept_forward, _kept_backward)
-
-
-def _keeps(form: _Form, T: int, K: int, dtype) -> bool:
-    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
-    sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
-    return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

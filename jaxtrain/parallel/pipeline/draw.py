@@ -53,20 +53,13 @@ def print_tables(tables: Sequence[Table], *, console: Console | None = None) -> 
     console.print(legend(max(table.virtual for table in tables)))
 
 
-def print_summary(
-    tables: Sequence[Table],
-    *,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    console: Console | None = None,
-) -> None:
+def print_summary(tables: Sequence[Table], *, forward: float = 1.0, backward: float = 2.0) -> None:
     """Prints makespan, bubble, ticks and stash of each table.
 
     Args:
       tables: what to compare.
       forward: time of a whole stage forward, as for :func:`makespan`.
       backward: time of a whole stage backward.
-      console: where to; standard output by default.
     """
     columns = RichTable(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
     columns.add_column("schedule")
@@ -82,21 +75,15 @@ def print_summary(
             f"{bubble(table, forward=forward, backward=backward):.1%}",
             " ".join(map(str, peak_stash(table))),
         )
-    console = console or Console()
-    console.print(columns, highlight=False)
+    Console().print(columns, highlight=False)
 
 
-def print_balance(
-    rows: Sequence[tuple[Table, str, Sequence[int], Times, Times]],
-    *,
-    console: Console | None = None,
-) -> None:
+def print_balance(rows: Sequence[tuple[Table, str, Sequence[int], Times, Times]]) -> None:
     """Prints what each stage of a model computes, and what follows for the makespan.
 
     Args:
       rows: of each, the schedule, the name of a placement, the number of layers of each global
         stage, and the operations (in 10^9) of its forward and of its backward unit.
-      console: where to; standard output by default.
     """
     columns = RichTable(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("schedule", "layers of stages 0, 1, ...", "GFLOP", "% of the busiest"):
@@ -113,8 +100,7 @@ def print_balance(
             f"{makespan(table, forward=forward, backward=backward):,.1f}",
             f"{bubble(table, forward=forward, backward=backward):.1%}",
         )
-    console = console or Console()
-    console.print(columns, highlight=False)
+    Console().print(columns, highlight=False)
 
 
 def picture(table: Table, width: int) -> Text:

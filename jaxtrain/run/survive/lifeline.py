@@ -61,7 +61,6 @@ class Lifeline:
       peers: connections by process: all others in process 0, process 0 in the others.
       hosts: names of their machines, for messages.
       exit: ends the process at once, given an exit code.
-      clock: seconds, monotonic.
 
     Attributes:
       stop_wanted: whether some process has been asked to stop.
@@ -76,11 +75,10 @@ class Lifeline:
         hosts: dict[int, str],
         *,
         exit: Callable[[int], None] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.process, self.processes = process, processes
         self.shared: dict[int, dict[str, Any]] = {}
-        self._peers, self._hosts, self._exit, self._clock = peers, hosts, exit, clock
+        self._peers, self._hosts, self._exit = peers, hosts, exit
         self._changed = threading.Condition(threading.RLock())
         self.stop_wanted = False
         self._reason: str | None = None
@@ -91,7 +89,7 @@ class Lifeline:
         self._ended: tuple[float, str] | None = None
         self._leave_at: tuple[float, str, int] | None = None
         self._closing = self._left = False
-        self._heard = dict.fromkeys(peers, clock())
+        self._heard = dict.fromkeys(peers, time.monotonic())
         self._pending = dict.fromkeys(peers, b"")
         self._thread: threading.Thread | None = None
         if peers:
@@ -230,7 +228,7 @@ class Lifeline:
         with self._changed:
             if self._closing or self._leave_at is not None:
                 return
-            self._leave_at = (self._clock() + seconds, sentence, code)
+            self._leave_at = (time.monotonic() + seconds, sentence, code)
             self._send_all({"lost": sentence, "seconds": seconds, "code": code})
             if seconds == 0:
                 self._leave()
@@ -260,12 +258,12 @@ class Lifeline:
         with selectors.DefaultSelector() as selector:
             for process, peer in self._peers.items():
                 selector.register(peer, selectors.EVENT_READ, process)
-            beat_at = self._clock()
+            beat_at = time.monotonic()
             # Where the last peer has gone with an error, there is still its time to wait for.
             while (self._peers or self._leave_at) and not (self._closing or self._left):
                 for key, _ in selector.select(timeout=0.2):
                     self._read(key.data, key.fileobj, selector)
-                now = self._clock()
+                now = time.monotonic()
                 if now >= beat_at:
                     beat_at = now + BEAT_SECONDS
                     self._send_all({"beat": True})
@@ -280,7 +278,7 @@ class Lifeline:
             data = peer.recv(65536)
         except OSError:
             data = b""
-        self._heard[process] = self._clock()
+        self._heard[process] = time.monotonic()
         *lines, self._pending[process] = (self._pending[process] + data).split(b"\n")
         broken = "its connection closed" if not data else ""
         try:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 
 from jaxtrain.host.exit_codes import PREEMPTED, Ended
 from jaxtrain.host.signals import SignalWatch, say
@@ -27,9 +26,7 @@ class Preempted(Ended):
         self.step, self.run_dir = step, run_dir
 
 
-def ending_at_sigterm(
-    *, handle_signals: bool = True, exit: Callable[[int], None] = os._exit
-) -> contextlib.AbstractContextManager:
+def ending_at_sigterm(*, handle_signals: bool = True) -> contextlib.AbstractContextManager:
     """While this lasts, SIGTERM ends the process at once with ``PREEMPTED``; SIGINT is left alone.
 
     For what comes before training, which may take minutes inside a compiler. There is nothing to
@@ -37,12 +34,11 @@ def ending_at_sigterm(
 
     Args:
       handle_signals: False leaves SIGTERM alone too.
-      exit: ends the process, given an exit code.
     """
 
     def leave(number: int) -> None:
         say(f"SIGTERM outside of training: nothing is to be saved; exiting with code {PREEMPTED}")
-        exit(PREEMPTED)
+        os._exit(PREEMPTED)
 
     if not handle_signals:
         return contextlib.nullcontext()

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
 from etils import epath
 
@@ -25,28 +24,17 @@ class Watchdog(Hook):
       seconds: without a beat after which the process ends; 0 for no end.
       run_dir: where the stacks are written besides standard error; None for nowhere.
       process: this process's number, for the message.
-      exit: ends the process at once, given an exit code.
-      clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        *,
-        run_dir: epath.Path | None = None,
-        process: int = 0,
-        exit: Callable[[int], None] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, seconds: float, *, run_dir: epath.Path | None = None, process: int = 0):
         self._limit, self._run_dir, self._process = seconds, run_dir, process
-        self._exit, self._clock = exit, clock
-        self._beat_at, self._doing = clock(), "before its first step"
+        self._beat_at, self._doing = time.monotonic(), "before its first step"
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Watchdog":
         if self._limit:
-            self._beat_at = self._clock()
+            self._beat_at = time.monotonic()
             self._thread = threading.Thread(
                 target=self._watch, name="jaxtrain-watchdog", daemon=True
             )
@@ -65,11 +53,11 @@ class Watchdog(Hook):
 
     def beat(self, doing: str) -> None:
         """Notes that something has ended, and where we are (``"after the dispatch of step 7"``)."""
-        self._beat_at, self._doing = self._clock(), doing
+        self._beat_at, self._doing = time.monotonic(), doing
 
     def _watch(self) -> None:
         while not self._closed.wait(min(self._limit / 4, 10.0)):
-            idle = self._clock() - self._beat_at
+            idle = time.monotonic() - self._beat_at
             if idle > self._limit:
                 self._end(idle)
                 return
@@ -88,7 +76,7 @@ class Watchdog(Hook):
         writer = threading.Thread(target=self._write_stacks, args=(sentence,), daemon=True)
         writer.start()
         writer.join(timeout=10.0)
-        self._exit(HUNG)
+        os._exit(HUNG)
 
     def _write_stacks(self, sentence: str) -> None:
         if self._run_dir is None:
