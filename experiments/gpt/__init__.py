@@ -330,6 +330,8 @@ def sample(
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
     params = jax.jit(stack_of(config, model).natural)(state.params)
+    # A pretrained model may have more tokens than its tokenizer, which has no text for those.
+    model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
     written = continue_text(
         model,

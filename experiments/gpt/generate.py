@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing():
         quiet.start()
         model, params, tokenizer = load(config.run, config.step)
+        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
+        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]
         written = generate(
             model,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.gpt import Config, build, outline
+from experiments.gpt import Config, build, outline, sample
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.hf import safetensors
@@ -39,7 +39,7 @@ MISTRAL = gpt.GPTConfig(
 @pytest.fixture(scope="module")
 def tokenizer():
     pytest.importorskip("tokenizers")
-    return data.BPETokenizer.train([b"the theme of the thesis"], 270)
+    return data.BPETokenizer.train([b" ".join(b"%d" % i for i in range(99))], 270)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,16 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
     np.testing.assert_allclose(ours, models.logits(out, tokens), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_samples_are_of_tokens_that_have_text(folder, tokenizer):
+    config = Config(init_from=str(folder), sample_tokens=60)
+    experiment = outline(config)
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    # Of 300 tokens the tokenizer has 270; one drawn from the others would be refused.
+    assert tokenizer.vocab_size == 270
+    assert sample(config, MISTRAL, tokenizer, state)
 
 
 def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_path):
