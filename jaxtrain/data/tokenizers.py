@@ -321,6 +321,11 @@ class SubwordTokenizer(_BytePieces):
         return f"{kind}-{self.eod}-{digest}"
 
     @property
+    def eod_token(self) -> str:
+        """How the file spells `eod`."""
+        return self._tokenizer.id_to_token(self.eod)
+
+    @property
     def special_pattern(self) -> str:
         """A pattern of the special tokens, with the white space that they take in."""
         found = [

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxtrain.data import SubwordTokenizer
-from jaxtrain.data.tokenizers import EOD
 from jaxtrain.hf import weights
 from jaxtrain.host import quiet
 from jaxtrain.models import gpt
@@ -89,7 +88,7 @@ def _export(options: ExportOptions) -> int:
     fields, files = {}, {}
     if isinstance(tokenizer, SubwordTokenizer):
         fields = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
         files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
         files["tokenizer_config.json"] = weights.to_json(settings)
     weights.save(

@@ -39,7 +39,7 @@ MISTRAL = gpt.GPTConfig(
 @pytest.fixture(scope="module")
 def tokenizer():
     pytest.importorskip("tokenizers")
-    return data.BPETokenizer.train([b" ".join(b"%d" % i for i in range(99))], 270)
+    return data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(99))], 270)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     library = models.transformers()
     opened = library.AutoTokenizer.from_pretrained(out)
     assert opened("the thesis")["input_ids"] == tokenizer.encode("the thesis").tolist()
-    assert (opened.eos_token_id, opened.eos_token) == (tokenizer.eod, "<|endoftext|>")
+    assert (opened.eos_token_id, opened.eos_token) == (tokenizer.eod, "</s>")
     tokens = models.TOKENS[:, :8]
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
@@ -123,7 +123,7 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
     with pytest.raises(ValueError, match="--layers 2 is not for --init-from, whose folder says"):
         outline(Config(**given, layers=2))
     more = tmp_path / "tokenizer.json"
-    data.BPETokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
+    data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
     with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model in .* 300:"):
         outline(Config(**given, tokenizer=str(more)))
     assert outline(Config(**given)).config["model"]["vocab_size"] == 300
