@@ -73,7 +73,12 @@ class Estimate:
 
 
 def estimate(
-    experiment: Experiment, devices: int, *, kind: str = "tpu", traced: Any = None
+    experiment: Experiment,
+    devices: int,
+    *,
+    kind: str = "tpu",
+    state: TrainState | None = None,
+    traced: Any = None,
 ) -> Estimate:
     """Estimates an experiment's train step on its mesh.
 
@@ -81,6 +86,7 @@ def estimate(
       experiment: what would be trained; its data are not touched.
       devices: how many there are.
       kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+      state: its shapes on the abstract mesh; None makes them.
       traced: what :func:`trace` returned for a like step, see there; None traces this one.
 
     Returns:
@@ -89,10 +95,10 @@ def estimate(
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
+    state = abstract_state(experiment, devices, kind=kind) if state is None else state
     if traced is None:
-        traced = trace(experiment, devices, kind=kind)
-    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
-    state = make_abstract_state(experiment, mesh)
+        traced = trace(experiment, devices, kind=kind, state=state)
+    mesh = state.step.sharding.mesh
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
@@ -103,7 +109,9 @@ def estimate(
     return on_critical_path(estimated, experiment.pipeline)
 
 
-def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
+def trace(
+    experiment: Experiment, devices: int, *, kind: str = "tpu", state: TrainState | None = None
+) -> Any:
     """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
     The trace has the same operations on all meshes with the same product of data and fsdp, and the
@@ -111,13 +119,21 @@ def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
     stand for the others in :func:`estimate`, which reads the sizes from its own mesh. (Not with
     ``zero``, whose layouts depend on the sizes.)
 
+    Args:
+      experiment, devices, kind, state: as for :func:`estimate`.
+
     Raises:
       ValueError: as :func:`estimate`.
     """
-    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
-    state = make_abstract_state(experiment, mesh)
+    state = abstract_state(experiment, devices, kind=kind) if state is None else state
+    mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
     return trace_step(step, state, experiment.batch, mesh, experiment.rules)
+
+
+def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:
+    """The shapes of an experiment's state, with shardings on an abstract mesh."""
+    return make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices, kind=kind))
 
 
 def trace_step(
@@ -211,11 +227,6 @@ def abstract_mesh(
     return AbstractMesh(
         shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device
     )
-
-
-def state_bytes(experiment: Experiment, devices: int) -> int:
-    """Bytes of the state alone on one device, exact; at the cost of shapes."""
-    return local_bytes(make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices)))
 
 
 def predict(estimated: Estimate, target: Target, wire_bytes: Any = None) -> Prediction | None:
