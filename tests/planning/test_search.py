@@ -81,7 +81,7 @@ def test_only_what_the_config_has_is_varied():
     assert list(make_candidates(Config(), {"data": 2, "fsdp": 2})) == [
         Candidate({"data": 2, "fsdp": 2}, accumulates=False)
     ]
-    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}))
+    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}, accumulates=False))
     assert changed == Config(mesh=Mesh(data=2, fsdp=2))
 
 
@@ -92,6 +92,9 @@ def test_the_flags_of_a_layout_make_its_config():
         Candidate({"data": 4, "fsdp": 2, "tensor": 1, "pipe": 1, "dcn_data": 2}, 1, "none"),
     ):
         config = tyro.cli(gpt.Config, args=candidate.flags)
+        assert config == with_candidate(gpt.Config(), candidate)
+        # Whatever the flags before them say.
+        config = tyro.cli(gpt.Config, args=["--accumulate=8", *candidate.flags])
         assert config == with_candidate(gpt.Config(), candidate)
 
 
