@@ -11,8 +11,8 @@ rematerialisation. All that divide the target's devices are looked at:
    target's own compiler, whose memory stands beside the estimate.
 
 Meshes with little tensor and pipe come first, so that a search which runs out of its time (or is
-interrupted) has seen those that are most often best. A third of the time is for walking, the rest
-for compiling. Rejected layouts are told by family: how many, why, and one of them.
+interrupted) has seen those that are most often best. Of its time, a third is for walking and the
+rest for compiling, if it compiles. Rejected layouts are told by family: how many, why, and one.
 """
 
 import concurrent.futures
@@ -47,8 +47,9 @@ WIDTH = 100
 GIB = 2**30
 # Where nobody says how many layouts to compile, none is begun after so many seconds of compiling.
 COMPILE_SECONDS = 45.0
-# The part of a search's time after which no further mesh is walked. The TPU compiler takes a minute
-# for any decoder, however few its layers: most of it goes into machine code, fusion by fusion.
+# The part of a search's time after which no further mesh is walked, if it compiles. The compiler of
+# TPUs takes a minute for any decoder, however few its layers: most of it goes into machine code,
+# fusion by fusion.
 WALKING = 1 / 3
 
 
@@ -208,6 +209,7 @@ def search(
     if compile_best != 0:
         # What is not installed is better known now than in a minute.
         target.devices()
+    walking = seconds if compile_best == 0 else WALKING * seconds
     rejections, estimator = Rejections(), Estimator(build, config, target)
     rows, considered = [], 0
 
@@ -243,8 +245,8 @@ def search(
         )
         candidates = list(make_candidates(config, mesh))
         considered += len(candidates)
-        if rows and time.perf_counter() - start > WALKING * seconds:
-            reason = f"not looked at: a third of {seconds:.0f} s was over (--search-seconds)"
+        if rows and time.perf_counter() - start > walking:
+            reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
         if reason := refuse_mesh(estimator, mesh):
