@@ -219,8 +219,10 @@ class PlanOptions:
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
     compile_best: int | None = None
     """How many of the best the search compiles; left out, as many as 45 s hold, at least one."""
-    search_seconds: float = 60.0
-    """For how long the search goes on to further meshes once it has one that fits."""
+    search_seconds: float = 105.0
+    """For how long the search goes on: to further meshes for a third of it (all of it, if nothing
+    is compiled) once one fits, and then compiling. What is not compiled by then is ranked by its
+    estimate alone."""
     dcn_gbps: float | None = None
     """Gb/s of one device's share of the network between hosts (of TPUs: between slices); left out,
     the published figure, which the report prints."""

@@ -256,6 +256,7 @@ def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Arra
     return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
 
 
+@functools.lru_cache
 def parameter_count(config: GPTConfig) -> int:
     """Counts the parameters, without the padding of the token tables.
 

@@ -3,12 +3,11 @@
 Everything starts from shapes: nothing is allocated, and no data is read.
 """
 
-import collections
 import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import Rule, Rules
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
     Estimate,
@@ -126,9 +124,6 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
     """
     mesh = make_experiment_mesh(experiment, target.devices())
     state = make_abstract_state(experiment, mesh)
-    formula = None
-    if experiment.flops_per_step is not None:
-        formula = (experiment.flops_per_step, experiment.flops_formula)
     return plan_step(
         build_step(experiment, state, mesh),
         state,
@@ -136,11 +131,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
         mesh=mesh,
         target=target,
         name=experiment.name,
-        flops_formula=formula,
-        layers=experiment.stages.stacked.key if experiment.stages else None,
-        steps_per_call=experiment.steps_per_call,
-        rules=experiment.rules,
-        pipeline=experiment.pipeline,
+        experiment=experiment,
     )
 
 
@@ -152,22 +143,21 @@ def plan_step(
     mesh: Mesh,
     target: Target,
     name: str,
-    flops_formula: tuple[float, str] | None = None,
-    layers: str | None = None,
-    steps_per_call: int = 1,
-    rules: Rules | Sequence[Rule] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
+    experiment: Experiment | None = None,
 ) -> Plan:
     """Like :func:`plan`, for a state that lies on the target's mesh.
 
     Args:
       step, state, batch, mesh, target, name: what to compile.
-      flops_formula: model FLOPs of one step over all devices, and the formula's name.
-      layers: the parameters' subtree that is stacked layer by layer.
-      steps_per_call: steps that the compiled call runs, each with such a batch.
-      rules: as for :func:`jaxtrain.compile_step`.
-      pipeline: arguments of :func:`jaxtrain.pipeline`, where the step is one.
+      experiment: whose step it is: its rules, the model's FLOPs by its formula, its layers, its
+        pipeline, and how many steps the compiled call runs, each with such a batch.
     """
+    rules, formula, layers, steps_per_call = None, None, None, 1
+    if experiment is not None:
+        rules, steps_per_call = experiment.rules, experiment.steps_per_call
+        layers = experiment.stages.stacked.key if experiment.stages else None
+        if experiment.flops_per_step is not None:
+            formula = experiment.flops_per_step, experiment.flops_formula
     called, given = step, batch
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
@@ -182,10 +172,8 @@ def plan_step(
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
         traced = trace_step(step, state, batch, mesh, rules)
-    flops, (estimated, unread) = (
-        count_jaxpr(traced),
-        _walk(traced, state, batch, mesh, rules, kind=target.chip.kind),
-    )
+    flops = count_jaxpr(traced)
+    estimated, unread = _walk(traced, state, batch, mesh, rules, kind=target.chip.kind)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
     notes += [*_flops_notes(flops), *unread]
     if steps_per_call > 1:
@@ -198,7 +186,7 @@ def plan_step(
         hosts=target.hosts,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         flops=flops,
-        flops_formula=flops_formula,
+        flops_formula=formula,
         peak_flops=_peak(flops, target.chip),
         assumed="" if target.chip.hbm_bytes_per_s is None else target.chip.assumed,
         fits=False,
@@ -212,7 +200,8 @@ def plan_step(
     memory = split_memory(train, state, given, target.chip, kept)
     roofline = None
     if estimated is not None:
-        estimated = on_critical_path(estimated, pipeline or {})
+        if experiment is not None:
+            estimated = on_critical_path(estimated, experiment, state.params)
         roofline = predict(estimated, target, None if unread else sent(program.collectives))
     traffic = None
     if not unread:
@@ -256,12 +245,9 @@ def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple
         return Program(), text, (f"communication is not known: {what} ({reason})",)
 
 
-def sent(collectives: Iterable[Collective]) -> Mapping[tuple[str, tuple[str, ...]], float]:
+def sent(collectives: tuple[Collective, ...]) -> Mapping[tuple[str, tuple[str, ...]], float]:
     """Bytes that one device sends, by kind and axes."""
-    found: collections.Counter = collections.Counter()
-    for c in collectives:
-        found[c.kind, c.axes] += c.executions * c.sent
-    return found
+    return {(row.kind, row.axes): row.sent for row in summarize(collectives)}
 
 
 def split_memory(

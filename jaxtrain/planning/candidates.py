@@ -46,17 +46,20 @@ class Candidate:
         return self.remat or "-"
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """What of the config makes this layout: values by the path of their field."""
+        changes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
+        if self.accumulates:
+            changes["accumulate"] = 1 if self.stage_remat else self.microbatches
+        if self.stage_remat is not None:
+            changes["pipeline.microbatches"] = self.microbatches
+            changes["pipeline.remat"] = self.stage_remat
+        return changes if self.remat is None else changes | {"remat": self.remat}
+
+    @property
     def flags(self) -> list[str]:
         """What to type after the experiment's name to train this layout."""
-        flags = [f"--mesh.{axis.replace('_', '-')}={size}" for axis, size in self.mesh.items()]
-        if self.stage_remat is None and self.accumulates:
-            flags.append(f"--accumulate={self.microbatches}")
-        if self.stage_remat is not None:
-            flags.append(f"--pipeline.microbatches={self.microbatches}")
-            flags.append(f"--pipeline.remat={self.stage_remat}")
-        if self.remat is not None:
-            flags.append(f"--remat={self.remat}")
-        return flags
+        return [f"--{path.replace('_', '-')}={value}" for path, value in self.changes.items()]
 
 
 def make_meshes(config: Any, devices: int, *, slices: int = 1) -> Iterator[dict[str, int]]:
@@ -106,19 +109,13 @@ def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]
 
 def with_candidate(config: Any, candidate: Candidate) -> Any:
     """Returns the config that trains a layout."""
-    mesh = dataclasses.replace(config.mesh, **candidate.mesh)
-    changes: dict[str, Any] = {"mesh": mesh}
-    if candidate.remat is not None:
-        changes["remat"] = candidate.remat
-    if candidate.stage_remat is not None:
-        changes["pipeline"] = dataclasses.replace(
-            config.pipeline, microbatches=candidate.microbatches, remat=candidate.stage_remat
-        )
-        if hasattr(config, "accumulate"):
-            changes["accumulate"] = 1
-    elif hasattr(config, "accumulate"):
-        changes["accumulate"] = candidate.microbatches
-    return dataclasses.replace(config, **changes)
+    for path, value in candidate.changes.items():
+        *group, name = path.split(".")
+        for part in group:
+            value = dataclasses.replace(getattr(config, part), **{name: value})
+            name = part
+        config = dataclasses.replace(config, **{name: value})
+    return config
 
 
 def _choices(config: Any, name: str) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from rich.console import Console
 from jaxtrain.experiment import Experiment
 from jaxtrain.planning import nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
-from jaxtrain.planning.report import print_plan
 from jaxtrain.planning.targets import Target, stay_on_cpu
 
 
@@ -53,7 +52,7 @@ def run_plan(
     if as_json:
         print(json.dumps(plan.to_json(), allow_nan=False, default=str))
     else:
-        print_plan(plan, Console(highlight=False, width=_width()))
+        plan.draw(Console(highlight=False, width=_width()))
     return plan
 
 

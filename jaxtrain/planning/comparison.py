@@ -34,27 +34,20 @@ def compare_with_run(
       Lines for the log: memory, where the backend counts it, and the time of a step, where the
       device's peaks are known; none on a CPU, which has neither.
     """
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
+    if mesh.devices.flat[0].platform == "cpu":
         return []
     return compare(programs, mesh, experiment, seconds_per_step)
 
 
-def compare(
-    programs: Mapping[int, CompiledStep],
-    mesh: Mesh,
-    experiment: Experiment,
-    seconds_per_step: float | None,
-) -> list[str]:
+def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None) -> list[str]:
     """:func:`compare_with_run` on any device: where there is nothing to compare, it says so."""
     device = mesh.devices.flat[0]
     steps, train = next(iter(programs.items()))
     try:
+        chip = chip_of(device.device_kind)
         return [
             _memory_line(peak_bytes(train.compiled, device.platform), device.platform),
-            _time_line(
-                train, steps, mesh, experiment, seconds_per_step, chip_of(device.device_kind)
-            ),
+            _time_line(train, steps, mesh, experiment, seconds, chip),
         ]
     except Exception as error:  # the run is done and saved: nothing said about it may end it
         return [f"predicted memory and step time: not compared, {type(error).__name__}: {error}"]

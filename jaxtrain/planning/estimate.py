@@ -17,6 +17,7 @@ steps (jax 0.10.2): decoders 768 to 4096 wide, over data, fsdp, tensor, pipe, al
 but offload, and accumulation.
 """
 
+import collections
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +29,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
+from jaxtrain.parallel.pipeline.stages import layers_of_stages
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
-from jaxtrain.planning import roofline
+from jaxtrain.planning.balance import Weights, weigh
 from jaxtrain.planning.partition import Cost, Spec, axis_names
-from jaxtrain.planning.roofline import Prediction
+from jaxtrain.planning.roofline import Prediction, wire_seconds
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.state import TrainState, local_bytes
@@ -73,7 +75,12 @@ class Estimate:
 
 
 def estimate(
-    experiment: Experiment, devices: int, *, kind: str = "tpu", traced: Any = None
+    experiment: Experiment,
+    devices: int,
+    *,
+    kind: str = "tpu",
+    state: TrainState | None = None,
+    traced: Any = None,
 ) -> Estimate:
     """Estimates an experiment's train step on its mesh.
 
@@ -81,6 +88,7 @@ def estimate(
       experiment: what would be trained; its data are not touched.
       devices: how many there are.
       kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+      state: its shapes on the abstract mesh; None makes them.
       traced: what :func:`trace` returned for a like step, see there; None traces this one.
 
     Returns:
@@ -89,10 +97,10 @@ def estimate(
     Raises:
       ValueError: for what does not divide or does not fit together, as the training run would.
     """
+    state = abstract_state(experiment, devices, kind=kind) if state is None else state
     if traced is None:
-        traced = trace(experiment, devices, kind=kind)
-    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
-    state = make_abstract_state(experiment, mesh)
+        traced = trace(experiment, devices, kind=kind, state=state)
+    mesh = state.step.sharding.mesh
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
@@ -100,10 +108,12 @@ def estimate(
         estimated = dataclasses.replace(
             estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
         )
-    return on_critical_path(estimated, experiment.pipeline)
+    return on_critical_path(estimated, experiment, state.params)
 
 
-def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
+def trace(
+    experiment: Experiment, devices: int, *, kind: str = "tpu", state: TrainState | None = None
+) -> Any:
     """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
     The trace has the same operations on all meshes with the same product of data and fsdp, and the
@@ -111,13 +121,21 @@ def trace(experiment: Experiment, devices: int, *, kind: str = "tpu") -> Any:
     stand for the others in :func:`estimate`, which reads the sizes from its own mesh. (Not with
     ``zero``, whose layouts depend on the sizes.)
 
+    Args:
+      experiment, devices, kind, state: as for :func:`estimate`.
+
     Raises:
       ValueError: as :func:`estimate`.
     """
-    mesh = abstract_mesh(experiment.mesh, devices, kind=kind)
-    state = make_abstract_state(experiment, mesh)
+    state = abstract_state(experiment, devices, kind=kind) if state is None else state
+    mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
     return trace_step(step, state, experiment.batch, mesh, experiment.rules)
+
+
+def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:
+    """The shapes of an experiment's state, with shardings on an abstract mesh."""
+    return make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices, kind=kind))
 
 
 def trace_step(
@@ -213,29 +231,33 @@ def abstract_mesh(
     )
 
 
-def state_bytes(experiment: Experiment, devices: int) -> int:
-    """Bytes of the state alone on one device, exact; at the cost of shapes."""
-    return local_bytes(make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices)))
-
-
-def predict(estimated: Estimate, target: Target, wire_bytes: Any = None) -> Prediction | None:
+def predict(
+    estimated: Estimate, target: Target, wire_bytes: Mapping[tuple, float] | None = None
+) -> Prediction | None:
     """Predicts the time of a step (:mod:`.roofline`); None where the chip's peaks are not known.
 
     Args:
       estimated: of the same number of devices.
       target: what it would run on.
-      wire_bytes: what a compiled program sends, in place of what the estimate says.
+      wire_bytes: what one device sends by a compiled program, in place of what the estimate says.
     """
-    cost = estimated.cost
-    return roofline.predict(
-        target.chip,
-        flops=cost.flops,
-        product_bytes=cost.product_bytes,
-        other_bytes=cost.other_bytes,
-        wire_bytes=cost.wire_bytes if wire_bytes is None else wire_bytes,
-        mesh=estimated.mesh,
-        devices_per_island=target.devices_per_island,
-    )
+    chip, cost = target.chip, estimated.cost
+    if chip.hbm_bytes_per_s is None:
+        return None
+    compute = least = 0.0
+    for (kind, dtype), count in cost.flops.items():
+        # A dtype without a figure of its own (float64 on TPU) is taken at float32's.
+        seconds = count / (chip.peak_flops(dtype) or chip.flops["float32"])
+        compute += seconds / chip.efficiency[kind]
+        # A kernel skips the tiles that a mask leaves out, which are counted: almost half of them.
+        least += seconds / (2 if kind == "attention" else 1)
+    memory = chip.hbm_bytes_per_s * chip.efficiency["memory"]
+    interconnect: collections.Counter = collections.Counter()
+    for (kind, axes), sent in (cost.wire_bytes if wire_bytes is None else wire_bytes).items():
+        island = target.devices_per_island
+        interconnect["+".join(axes)] += wire_seconds(kind, axes, sent, chip, estimated.mesh, island)
+    products, rest = cost.product_bytes / memory, cost.other_bytes / memory
+    return Prediction(compute, products, rest, dict(interconnect), least)
 
 
 def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
@@ -250,28 +272,40 @@ def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
     return layouts
 
 
-def on_critical_path(estimated: Estimate, pipeline: Mapping[str, Any]) -> Estimate:
-    """Takes ticks of a pipeline that hold half a unit, or none, as long as they last.
+def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree) -> Estimate:
+    """Takes ticks of a pipeline for as long as their slowest device has work.
 
-    The walk counts a forward and a backward unit in every tick; a tick of the warm-up has one.
+    The walk counts a forward and a backward unit in every tick, of the most layers that a stage
+    has and with the loss; a tick of the warm-up has one of them, and the last stage alone the loss.
 
     Args:
-      estimated: of the step.
-      pipeline: arguments of :func:`jaxtrain.pipeline`, read where the mesh has an axis ``pipe``.
+      estimated: of the experiment's step.
+      experiment: read where the mesh has an axis ``pipe``.
+      params: shapes of its parameters.
     """
-    if estimated.mesh.get("pipe", 1) == 1 or "microbatches" not in pipeline:
+    pipeline, devices = experiment.pipeline, estimated.mesh.get("pipe", 1)
+    if devices == 1 or "microbatches" not in pipeline:
         return estimated
+    stages = dataclasses.replace(experiment.stages, stacked=experiment.stack)
     table = make_table(
         pipeline.get("schedule", "1f1b"),
-        stages=estimated.mesh["pipe"],
+        stages=devices,
         microbatches=pipeline["microbatches"],
-        virtual=pipeline.get("virtual", 1),
+        virtual=stages.stacked.virtual * len(stages.blocks),
     )
-    times = {"forward": 1.0, "backward": 3.0 if pipeline.get("remat", "full") == "full" else 2.0}
-    full = table.ticks * sum(times.values()) / table.virtual
+    recompute = pipeline.get("remat", "full") == "full"
+    if len(stages.blocks) == 1:
+        weights = weigh(stages, experiment.init_fn, experiment.batch)
+    else:  # all layers alike, and nothing around them
+        weights = Weights(embed=(0.0, 0.0), layer=(1.0, 3.0), head=(0.0, 0.0))
+    counts = layers_of_stages(stages, params, devices=devices)
+    forward, backward = weights.of_stages(counts, recompute=recompute)
+    most = weights.of_stages([max(counts)] * len(counts), recompute=recompute)
+    walked = table.ticks * sum(unit.max() for unit in most)
     scaled = Cost()
-    scaled.add(estimated.cost, makespan(table, **times) / full)
-    return dataclasses.replace(estimated, cost=scaled, bubble=bubble(table, **times))
+    scaled.add(estimated.cost, makespan(table, forward=forward, backward=backward) / walked)
+    bubbles = bubble(table, forward=forward, backward=backward)
+    return dataclasses.replace(estimated, cost=scaled, bubble=bubbles)
 
 
 def _spec(leaf: Any) -> Spec:

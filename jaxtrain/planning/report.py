@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -84,8 +84,21 @@ class Traffic:
     conditional: bool
 
 
+class Report:
+    """What is drawn by ``self.draw(console)``."""
+
+    def report(self, width: int = 100) -> str:
+        """Draws it as text of at most ``width`` columns."""
+        console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+        self.draw(console)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+    def __str__(self) -> str:
+        return self.report()
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """What a step needs on a target.
 
     Args:
@@ -151,12 +164,32 @@ class Plan:
         flops = self.flops_formula[0] if self.flops_formula else self.flops.total
         return flops / (self.devices * self.peak_flops * seconds)
 
-    def report(self, width: int = 100) -> str:
-        """Draws it as text of at most ``width`` columns."""
-        return _draw(lambda console: print_plan(self, console), width)
-
-    def __str__(self) -> str:
-        return self.report()
+    def draw(self, console: Console) -> None:
+        """Prints it."""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "1 device"
+        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        _line(console, f"{self.name} on {self.target}", style="bold")
+        _line(console, f"{self.devices} x {self.device_kind}, {hosts}; mesh {mesh}", indent=2)
+        _line(console, "")
+        _line(console, verdict(self), style="bold green" if self.fits else "bold red")
+        if self.mend:
+            _line(console, f"nearest change that fits: {self.mend}", indent=2)
+        for warning in self.warnings:
+            _line(console, f"WARNING: {warning}", style="bold yellow")
+        if self.memory is not None:
+            _section(console, "memory per device", _memory(self))
+            traffic = Text(UNKNOWN) if self.traffic is None else _traffic(self.traffic)
+            _section(console, "communication per step, one device", traffic)
+        _section(console, "FLOPs per step, all devices", _flops(self))
+        if self.roofline is not None:
+            _section(console, "predicted time per step", _roofline(self))
+            _line(console, _prediction(self), indent=2)
+            _line(console, f"at {self.assumed}", indent=2)
+        if self.compile_seconds is not None:
+            _line(console, "")
+            _line(console, f"compiled in {self.compile_seconds:.1f} s")
+        for note in self.notes:
+            _line(console, f"note: {note}", style="dim")
 
     def __repr__(self) -> str:
         needed = "" if self.memory is None else f", {human_bytes(self.memory.needed)} per device"
@@ -172,7 +205,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Report):
     """What a compiled function communicates and takes.
 
     Args:
@@ -188,45 +221,21 @@ class Explanation:
     loops: tuple[int | None, ...]
     warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return self.report()
-
-    def report(self, width: int = 100) -> str:
-        """Draws it as text of at most ``width`` columns."""
-        return _draw(lambda console: _explain(self, console), width)
+    def draw(self, console: Console) -> None:
+        """Prints it."""
+        for warning in self.warnings:
+            _line(console, f"WARNING: {warning}", style="bold yellow")
+        table = _table("", "bytes", "")
+        for name, size in self.memory.items():
+            table.add_row(name, f"{size:,}", human_bytes(size))
+        _section(console, "memory per device", table)
+        _section(console, "communication per call, one device", _traffic(self.traffic))
+        if None in self.loops:
+            _line(console, "note: loops of unknown length are counted as one trip", style="dim")
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as data that ``json.dumps`` takes."""
         return dataclasses.asdict(self)
-
-
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints a plan."""
-    console = console or Console(highlight=False)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "1 device"
-    hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
-    _line(console, f"{plan.name} on {plan.target}", style="bold")
-    _line(console, f"{plan.devices} x {plan.device_kind}, {hosts}; mesh {mesh}", indent=2)
-    _line(console, "")
-    _line(console, verdict(plan), style="bold green" if plan.fits else "bold red")
-    if plan.mend:
-        _line(console, f"nearest change that fits: {plan.mend}", indent=2)
-    for warning in plan.warnings:
-        _line(console, f"WARNING: {warning}", style="bold yellow")
-    if plan.memory is not None:
-        _section(console, "memory per device", _memory(plan))
-        traffic = Text(UNKNOWN) if plan.traffic is None else _traffic(plan.traffic)
-        _section(console, "communication per step, one device", traffic)
-    _section(console, "FLOPs per step, all devices", _flops(plan))
-    if plan.roofline is not None:
-        _section(console, "predicted time per step", _roofline(plan))
-        _line(console, _prediction(plan), indent=2)
-        _line(console, f"at {plan.assumed}", indent=2)
-    if plan.compile_seconds is not None:
-        _line(console, "")
-        _line(console, f"compiled in {plan.compile_seconds:.1f} s")
-    for note in plan.notes:
-        _line(console, f"note: {note}", style="dim")
 
 
 def verdict(plan: Plan) -> str:
@@ -324,18 +333,6 @@ def _prediction(plan: Plan) -> str:
     return text if most is None or most >= 1 else f"{text}: MFU at most {most:.1%}"
 
 
-def _explain(explanation: Explanation, console: Console) -> None:
-    for warning in explanation.warnings:
-        _line(console, f"WARNING: {warning}", style="bold yellow")
-    table = _table("", "bytes", "")
-    for name, size in explanation.memory.items():
-        table.add_row(name, f"{size:,}", human_bytes(size))
-    _section(console, "memory per device", table)
-    _section(console, "communication per call, one device", _traffic(explanation.traffic))
-    if None in explanation.loops:
-        _line(console, "note: loops of unknown length are counted as one trip", style="dim")
-
-
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
@@ -363,9 +360,3 @@ def _line(console: Console, text: str, *, style: str = "", indent: int = 0) -> N
         if indent
         else Text(text, style)
     )
-
-
-def _draw(draw: Callable[[Console], None], width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
-    draw(console)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

@@ -84,44 +84,6 @@ def hides(axes: str) -> bool:
     return set(axes.split("+")) <= OVERLAPPED
 
 
-def predict(
-    chip: Chip,
-    *,
-    flops: Mapping[tuple[str, str], float],
-    product_bytes: float,
-    other_bytes: float,
-    wire_bytes: Mapping[tuple[str, tuple[str, ...]], float],
-    mesh: Mapping[str, int],
-    devices_per_island: int,
-) -> Prediction | None:
-    """Predicts the time of a step; None for a chip whose peaks are not known.
-
-    Args:
-      chip: what it runs on.
-      flops: of one device, by kind of product and dtype (:class:`.partition.Cost`).
-      product_bytes, other_bytes: memory traffic of one device.
-      wire_bytes: that one device sends, by kind of collective and mesh axes.
-      mesh: sizes of mesh axes, outermost first.
-      devices_per_island: devices that reach each other by links, consecutive in the mesh.
-    """
-    if chip.hbm_bytes_per_s is None or chip.link_bytes_per_s is None:
-        return None
-    compute = least = 0.0
-    for (kind, dtype), count in flops.items():
-        # A dtype without a figure of its own (float64 on TPU) is taken at float32's.
-        seconds = count / (chip.peak_flops(dtype) or chip.flops["float32"])
-        compute += seconds / chip.efficiency[kind]
-        # A kernel skips the tiles that a mask leaves out, which are counted: almost half of them.
-        least += seconds / (2 if kind == "attention" else 1)
-    memory = chip.hbm_bytes_per_s * chip.efficiency["memory"]
-    interconnect: dict[str, float] = {}
-    for (kind, axes), sent in wire_bytes.items():
-        seconds = wire_seconds(kind, axes, sent, chip, mesh, devices_per_island)
-        name = "+".join(axes)
-        interconnect[name] = interconnect.get(name, 0.0) + seconds
-    return Prediction(compute, product_bytes / memory, other_bytes / memory, interconnect, least)
-
-
 def ring_share(kind: str, group: int) -> float:
     """What a device of a ring sends in a collective, as a part of the whole array.
 

@@ -11,10 +11,11 @@ rematerialisation. All that divide the target's devices are looked at:
    target's own compiler, whose memory stands beside the estimate.
 
 Meshes with little tensor and pipe come first, so that a search which runs out of its time (or is
-interrupted) has seen those that are most often best. Rejected layouts are told by family: how many,
-why, and one of them.
+interrupted) has seen those that are most often best. Of its time, a third is for walking and the
+rest for compiling, if it compiles. Rejected layouts are told by family: how many, why, and one.
 """
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -23,6 +24,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,15 +37,20 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.ahead_of_time import plan_experiment, unknown_note
 from jaxtrain.planning.candidates import Candidate, make_candidates, make_meshes, with_candidate
-from jaxtrain.planning.estimate import Estimate, estimate, predict, state_bytes, trace
+from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, predict, trace
 from jaxtrain.planning.report import Plan
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
+from jaxtrain.state import TrainState, local_bytes
 
 WIDTH = 100
 GIB = 2**30
-# Of compiling, where nobody says how many layouts.
+# Where nobody says how many layouts to compile, none is begun after so many seconds of compiling.
 COMPILE_SECONDS = 45.0
+# The part of a search's time after which no further mesh is walked, if it compiles. The compiler of
+# TPUs takes a minute for any decoder, however few its layers: most of it goes into machine code,
+# fusion by fusion.
+WALKING = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +186,8 @@ def search(
       target: what to run on. Its compiler is needed unless ``compile_best`` is 0.
       compile_best: how many layouts to compile, the fastest by prediction first; None compiles as
         many as :data:`COMPILE_SECONDS` hold, and at least one.
-      seconds: after so many, as soon as some layout fits, no further mesh is looked at.
+      seconds: of the whole search. After :data:`WALKING` of them, as soon as some layout fits, no
+        further mesh is looked at; after all of them the compiler is no longer waited for.
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.
@@ -201,6 +209,7 @@ def search(
     if compile_best != 0:
         # What is not installed is better known now than in a minute.
         target.devices()
+    walking = seconds if compile_best == 0 else WALKING * seconds
     rejections, estimator = Rejections(), Estimator(build, config, target)
     rows, considered = [], 0
 
@@ -236,45 +245,50 @@ def search(
         )
         candidates = list(make_candidates(config, mesh))
         considered += len(candidates)
-        if rows and time.perf_counter() - start > seconds:
-            reason = f"not looked at: {seconds:.0f} s were over (--search-seconds)"
+        if rows and time.perf_counter() - start > walking:
+            reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
-        if reason := refuse_mesh(build, config, mesh, target):
+        if reason := refuse_mesh(estimator, mesh):
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
         rows += walk_mesh(estimator, candidates, target, rejections)
     rows.sort(key=lambda row: row.prediction.step_seconds)
-    compile_rows(build, config, rows, target, compile_best, progress)
-    return found(complete=True)
+    in_time = compile_rows(estimator, rows, compile_best, progress, deadline=start + seconds)
+    return found(complete=in_time)
 
 
 class Estimator:
-    """Estimates layouts of one experiment, and traces a step once for all meshes it serves."""
+    """Estimates layouts of one experiment; a trace serves all meshes that it can stand for."""
 
     def __init__(self, build: Callable[[Any], Experiment], config: Any, target: Target):
         self.build, self.config, self.target = build, config, target
+        self.where = {"devices": target.size, "kind": target.chip.kind}
+        self.states: dict[str, TrainState] = {}
         self.traces: dict[str, Any] = {}
 
-    def __call__(self, candidate: Candidate) -> tuple[Experiment, Estimate]:
-        """Builds and estimates a layout.
+    def outline(self, candidate: Candidate) -> tuple[Experiment, TrainState]:
+        """Builds a layout's experiment, and the shapes of its state, which no ``remat`` changes.
 
         Raises:
           ValueError: for one that cannot be trained.
         """
         experiment = self.build(with_candidate(self.config, candidate))
+        key = repr(dataclasses.replace(candidate, remat=None))
+        if key not in self.states:
+            self.states[key] = abstract_state(experiment, **self.where)
+        return experiment, self.states[key]
+
+    def __call__(self, candidate: Candidate) -> tuple[Experiment, Estimate]:
+        """Builds and estimates a layout; raises as :meth:`outline`."""
         twin = self.twin(candidate)
         key = repr(twin)
         if key not in self.traces:
-            built = self.build(with_candidate(self.config, twin))
-            self.traces[key] = trace(built, self.target.size, kind=self.target.chip.kind)
-        estimated = estimate(
-            experiment,
-            self.target.size,
-            kind=self.target.chip.kind,
-            traced=self.traces[key],
-        )
-        return experiment, estimated
+            experiment, state = self.outline(twin)
+            self.traces[key] = trace(experiment, **self.where, state=state)
+        experiment, state = self.outline(candidate)
+        traced = self.traces[key]
+        return experiment, estimate(experiment, **self.where, state=state, traced=traced)
 
     def twin(self, candidate: Candidate) -> Candidate:
         """The layout whose trace stands for this one, see :func:`.estimate.trace`."""
@@ -311,10 +325,9 @@ class Rejections:
         return tuple(sorted(listed, key=lambda family: -family.count))
 
 
-def refuse_mesh(
-    build: Callable[[Any], Experiment], config: Any, mesh: Mapping[str, int], target: Target
-) -> str | None:
+def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
     """Says why no layout of a mesh can be trained, by shapes alone; None where some may be."""
+    config, target = estimator.config, estimator.target
     tensor = mesh.get("tensor", 1)
     island = target.devices_per_island
     if tensor > island or (tensor > 1 and island % tensor):
@@ -327,8 +340,7 @@ def refuse_mesh(
     stages = mesh.get("pipe", 1)
     first = Candidate(mesh, stages, stage_remat="full") if stages > 1 else Candidate(mesh)
     try:
-        experiment = build(with_candidate(config, first))
-        state = state_bytes(experiment, target.size)
+        state = local_bytes(estimator.outline(first)[1])
     except ValueError as error:
         return f"does not divide: {family_of(str(error))}"
     if target.chip.memory_bytes is not None and state > target.chip.memory_bytes:
@@ -401,26 +413,61 @@ def make_row(
 
 
 def compile_rows(
-    build: Callable[[Any], Experiment],
-    config: Any,
+    estimator: Estimator,
     rows: list[Row],
-    target: Target,
     count: int | None,
     progress: Callable[[str], None],
-) -> None:
-    """Compiles the first rows, in their place, until ``count`` of them fit.
+    *,
+    deadline: float = math.inf,
+) -> bool:
+    """Compiles the first rows, in their place, until ``count`` of them fit or time is over.
 
-    With ``count`` None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
+    Args:
+      estimator: of these rows.
+      rows: the fastest by prediction first.
+      count: how many; with None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
+      progress: as for :func:`search`.
+      deadline: by ``time.perf_counter()``. The compiler, which nothing can stop, runs on, and its
+        row says that it has no answer.
+
+    Returns:
+      Whether that was before the deadline.
     """
     good = bad = 0
     start = time.perf_counter()
     for i, row in enumerate(rows):
         late = count is None and time.perf_counter() - start > COMPILE_SECONDS
         if good == count or (late and good) or bad > (count or 5):
-            return
-        progress(f"compiling {row.candidate.mesh_name}, the {i + 1}. of {len(rows)} that fit")
-        rows[i] = compile_row(build, config, row, target)
+            return True
+        name = row.candidate.mesh_name
+        progress(f"compiling {name}, the {i + 1}. of {len(rows)} that fit")
+        try:
+            rows[i] = within(deadline - time.perf_counter(), compile_row, estimator, row)
+        except TimeoutError:
+            note = f"{name} was not compiled: the search's time was over (--search-seconds)"
+            rows[i] = dataclasses.replace(row, note="; ".join(filter(None, (note, row.note))))
+            progress(note)
+            return False
         good, bad = good + rows[i].fits, bad + (not rows[i].fits)
+    return True
+
+
+def within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in a thread, and leaves it to itself after so many seconds.
+
+    Raises:
+      TimeoutError: where it has not returned by then.
+    """
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(timeout=None if math.isinf(seconds) else max(0.0, seconds))
 
 
 def rank(rows: Sequence[Row]) -> list[Row]:
@@ -432,12 +479,12 @@ def rank(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (group(row), row.prediction.step_seconds))
 
 
-def compile_row(build: Callable[[Any], Experiment], config: Any, row: Row, target: Target) -> Row:
+def compile_row(estimator: Estimator, row: Row) -> Row:
     """Asks the compiler about a layout."""
     start = time.perf_counter()
     plan = problem = None
     try:
-        plan = plan_experiment(build(with_candidate(config, row.candidate)), target)
+        plan = plan_experiment(estimator.outline(row.candidate)[0], estimator.target)
         if not plan.fits:
             problem = "does not fit, says the compiler"
     except jax.errors.JaxRuntimeError as error:
@@ -620,6 +667,9 @@ def run_search(
             watch=so_far.append,
         )
     show(result)
+    if not result.complete:
+        sys.stdout.flush()
+        os._exit(0)  # the compiler that was not waited for would not let the process end
     return result
 
 

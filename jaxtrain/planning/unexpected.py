@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning.hlo import Collective, Program
+from jaxtrain.planning.partition import axis_names
 from jaxtrain.tree import named_leaves
 
 # Splitting over these is made to be undone, a layer at a time (ZeRO-3).
@@ -59,7 +60,7 @@ def _whole(
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             continue
-        spec = [_names(entry) for entry in sharding.spec]
+        spec = [axis_names(entry) for entry in sharding.spec]
         spec += [()] * (len(leaf.shape) - len(spec))
         if not any(axis in entry for entry in spec for axis in axes):
             continue
@@ -84,9 +85,3 @@ def _whole(
 def _dims(sizes: Sequence[int]) -> collections.Counter:
     # Compilers transpose, merge leading ones and drop them.
     return collections.Counter(size for size in sizes if size != 1)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -20,13 +20,13 @@ from jaxtrain.experiment import (
     no_batches,
 )
 from jaxtrain.ops.attention import attention
-from jaxtrain.parallel.pipeline.tables import bubble, make_table
+from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
+from jaxtrain.planning.balance import weigh
 from jaxtrain.planning.estimate import (
     abstract_mesh,
     estimate,
     estimate_traced,
     predict,
-    state_bytes,
     trace,
 )
 from jaxtrain.planning.flops import count_flops
@@ -75,7 +75,6 @@ def test_the_state_is_exact(mesh, zero):
     state = make_state(experiment, make_experiment_mesh(experiment))
     arrays = [jax.random.key_data(x) if x is state.rng else x for x in jax.tree.leaves(state)]
     held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
-    assert state_bytes(experiment, 8) == held
     estimated = estimate(experiment, 8)
     assert estimated.state_bytes == held
     params = jax.tree.leaves(state.params)
@@ -353,10 +352,29 @@ def test_a_pipeline_of_1f1b_does_not_grow_with_its_microbatches():
     # GPipe keeps the input of every microbatch.
     grown = sized("gpipe", 32).working_bytes - sized("gpipe", 4).working_bytes
     assert grown >= 28 * per_slot
-    # A stage is run again for its backward pass: three units of forward.
-    table = make_table("1f1b", stages=2, microbatches=4)
-    assert few.bubble == bubble(table, forward=1, backward=3)
     assert ("collective-permute", ("pipe",)) in few.cost.wire_bytes
+
+
+def test_stages_that_are_balanced_take_less_time_than_even_ones():
+    def estimated(balance):
+        pipeline = options.PipelineOptions(microbatches=8, balance=balance)
+        mesh = {"pipe": 2, "data": 4}
+        experiment = tiny(mesh, pipeline=pipeline, layers=6, tokenizer="4096")
+        return experiment, estimate(experiment, 8)
+
+    (_, even), (experiment, balanced) = estimated(False), estimated(True)
+    assert experiment.stack.counts == (4, 2)
+    weights = weigh(experiment.stages, experiment.init_fn, experiment.batch)
+    table = make_table("1f1b", stages=2, microbatches=8)
+    spans = []
+    for counts, found in (((3, 3), even), ((4, 2), balanced)):
+        forward, backward = weights.of_stages(counts)
+        assert found.bubble == bubble(table, forward=forward, backward=backward)
+        spans.append(makespan(table, forward=forward, backward=backward))
+    # The walk's products are in proportion to the weights.
+    work = [sum(found.cost.flops.values()) for found in (even, balanced)]
+    assert work[1] / work[0] == pytest.approx(spans[1] / spans[0], rel=0.02)
+    assert work[1] < 0.95 * work[0]
 
 
 def test_the_order_of_sizes_is_the_compilers():

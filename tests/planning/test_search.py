@@ -7,12 +7,15 @@ import math
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import tyro
 from rich.console import Console
 
 from experiments import gpt
+from jaxtrain.planning import search as module
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import (
     Candidate,
@@ -78,7 +81,7 @@ def test_only_what_the_config_has_is_varied():
     assert list(make_candidates(Config(), {"data": 2, "fsdp": 2})) == [
         Candidate({"data": 2, "fsdp": 2}, accumulates=False)
     ]
-    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}))
+    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}, accumulates=False))
     assert changed == Config(mesh=Mesh(data=2, fsdp=2))
 
 
@@ -89,6 +92,9 @@ def test_the_flags_of_a_layout_make_its_config():
         Candidate({"data": 4, "fsdp": 2, "tensor": 1, "pipe": 1, "dcn_data": 2}, 1, "none"),
     ):
         config = tyro.cli(gpt.Config, args=candidate.flags)
+        assert config == with_candidate(gpt.Config(), candidate)
+        # Whatever the flags before them say.
+        config = tyro.cli(gpt.Config, args=["--accumulate=8", *candidate.flags])
         assert config == with_candidate(gpt.Config(), candidate)
 
 
@@ -148,17 +154,14 @@ def test_state_alone_may_be_too_much():
 
 def test_rows_that_do_not_divide_are_told():
     config = dataclasses.replace(CONFIG, global_batch=6)
-    target = parse_target("v5e:2x2")
+    estimator = Estimator(gpt.outline, config, parse_target("v5e:2x2"))
     for mesh, divides in (({"data": 4}, False), ({"data": 2, "tensor": 2}, True)):
         mesh = {"data": 1, "fsdp": 1, "tensor": 1, "pipe": 1} | mesh
-        reason = refuse_mesh(gpt.outline, config, mesh, target)
+        reason = refuse_mesh(estimator, mesh)
         assert (reason is None) == divides
-    assert "global batch does not divide" in refuse_mesh(
-        gpt.outline, config, {"data": 1, "fsdp": 4, "tensor": 1, "pipe": 1}, target
-    )
-    refused = refuse_mesh(
-        gpt.outline, config, {"data": 1, "fsdp": 1, "tensor": 4, "pipe": 1}, target
-    )
+    uneven = {"data": 1, "fsdp": 4, "tensor": 1, "pipe": 1}
+    assert "global batch does not divide" in refuse_mesh(estimator, uneven)
+    refused = refuse_mesh(estimator, {"data": 1, "fsdp": 1, "tensor": 4, "pipe": 1})
     assert "does not divide 2 heads" in refused
 
 
@@ -245,6 +248,32 @@ def test_a_search_that_runs_out_of_time_says_what_it_has_not_seen():
     assert late.count > 0
     assert lines[0].startswith("mesh 1 of 4: ")
     assert "1 fit, the best takes" in lines[1]
+
+
+def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch, result):
+    asked, answer = [], threading.Event()
+    answered = dataclasses.replace(result.rows[0], compile_s=5.0)
+
+    def compile_row(_, row):
+        asked.append(row)
+        answer.wait(5)
+        return answered
+
+    monkeypatch.setattr(module, "compile_row", compile_row)
+    rows = [result.rows[0]] * 2
+    lines = []
+    deadline = time.perf_counter() + 0.05
+    in_time = module.compile_rows(None, rows, 2, lines.append, deadline=deadline)
+    answer.set()
+    assert not in_time
+    assert len(asked) == 1
+    assert rows[0].compiled_bytes is None
+    assert rows[0].note == lines[-1]
+    assert "was not compiled: the search's time was over (--search-seconds)" in lines[-1]
+    # What a compiler raises in time is raised.
+    monkeypatch.setattr(module, "compile_row", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.compile_rows(None, rows, 2, lines.append)
 
 
 def test_only_flags_that_a_config_has_are_named():
