@@ -193,6 +193,8 @@ def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
     assert "1 of 2 meshes agree" in str(e.value)
     with pytest.raises(ValueError, match=r"no mesh fits, .*it takes 16 devices"):
         jt.parity(init_fn, loss_fn, batch, layouts=["data=16"])
+    with pytest.raises(ValueError, match="policy 'fp16' is not compared: use one of f32, bf16"):
+        jt.parity(init_fn, loss_fn, batch, layouts=["data=1"], policy="fp16")
 
 
 def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, module, monkeypatch):
@@ -204,6 +206,19 @@ def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, mod
         assert re.search(rf"^(data 4 )?{part} \S+ ok ", text, re.MULTILINE)
     assert "fsdp 8 does not fit: batch leaf 'x' has shape (12, 8)" in text
     assert "1 of 1 meshes agree" in text
+
+
+def test_both_sides_have_the_precision_that_is_asked_for(capsys, module, monkeypatch):
+    compiled, policies = agreement.compile_train, []
+
+    def note(experiment, *given, **options):
+        policies.append(experiment.policy)
+        return compiled(experiment, *given, **options)
+
+    monkeypatch.setattr(agreement, "compile_train", note)
+    status, lines, _ = run(capsys, module, "--precision", "bf16", "--layout", "data=2")
+    assert (status, policies) == (0, [jt.Policy.bf16()] * 2)
+    assert " ".join(lines[-1]) == "1 of 1 meshes agree with one device to 0.02"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,11 @@ class Dense(nnx.Linear):
 
     def __call__(self, x_ND: jax.Array) -> jax.Array:
         y_NF = matmul(x_ND, self.kernel.get_value())
-        return y_NF if self.bias is None else y_NF + self.bias[...].reshape(1, -1)
+        if self.bias is None:
+            return y_NF
+        # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
+        bias_F, dtype = self.bias[...], jnp.result_type(y_NF, self.bias[...])
+        return (y_NF.astype(wide(dtype)) + bias_F.astype(wide(dtype)).reshape(1, -1)).astype(dtype)
 
 
 class Attention(nnx.Module):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.models import layers
@@ -86,6 +87,21 @@ def test_shapes_follow_the_sizes_of_a_block():
     assert {n: shapes[f"attn/{n}/kernel"] for n in expected} == expected
     assert {name for name in shapes if "bias" in name} == {f"attn/{n}/bias" for n in "qkv"}
     assert shapes["mlp/gate/kernel"] == (D, 64)
+
+
+def test_a_bfloat16_bias_s_gradient_is_rounded_once():
+    narrow = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    graph, params = nnx.split(layers.Dense(2, 32, **narrow))
+    d_y = jnp.asarray(np.random.default_rng(0).standard_normal((4096, 32)) + 0.1, jnp.bfloat16)
+
+    @jax.jit
+    def gradient(params, d_y):
+        run = lambda params: nnx.merge(graph, params)(jnp.ones((4096, 2), jnp.bfloat16))  # noqa: E731
+        return jax.vjp(run, params)[1](d_y)[0]["bias"].get_value()
+
+    exact, found = np.float64(d_y).sum(axis=0), gradient(params, d_y)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(found), exact, rtol=2**-8)
 
 
 @pytest.mark.parametrize(
