@@ -145,7 +145,7 @@ def train_with(texts, flags):
         ("--seed", "99999999999999999999", "seed is"),
         ("--optimizer.accumulate", "0", "--optimizer.accumulate is 0"),
         ("--steps-per-call", "0", "--steps-per-call is 0: give at least 1"),
-        ("--global-batch", "99999999999999999999", "global_batch is 99999999999999999999"),
+        ("--global-batch", "99999999999999999999", "--global-batch is 99999999999999999999"),
         ("--mesh.tensor", "0", "tensor"),
         ("--layers", "99999999999999999999", "layers=99999999999999999999"),
         ("--run-dir", "http://x/y", "no storage"),

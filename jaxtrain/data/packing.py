@@ -51,13 +51,14 @@ def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeSt
     """Returns the shapes and dtypes of a batch of :class:`PackedTokens`, without any text.
 
     Raises:
-      ValueError: for a size below 1.
+      ValueError: for a size that is none.
 
     >>> packed_shapes(2, 8)["mask"]
     ShapeDtypeStruct(shape=(2, 8), dtype=float32)
     """
-    if global_batch < 1 or seq_len < 1:
-        raise ValueError(f"a batch of {global_batch} rows of {seq_len} tokens is empty: give more")
+    for name, size in (("global_batch", global_batch), ("seq_len", seq_len)):
+        if not 1 <= size < 2**31:
+            raise ValueError(f"{name} is {size}: give a number from 1 to 2^31 - 1")
     dtypes = {
         "tokens": np.int32,
         "targets": np.int32,

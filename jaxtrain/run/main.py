@@ -86,10 +86,6 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
-        if not 1 <= self.global_batch < 2**31:
-            raise ValueError(
-                f"global_batch is {self.global_batch}: give a number from 1 to 2^31 - 1"
-            )
 
     def experiment(self, name: str, **given: Any) -> Experiment:
         """Makes an experiment of what these flags say, and of what is given.
