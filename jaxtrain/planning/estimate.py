@@ -301,7 +301,7 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     counts = layers_of_stages(stages, params, devices=devices)
     forward, backward = weights.of_stages(counts, recompute=recompute)
     most = weights.of_stages([max(counts)] * len(counts), recompute=recompute)
-    walked = table.ticks * sum(unit.max() for unit in most)
+    walked = table.ticks * float(sum(unit.max() for unit in most))
     scaled = Cost()
     scaled.add(estimated.cost, makespan(table, forward=forward, backward=backward) / walked)
     bubbles = bubble(table, forward=forward, backward=backward)
