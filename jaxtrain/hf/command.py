@@ -1,13 +1,13 @@
 """The command ``jaxtrain hf``: checks a Hugging Face folder, or writes one from a run."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from jaxtrain.data import BPETokenizer
-from jaxtrain.data.tokenizers import EOD
+from jaxtrain.data import ByteTokenizer
 from jaxtrain.hf import weights
 from jaxtrain.host import quiet
 from jaxtrain.models import gpt
@@ -87,10 +87,15 @@ def _export(options: ExportOptions) -> int:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give more than 0")
     model, params, tokenizer = trained.load(options.run, options.step)
     fields, files = {}, {}
-    if isinstance(tokenizer, BPETokenizer):
+    if not isinstance(tokenizer, ByteTokenizer):
+        text = tokenizer.to_json()
+        special = {each["id"]: each["content"] for each in json.loads(text)["added_tokens"]}
         fields = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD}
-        files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": special[tokenizer.eod],
+        }
+        files = {trained.TOKENIZER_FILE: text}
         files["tokenizer_config.json"] = weights.to_json(settings)
     weights.save(
         options.out,
