@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -73,7 +72,9 @@ def start_worker() -> None:
 def _begin(source: RowSource) -> None:
     global _source
     start_worker()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is the run's to hear: it saves
+    # A signal to the run's whole group, from a launcher, `timeout` or a terminal, is the run's to
+    # hear: it saves, for which it reads on.
+    os.setsid()
     _source = source
 
 

@@ -44,6 +44,12 @@ def test_the_batches_are_the_source_s_own(rows):
         WorkerRows(Squares(), 0)
 
 
+def test_a_signal_to_the_run_s_group_is_none_to_its_workers(rows):
+    # A launcher, `timeout` or Ctrl-C tells all of the group; the run reads on until it has saved.
+    (worker,) = {int(row["process"]) for row in rows.__getitems__([0, 1])}
+    assert os.getpgid(worker) != os.getpgid(0)
+
+
 def test_a_killed_worker_is_said_and_the_run_may_be_started_again(rows):
     batches = Batches(rows, global_batch=8, seed=0, shuffle=False)
     killed = r"^a process that reads rows was killed, .* start the run again"
