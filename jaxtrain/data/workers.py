@@ -3,7 +3,9 @@
 import functools
 import multiprocessing
 import os
+import pickle
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +32,8 @@ class WorkerRows:
       ValueError: `workers` is below 1.
       StorageError: on reading, a worker was killed. A run ends by it as by a failing disk, and
         launchers start it again.
+      RuntimeError: on reading, a worker ended by itself, as where the source cannot be unpickled;
+        or the source raised what cannot be pickled, of which this has the traceback.
     """
 
     def __init__(self, source: RowSource, workers: int):
@@ -50,6 +54,12 @@ class WorkerRows:
         try:
             return [row for rows in self._pool.map(_read, parts) for row in rows]
         except BrokenProcessPool:
+            workers = dict(getattr(self._pool, "_processes", None) or {}).values()
+            self._pool.shutdown()  # which waits until all have ended
+            if any((worker.exitcode or 0) > 0 for worker in workers):
+                raise RuntimeError(
+                    "a process that reads rows has ended by itself: above is what it said"
+                ) from None
             raise StorageError(
                 "a process that reads rows was killed, as where memory runs out: start the run "
                 "again, with fewer workers if it happens again"
@@ -79,4 +89,13 @@ def _begin(source: RowSource) -> None:
 
 
 def _read(indices: Sequence[int]) -> list[dict[str, Any]]:
-    return [_source[index] for index in indices]
+    try:
+        return [_source[index] for index in indices]
+    except Exception as error:
+        # What cannot be unpickled would break the pool, as if this process had been killed.
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            text = "".join(traceback.format_exception(error))
+            raise RuntimeError(f"{type(error).__name__} on reading rows:\n{text}") from None
+        raise

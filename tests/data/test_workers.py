@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,13 @@ from jaxtrain.data import Batches, WorkerRows
 from jaxtrain.host import exit_codes
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.refusal import refuse
+
+
+class CodecError(Exception):
+    """Cannot be unpickled: that calls it with one argument, as many libraries' errors."""
+
+    def __init__(self, codec, code):
+        super().__init__(f"{codec} says {code}")
 
 
 class Squares:
@@ -21,6 +29,8 @@ class Squares:
     def __getitem__(self, index):
         if index == 39:
             os.kill(os.getpid(), signal.SIGKILL)
+        if index < 0:
+            raise CodecError("jpeg", -2)
         return {"x": np.full(2, index**2), "process": np.array(os.getpid())}
 
 
@@ -50,9 +60,27 @@ def test_a_signal_to_the_run_s_group_is_none_to_its_workers(rows):
     assert os.getpgid(worker) != os.getpgid(0)
 
 
+def test_an_error_that_cannot_be_sent_is_said_and_the_workers_live(rows):
+    with pytest.raises(RuntimeError, match="CodecError: jpeg says -2"):
+        rows.__getitems__([-1])
+    assert rows.__getitems__([2])[0]["x"].tolist() == [4, 4]
+
+
 def test_a_killed_worker_is_said_and_the_run_may_be_started_again(rows):
     batches = Batches(rows, global_batch=8, seed=0, shuffle=False)
     killed = r"^a process that reads rows was killed, .* start the run again"
     with batches.stream(4) as stream, pytest.raises(StorageError, match=killed) as raised:
         next(stream)
     assert refuse(raised.value).code in exit_codes.RESTARTABLE
+
+
+class Unreadable(Squares):
+    """Ends whatever process unpickles it."""
+
+    def __reduce__(self):
+        return sys.exit, (3,)
+
+
+def test_a_worker_that_ends_by_itself_is_no_reason_to_start_again():
+    with pytest.raises(RuntimeError, match="has ended by itself"):
+        WorkerRows(Unreadable(), 1).__getitems__([0])
