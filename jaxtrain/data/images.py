@@ -3,6 +3,7 @@
 Shape legend: N images, H height, W width, C channels.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -18,6 +19,9 @@ from jaxtrain.data.sources import Files, hash_fraction
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
+_SAMPLE = 32  # images whose bands say those of all
+_GREY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N")
+_MAX_CLASSES = 1_000_000
 
 
 class Images:
@@ -81,13 +85,14 @@ def open_images(
         `image` (of bytes, or as Hugging Face writes it) and `label`, held in memory as it is; or an
         ``.npz`` of `images` [N, H, W] or [N, H, W, C] and `labels` [N].
       size: the height and width that files of images are brought to; left out, all must have those
-        of the first.
+        of the first. All are RGB, unless those of a sample are grey.
       held_out: the share to hold out, by a hash of the file's name or the row's number.
 
     Raises:
       FileNotFoundError: there is no such file or folder.
       ValueError: no images, fewer than two classes, a label that is no class, or, on reading, an
-        image that cannot be decoded or has another shape than the first.
+        image that cannot be decoded, has another shape than the first, or has colours among grey
+        ones.
       ImportError: Pillow, or for Parquet pyarrow, is not installed.
     """
     path = Path(path)
@@ -121,14 +126,28 @@ class _Encoded:
         self._encoded, self._names, self._size = encoded, names, size
         self._shape: tuple[int, ...] | None = None
         if len(names):
-            self._mode = "L" if self._open(0).mode in ("1", "L") else "RGB"
+            sample = np.linspace(0, len(names) - 1, min(_SAMPLE, len(names)), dtype=int)
+            # One grey image, though it were the first, makes no colours grey.
+            self._grey = all(self._open(index).mode in _GREY for index in sample)
             self._shape = self[0].shape
 
     def __getitem__(self, index: int) -> np.ndarray:
-        image = self._open(index).convert(self._mode)
+        image = self._open(index)
+        if image.mode.startswith("I;16"):  # of which Pillow makes white
+            pixels = np.rint(np.asarray(image) / 257).astype(np.uint8)
+            image = _import_pillow().Image.fromarray(pixels)
+        grey = image.mode in _GREY
+        image = image.convert("L" if grey and self._grey else "RGB")
         if self._size is not None:
             image = image.resize((self._size, self._size))
         pixels = np.atleast_3d(np.asarray(image))
+        if self._grey and not grey:
+            if (pixels != pixels[..., :1]).any():
+                raise ValueError(
+                    f"{self._names[index]} has colours and {self._names[0]} is grey, as others "
+                    "are: bring all to RGB, or all to grey"
+                )
+            pixels = pixels[..., :1]
         if self._shape is not None and pixels.shape != self._shape:
             raise ValueError(
                 f"{self._names[index]} has the shape {pixels.shape} and {self._names[0]} has "
@@ -137,18 +156,26 @@ class _Encoded:
         return pixels
 
     def _open(self, index: int) -> Any:
-        image = _import_pillow()
+        pillow, name = _import_pillow(), self._names[index]
         source = self._encoded[index]
         source = source.as_py() if hasattr(source, "as_py") else source
-        source = source["bytes"] if isinstance(source, dict) else source
+        source = source.get("bytes") if isinstance(source, dict) else source
+        if source is None:
+            raise ValueError(
+                f"{name} has no bytes of an image: the column is of bytes, or of structs with bytes"
+            )
         try:
-            opened = image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            opened = pillow.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
             opened.load()
         # Decoders raise what they like; the system's own errors are the loader's to judge.
         except Exception as error:
             if getattr(error, "errno", None):
                 raise
-            raise ValueError(f"{self._names[index]} is no image, or damaged ({error})") from None
+            raise ValueError(f"{name} is no image, or damaged ({error})") from None
+        with contextlib.suppress(Exception):  # Broken tags are common, and turn nothing.
+            pillow.ImageOps.exif_transpose(opened, in_place=True)
+        if opened.mode in ("I", "F"):
+            raise ValueError(f"{name} has pixels of 32 bits, of no known range: give 8 or 16 bits")
         return opened
 
 
@@ -213,7 +240,8 @@ def _stamp(path: Path) -> str:
 
 def _import_pillow() -> Any:
     try:
-        from PIL import Image
+        import PIL.Image
+        import PIL.ImageOps
     except ImportError:
         raise ImportError("images are decoded by Pillow: pip install -e '.[vision]'") from None
-    return Image
+    return PIL

@@ -60,16 +60,47 @@ def test_every_image_is_a_row_with_its_label(kinds, pixels, name):
     assert [row["label"] for row in again.held_out] == [row["label"] for row in found.held_out]
 
 
-def test_images_are_brought_to_a_size_and_to_the_channels_of_the_first(kinds, tmp_path):
-    for n, mode in enumerate(("L", "RGB", "RGBA", "P")):
-        (tmp_path / "xy"[n % 2]).mkdir(exist_ok=True)
-        Image.new(mode, (10 + n, 20)).save(tmp_path / "xy"[n % 2] / f"{n}.png")
-    assert open_images(tmp_path, size=6).shape == (6, 6, 1)
+def by_class(folder, images):
+    """A folder of two classes, of which each has every other image."""
+    for n, image in enumerate(images):
+        (folder / "xy"[n % 2]).mkdir(parents=True, exist_ok=True)
+        image.save(folder / "xy"[n % 2] / f"{n}.png")
+    return folder
+
+
+def test_images_are_brought_to_a_size(tmp_path):
+    by_class(tmp_path, [Image.new("RGB", (10 + n, 20)) for n in range(4)])
+    assert open_images(tmp_path, size=6).shape == (6, 6, 3)
     found = open_images(tmp_path)
     with pytest.raises(
-        ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 1\): give im"
+        ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 3\): give im"
     ):
         list(found.train) + list(found.held_out)
+
+
+def test_colours_stay_where_the_first_images_are_grey(tmp_path):
+    red = Image.new("RGB", (4, 4), (255, 0, 0))
+    few = open_images(by_class(tmp_path / "few", [Image.new("L", (4, 4)), red]))
+    rows = {float(row["image"].sum()) for row in (*few.train, *few.held_out)}
+    assert (few.shape, rows) == ((4, 4, 3), {0.0, 16.0})
+    # Of 70, every other one is not in the sample.
+    grey = [Image.new("L", (4, 4), n) for n in range(70)]
+    assert open_images(by_class(tmp_path / "many", grey)).shape == (4, 4, 1)
+    grey[10] = red  # the second by name
+    found = open_images(by_class(tmp_path / "many", grey))
+    with pytest.raises(ValueError, match=r"10.png' has colours and .* is grey"):
+        list(found.train) + list(found.held_out)
+
+
+def test_sixteen_bits_are_scaled_and_what_a_camera_was_turned_by_is_undone(tmp_path):
+    deep = np.linspace(0, 65535, 24).astype(np.uint16).reshape(4, 6)
+    turned = Image.Exif()
+    turned[0x112] = 6  # 90 degrees clockwise
+    for label in "xy":
+        (tmp_path / label).mkdir()
+        Image.fromarray(deep).save(tmp_path / label / "a.png", exif=turned)
+    image = open_images(tmp_path).train[0]["image"][..., 0]
+    np.testing.assert_allclose(image, np.rot90(deep, -1) / 65535, atol=0.5 / 255)
 
 
 @pytest.mark.parametrize(
