@@ -223,6 +223,11 @@ def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
             f"'{path}' has images {images.shape} and labels {labels.shape}: they must be [N, H, W] "
             "or [N, H, W, C], and [N]"
         )
+    if images.dtype not in (np.uint8, bool) and not np.issubdtype(images.dtype, np.floating):
+        raise ValueError(
+            f"'{path}' has images of {images.dtype}, whose range nobody knows: give uint8, or "
+            "floats of the range to train on"
+        )
     images = images[..., None] if images.ndim == 3 else images
     return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
 

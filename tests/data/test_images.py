@@ -117,6 +117,10 @@ def test_sixteen_bits_are_scaled_and_what_a_camera_was_turned_by_is_undone(tmp_p
         (lambda root: arrays(root, np.zeros((2, 4)), np.arange(2)), r"images \(2, 4\) and labels"),
         (lambda root: arrays(root, np.zeros((2, 4, 4)), np.arange(2.0)), "no integers from 0"),
         (
+            lambda root: arrays(root, np.zeros((2, 4, 4), np.int64), np.arange(2)),
+            "a.npz' has images of int64, whose range nobody knows",
+        ),
+        (
             lambda root: write(root / "c" / "a.png", b"x").parents[1],
             "a.png' is no image, or damaged",
         ),
