@@ -80,7 +80,8 @@ def build(config: Config) -> jt.Experiment:
             "images": images.fingerprint,
             "order_of_rows": str(data.ORDER_VERSION),
         },
-        may_change={"workers": SAME},
+        # Where the images lie; what they are has a fingerprint.
+        may_change={"workers": SAME, "data": SAME},
         item="images",
         facts={
             "model": f"ConvNet, channels {', '.join(map(str, config.channels))}, BatchNorm, "

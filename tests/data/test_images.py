@@ -1,6 +1,8 @@
 """Images of folders, Parquet files and arrays are the same rows, in the same batches."""
 
 import io
+import os
+import shutil
 import sys
 
 import numpy as np
@@ -101,6 +103,25 @@ def test_sixteen_bits_are_scaled_and_what_a_camera_was_turned_by_is_undone(tmp_p
         Image.fromarray(deep).save(tmp_path / label / "a.png", exif=turned)
     image = open_images(tmp_path).train[0]["image"][..., 0]
     np.testing.assert_allclose(image, np.rot90(deep, -1) / 65535, atol=0.5 / 255)
+
+
+@pytest.mark.parametrize("name", ["folder", "own.parquet", "arrays.npz"])
+def test_a_copy_elsewhere_has_the_same_fingerprint_and_other_images_another(kinds, tmp_path, name):
+    ours, copy = kinds / name, tmp_path / "copy" / name
+    copy.parent.mkdir()
+    shutil.copytree(ours, copy) if ours.is_dir() else shutil.copyfile(ours, copy)
+    os.utime(copy / "a" / "00.png" if ours.is_dir() else copy, (1, 1))
+    fingerprint = open_images(ours).fingerprint
+    assert open_images(copy).fingerprint == fingerprint
+    if name == "folder":
+        (copy / "a" / "00.png").rename(copy / "b" / "00.png")
+    elif name == "own.parquet":
+        table = pyarrow.parquet.read_table(copy)
+        pyarrow.parquet.write_table(table.take(list(reversed(range(30)))), copy)
+    else:
+        with np.load(ours) as arrays:
+            np.savez(copy, images=arrays["images"][::-1], labels=arrays["labels"])
+    assert open_images(copy).fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(

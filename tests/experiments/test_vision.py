@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 @pytest.mark.parametrize("optimizer", ["momentum", pytest.param("lars", marks=pytest.mark.slow)])
 def test_97_percent_of_held_out_digits(optimizer, tmp_path, capsys):
     flags = ["--optimizer.name", optimizer, "--mesh.data", "8", "--steps", "150"]
-    main(Config, build, [*flags, "--run-dir", str(tmp_path / "run")])
+    main(Config, build, flags)
     printed = capsys.readouterr().out
     accuracy = float(printed.split("held-out accuracy ")[1].split("%")[0])
     assert accuracy >= 97.0
@@ -33,10 +33,16 @@ def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
         (tmp_path / "images" / "abc"[n % 3]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / "images" / "abc"[n % 3] / f"{n}.png")
     flags = ["--data", str(tmp_path / "images"), "--steps", "1", "--global-batch", "8"]
-    main(Config, build, [*flags, "--channels", "4", "--run-dir", str(tmp_path / "run")])
+    flags += ["--channels", "4", "--run-dir", str(tmp_path / "run")]
+    main(Config, build, flags)
     printed = capsys.readouterr().out
     assert "of 3 classes" in printed
     assert "held-out accuracy" in printed
+    # It is resumed where the images have been moved to.
+    (tmp_path / "images").rename(tmp_path / "moved")
+    flags[1] = str(tmp_path / "moved")
+    main(Config, build, [*flags, "--resume"])
+    assert "held-out accuracy" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(Config, build, ["--image-size", "4"])
     assert "--image-size is of files of images" in capsys.readouterr().err
