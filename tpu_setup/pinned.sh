@@ -42,12 +42,17 @@ keep_versions() {
     gcloud storage cp --no-clobber "$1" "$versions"
   else
     mkdir -p "$(dirname "$versions")"
-    ln "$1" "$versions" 2>/dev/null || [[ -s $versions ]] || (set -C && cat "$1" >"$versions")
+    # Whole or not at all, under its name; an empty file is nobody's.
+    local whole
+    whole=$(mktemp -u "$versions.XXXXXX") # made by cp, so that others may read it
+    cp "$1" "$whole"
+    ln "$whole" "$versions" 2>/dev/null || [[ -s $versions ]] || mv "$whole" "$versions"
+    rm -f "$whole"
   fi
 }
 
 install() {
-  uv pip install -q --python "$environment/bin/python" -e "${0%/*}/..[$extras]" "$@"
+  uv pip install -q --python "$environment/bin/python" -e "$(dirname "$0")/..[$extras]" "$@"
 }
 
 [[ -x $environment/bin/python ]] || uv venv -q --python 3.12 "$environment"

@@ -37,6 +37,8 @@ need_target
 [[ -n $type ]] || die "which accelerator? give --type, such as v5litepod-16"
 [[ -n $cluster ]] || die "which cluster? give --cluster"
 [[ -n $image ]] || die "which image? give --image, built from tpu_setup/kubernetes/Dockerfile"
+[[ $slices =~ ^[1-9][0-9]*$ ]] || die "--slices is $slices: give a whole number of at least 1"
+[[ $restarts =~ ^[0-9]+$ ]] || die "--restarts is $restarts: give a whole number of at least 0"
 (($#)) || die "run what? write it after --, as in -- experiments.gpt --steps 100"
 [[ " $* " =~ \ --run-dir[\ =]gs:// ]] ||
   die "nothing on a TPU outlives it: give the command a --run-dir gs://BUCKET/RUN"

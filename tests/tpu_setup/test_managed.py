@@ -155,6 +155,31 @@ def test_whoever_comes_first_decides_the_versions_of_all_hosts(tmp_path):
     assert path.read_text() == "jax==1\n"
 
 
+def test_an_empty_file_of_versions_on_a_shared_disk_is_replaced(tmp_path):
+    host, path = Host(tmp_path), tmp_path / "run.versions"
+    path.touch()
+    host.install(str(path), "jax==1\n")
+    assert host.done.returncode == 0, host.done.stderr
+    assert path.read_text() == "jax==1\n"
+    assert path.stat().st_mode == (tmp_path / "calls").stat().st_mode
+    assert list(tmp_path.glob("run.versions?*")) == []
+
+
+def test_half_of_the_versions_is_never_found_on_a_shared_disk(tmp_path):
+    host, path = Host(tmp_path), tmp_path / "run.versions"
+    # Of disks without hard links; the host is taken away in the midst of writing.
+    host.program("ln", "exit 1")
+    for writer in ("cat", "cp"):
+        host.program(
+            writer,
+            f'[[ $1 == */new ]] || exec /bin/{writer} "$@"\n'
+            'head -c 5 "$1" > "${2:-/dev/stdout}"; kill -9 $PPID; exit 1',
+        )
+    host.install(str(path), "jax==1\nnumpy==2\n")
+    assert host.done.returncode
+    assert not path.exists() or path.stat().st_size == 0
+
+
 def test_nothing_is_installed_where_nobody_can_say_which_versions(tmp_path):
     host = Host(tmp_path)
     (tmp_path / "down").touch()
@@ -176,6 +201,16 @@ def test_xpk_says_what_is_missing(left_out, words):
     done = xpk_line(*WORKLOAD[:at], *WORKLOAD[at + 2 :], "--", *TRAIN)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [("--slices", "0"), ("--slices", "two"), ("--restarts", "-1"), ("--restarts", "1.5")],
+)
+def test_xpk_takes_whole_numbers(flag, given):
+    done = xpk_line(*WORKLOAD, flag, given, "--dry-run", "--", *TRAIN)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{flag} is {given}: give a whole number of at least" in done.stderr
 
 
 def test_xpk_is_told_what_to_restart_and_what_to_run():
