@@ -107,9 +107,9 @@ def open_images(
         images, labels, classes, names, stamp = _of_arrays(path, size)
     else:
         raise ValueError(f"'{path}' holds no images: give a folder by class, a .parquet or an .npz")
-    if len(labels) < 2 or len(classes) < 2:
+    if (different := len(np.unique(labels))) < 2:
         raise ValueError(
-            f"'{path}' holds {len(labels)} image(s) of {len(classes)} class(es): give two or more"
+            f"'{path}' holds {len(labels)} image(s) of {different} class(es): give two or more"
         )
     ranks = np.array([hash_fraction(name) for name in names])
     held = ranks < held_out
@@ -186,6 +186,8 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
         for each in sorted(path.glob("*/**/*"))
         if each.suffix.lower() in SUFFIXES and each.is_file()
     ]
+    # As of .ipynb_checkpoints, and "._1.png" of macOS, which is no image.
+    found = [name for name in found if not any(x.startswith(".") for x in name.split("/"))]
     classes = tuple(sorted({name.split("/")[0] for name in found}))
     number = {name: label for label, name in enumerate(classes)}
     labels = np.array([number[name.split("/")[0]] for name in found], np.int32)
@@ -239,6 +241,11 @@ def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...
     """Returns labels as int32, and the names of the classes."""
     if not np.issubdtype(labels.dtype, np.integer) or (labels.size and labels.min() < 0):
         raise ValueError(f"'{path}' has labels that are no integers from 0: give those of classes")
+    if labels.size and labels.max() >= _MAX_CLASSES:
+        raise ValueError(
+            f"'{path}' has the label {labels.max()}, of which there would be as many classes: "
+            f"number them from 0, below {_MAX_CLASSES}"
+        )
     return labels.astype(np.int32), tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
 
 

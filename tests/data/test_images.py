@@ -142,6 +142,15 @@ def test_a_copy_elsewhere_has_the_same_fingerprint_and_other_images_another(kind
             "a.npz' has images of int64, whose range nobody knows",
         ),
         (
+            lambda root: arrays(root, np.zeros((2, 4, 4)), np.array([0, 10**6])),
+            "has the label 1000000, of which",
+        ),
+        (
+            lambda root: arrays(root, np.zeros((2, 4, 4)), np.array([3, 3])),
+            r"holds 2 image\(s\) of 1 class",
+        ),
+        (lambda root: structs(root, [{"data": b"x"}] * 2), "row 0 has no bytes of an image"),
+        (
             lambda root: write(root / "c" / "a.png", b"x").parents[1],
             "a.png' is no image, or damaged",
         ),
@@ -162,6 +171,20 @@ def write(path, content):
 def arrays(root, images, labels):
     np.savez(root / "a.npz", images=images, labels=labels)
     return root / "a.npz"
+
+
+def structs(root, column):
+    table = pyarrow.table({"image": column, "label": [0, 1]})
+    pyarrow.parquet.write_table(table, root / "a.parquet")
+    return root / "a.parquet"
+
+
+def test_hidden_files_and_folders_are_no_images(tmp_path):
+    by_class(tmp_path, [Image.new("L", (4, 4))] * 4)
+    write(tmp_path / ".ipynb_checkpoints" / "0.png", b"")
+    write(tmp_path / "x" / "._0.png", b"")
+    found = open_images(tmp_path)
+    assert (found.classes, len(found.train) + len(found.held_out)) == (("x", "y"), 4)
 
 
 def test_without_pillow(kinds, monkeypatch):
