@@ -3,7 +3,8 @@
 A chat template is a Jinja program that comes with a model. It runs in a sandbox: it sees the
 conversation and nothing else, not even the date, so that a text always gives the same tokens.
 What the assistant says counts in the loss. A template marks it by ``{% generation %}`` blocks;
-without those it is what each assistant's turn adds to the rendered text.
+without those it is what each assistant's turn adds to the rendered text. The end-of-document token
+after a conversation counts as well where the assistant has the last word.
 """
 
 import dataclasses

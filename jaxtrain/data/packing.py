@@ -80,10 +80,10 @@ class PackedTokens:
     - ``tokens`` int32: the inputs;
     - ``targets`` int32: for each input, the token after it;
     - ``mask`` float32: 1 where the target counts. It is 0 where the input is an end-of-document
-      token: what follows is the first token of another document, which is never predicted. Of
-      conversations only what the assistant says counts. Of text, the end-of-document token itself
-      is a target that counts. A document of n tokens thus counts n
-      targets, so with bytes the mean loss in nats over ln 2 *is* the bits per byte;
+      token: what follows is the first token of another document, which is never predicted. The
+      end-of-document token itself is a target that counts: a text of n tokens counts n targets, so
+      with bytes the mean loss in nats over ln 2 *is* the bits per byte. Of conversations only what
+      the assistant says counts, and the end where it has the last word;
     - ``segments`` int32: the number of the document within the row, from 1; 0 on padding;
     - ``positions`` int32: from 0 at the start of the row and at every document's start within it,
       always below T. A document that began in the row before starts again at 0.

@@ -416,15 +416,20 @@ def _write_tokens(
 ) -> tuple[list[int], np.ndarray | None]:
     """Writes the tokens of all documents to `sink`; returns their lengths, and which of them count.
 
-    The end of a conversation does not count: its template has said it."""
+    The end of a conversation counts where the assistant has the last word, so that a model learns
+    to stop, unless its template has ended it by the same token."""
     lengths, counted, dtype = [], [], _dtype(tokenizer)
     eod = np.array([tokenizer.eod], dtype).tobytes()
     for chunk in _chunks(documents):
-        for ids, counts in encode_marked(chunk, tokenizer):
+        for document, (ids, counts) in zip(chunk, encode_marked(chunk, tokenizer), strict=True):
             sink.write(ids.astype(dtype).tobytes())
             sink.write(eod)
             lengths.append(len(ids) + 1)
-            counted += [] if counts is None else [counts, np.zeros(1, np.uint8)]
+            if counts is not None:
+                _, last = document.counted[-1] if document.counted else (0, 0)
+                ends = bool(last) and not document.text[last:].strip()
+                said = tokenizer.eod in ids[counts > 0][-1:]
+                counted += [counts, np.array([ends and not said], np.uint8)]
     if counted and len(counted) != 2 * len(lengths):
         raise ValueError("some documents are conversations and some are not: keep them apart")
     return lengths, np.concatenate(counted) if counted else None

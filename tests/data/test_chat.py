@@ -200,6 +200,29 @@ def test_a_store_of_conversations_counts_what_the_assistant_says(
     assert len(held_out.counts) == len(held_out.tokens)
 
 
+def test_the_end_counts_once_where_the_assistant_has_the_last_word(tokenizer):
+    byte, last = ByteTokenizer(), MESSAGES[1:2]
+    said = {"tokens": {"eos_token": EOD}, "special": tokenizer.special_pattern}
+    for template, more, encoder, counts in (
+        (load_template("plain"), [], byte, 1),
+        (load_template("chatml"), [], byte, 1),  # white space follows
+        (load_template("chatml"), last, byte, 0),
+        (
+            ChatTemplate(
+                TEMPLATES["plain"].replace("content }}{% end", "content + eos_token }}{% end"),
+                **said,
+            ),
+            [],
+            tokenizer,
+            0,
+        ),
+    ):
+        document = template.document("x", {"messages": MESSAGES[:3] + more}, "x")
+        corpus = tokenize([document], encoder)
+        assert (corpus.tokens[-1], corpus.counts[-1]) == (encoder.eod, counts)
+    assert corpus.tokens[corpus.counts > 0].tolist().count(tokenizer.eod) == 1  # the template's
+
+
 def test_a_store_whose_counts_are_cut_short_is_named(tmp_path):
     conversations(tmp_path / "chat.jsonl")
     chat = load_template("chatml")

@@ -182,7 +182,7 @@ def test_the_baseline_is_counted_by_the_first_process_on_so_many_bytes(monkeypat
     chat = Conversation("x", b"abc", counted=((2, 3),), special=())
     assistant = data.tokenize([chat], tokenizer)
     (line,) = conclude(*given[:3], {"": (assistant, assistant)}, *given[4:])
-    assert line == "held-out loss 1.000 nats per token of the assistant's, 1 of 3"
+    assert line == "held-out loss 1.000 nats per token of the assistant's, 2 of 3"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert conclude(*given) == []
     assert len(counted) == 1
