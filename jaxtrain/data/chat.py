@@ -233,16 +233,17 @@ def encode_marked(
                 own = np.array([tokenizer.special_id(part)], np.int32)
             else:
                 own = next(inside if number else begun)
+            pieces = [part] if special else tokenizer.token_pieces(own)
+            added = b"".join(pieces) == b" " + part  # by the tokenizer, which begins texts with it
+            if not added and b"".join(pieces) != part:
+                raise ValueError(
+                    f"{document.name}: this tokenizer loses text, so what counts of a conversation "
+                    "cannot be found in its tokens: use one that keeps text as it is"
+                )
             ids.append(own)
-            lengths.append([len(part)] if special else tokenizer.token_lengths(own))
-            if sum(lengths[-1]) == len(part) + 1:  # a space that the tokenizer begins texts with
-                lengths[-1][0] -= 1
+            lengths.append(np.array([len(piece) for piece in pieces], np.int64))
+            lengths[-1][:1] -= added
         ends = np.cumsum(np.concatenate(lengths))
-        if ends[-1] != len(document.text):
-            raise ValueError(
-                f"{document.name}: this tokenizer loses text, so what counts of a conversation "
-                "cannot be found in its tokens: use one that keeps text as it is"
-            )
         starts = np.append(0, ends[:-1])
         counts = np.zeros(len(ends), np.uint8)
         for start, stop in document.counted:

@@ -75,6 +75,10 @@ class Tokenizer(Protocol):
         """Returns how many bytes each id stands for, int64 [T]."""
         ...
 
+    def token_pieces(self, ids: Any) -> list[bytes]:
+        """Returns the bytes that each id stands for; those of `eod` are none."""
+        ...
+
     @property
     def special_pattern(self) -> str:
         """A pattern, without groups, of the tokens that `encode` never gives; "" for none."""
@@ -106,13 +110,16 @@ class _BytePieces:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Any) -> bytes:
-        return b"".join([self._pieces[each] for each in self._checked(ids).tolist()])
+        return b"".join(self.token_pieces(ids))
 
     def token_bytes(self, ids: Any) -> int:
         return int(self.token_lengths(ids).sum())
 
     def token_lengths(self, ids: Any) -> np.ndarray:
         return self._lengths[self._checked(ids)]
+
+    def token_pieces(self, ids: Any) -> list[bytes]:
+        return [self._pieces[each] for each in self._checked(ids).tolist()]
 
     def _checked(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)

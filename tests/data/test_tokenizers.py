@@ -266,6 +266,20 @@ def test_words_are_the_library_s_and_their_loss_is_said(tmp_path):
         list(encode_marked([Conversation("x", b"hello you", ((6, 9),), ())], ours))
 
 
+def test_text_of_another_length_by_chance_is_refused():
+    """A space is added in front and another is lost: the lengths agree, the text does not."""
+    scores = [("<unk>", 0.0), *((letter, -1.0) for letter in "\u2581abcdog")]
+    theirs = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0))
+    theirs.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex(" +"), " ")
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    theirs.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    ours = SubwordTokenizer(theirs, 0)
+    ((ids, counts),) = encode_marked([Conversation("x", b"a b dog", ((4, 7),), ())], ours)
+    assert ours.decode(ids[counts > 0]) == "dog"
+    with pytest.raises(ValueError, match="x: this tokenizer loses text, so what counts"):
+        list(encode_marked([Conversation("x", b"a b  dog", ((5, 8),), ())], ours))
+
+
 def test_a_kind_that_is_none():
     with pytest.raises(ValueError, match="kind is 'words': give one of bpe, unigram, wordpiece"):
         SubwordTokenizer.train(TEXT, 300, kind="words")
