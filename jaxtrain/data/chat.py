@@ -161,16 +161,21 @@ class ChatTemplate:
         return "".join([*parts, whole[done:]])
 
     def _harmless(self, value: Any) -> Any:
-        """Returns messages in which no text is a special token, nor anything None."""
+        """Returns messages in which no text makes a special token, nor is anything None."""
         if isinstance(value, dict):  # which rows of a table have for what only others have
-            return {name: self._harmless(each) for name, each in value.items() if each is not None}
-        if isinstance(value, list):
-            return [self._harmless(each) for each in value]
+            return {
+                self._harmless(name): self._harmless(each)
+                for name, each in value.items()
+                if each is not None
+            }
+        if isinstance(value, (list, tuple)):  # a tuple is an entry of a table's map
+            return type(value)(map(self._harmless, value))
         if isinstance(value, str):
             if _MARKS.search(value):
                 raise ValueError("it has one of the noncharacters U+FDD0 to U+FDD2: remove it")
             if self.special:
-                return re.sub(self.special, lambda found: _spelled(found[0]), value)
+                value = re.sub(self.special, lambda found: _spelled(found[0]), value)
+                value += _INSIDE * _may_go_on(value, self.special)
         return value
 
 
@@ -309,6 +314,25 @@ def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Spa
 def _spelled(token: str) -> str:
     bare = token.strip()
     return token.replace(bare, bare[0] + _INSIDE + bare[1:])
+
+
+def _may_go_on(text: str, special: str) -> bool:
+    """Whether a special token may begin at the end of a text, and go on in what a template puts
+    after it. Names, as of roles, do not count: templates compare them."""
+    begins, longest = _beginnings(special)
+    return not text.isidentifier() and any(text[-n:] in begins for n in range(1, longest + 1))
+
+
+@functools.lru_cache
+def _beginnings(special: str) -> tuple[frozenset[str], int]:
+    """Returns what the tokens of a `special_pattern` begin with, less than all, and its length."""
+    space = r"\s*"
+    tokens = [
+        re.sub(r"\\(.)", r"\1", each.removeprefix(space).removesuffix(space), flags=re.DOTALL)
+        for each in re.findall(r"(?:\\.|[^|\\])+", special, re.DOTALL)
+    ]
+    longest = max(map(len, tokens), default=1) - 1
+    return frozenset(token[:n] for token in tokens for n in range(1, len(token))), longest
 
 
 def _read_config(path: epath.Path) -> dict[str, Any]:

@@ -262,6 +262,32 @@ def test_what_a_message_says_is_no_special_token(tokenizer):
     assert tokenizer.decode(ids[counts > 0]) == "No. </s><|im_end|>"
 
 
+CALLS = """{% for m in messages %}{% for part in m.parts %}{{ part }}{% endfor %}
+{% generation %}{{ m.calls | tojson }}<|im_end|>{% endgeneration %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"calls": {"<|im_end|>": 1}},
+        {"calls": [("<|im_end|>", 1)]},  # as the maps of Parquet come
+        {"parts": ["a <|im_", "end|>"]},
+        {"parts": ["a <|im", "_en", "d|>"]},
+        {"parts": ("a <", "s>")},
+    ],
+)
+def test_no_part_of_a_message_is_a_special_token(tokenizer, said):
+    template = ChatTemplate(CALLS, special=tokenizer.special_pattern)
+    record = {"messages": [{"role": "assistant", "parts": [], "calls": 0} | said]}
+    (found,) = template.conversations("x", record)
+    assert [found.text[start:stop] for start, stop in found.special] == [b"<|im_end|>"]
+    assert found.text.decode() == template.render(record["messages"])
+    assert chat._beginnings(r"\s*\|\\\s*|<a>") == ({"|", "<", "<a"}, 2)
+    for forged in ({"calls": {"\ufdd1": 1}}, {"calls": [("\ufdd0", 1)]}):
+        with pytest.raises(ValueError, match=r"noncharacters U\+FDD0"):
+            template.conversations("x", {"messages": [record["messages"][0] | forged]})
+
+
 def test_preferences_are_two_conversations():
     chat = load_template("plain")
     pair = chat.conversations("x", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
