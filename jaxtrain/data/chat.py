@@ -27,14 +27,14 @@ TEMPLATES = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
         "{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-        "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ (message.content or '') + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
     "plain": (
         "{% for message in messages %}{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}"
-        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+        "{% generation %}{{ message.content or '' }}{% endgeneration %}"
+        "{% else %}{{ message.content or '' }}{% endif %}{% endfor %}"
     ),
 }
 FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
@@ -161,13 +161,9 @@ class ChatTemplate:
         return "".join([*parts, whole[done:]])
 
     def _harmless(self, value: Any) -> Any:
-        """Returns messages in which no text makes a special token, nor is anything None."""
-        if isinstance(value, dict):  # which rows of a table have for what only others have
-            return {
-                self._harmless(name): self._harmless(each)
-                for name, each in value.items()
-                if each is not None
-            }
+        """Returns messages in which no text makes a special token."""
+        if isinstance(value, dict):
+            return {self._harmless(name): self._harmless(each) for name, each in value.items()}
         if isinstance(value, (list, tuple)):  # a tuple is an entry of a table's map
             return type(value)(map(self._harmless, value))
         if isinstance(value, str):

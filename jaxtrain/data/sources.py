@@ -477,12 +477,26 @@ def _read_columns(
         for record in records:
             if chat is not None:
                 where = f"'{root / name}' row {row}"
-                yield chat.document(f"{name}:{row}", record, where)
+                yield chat.document(f"{name}:{row}", _own_fields(record), where)
             elif record[field] is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
             else:
                 yield Document(f"{name}:{row}", record[field].encode("utf-8"))
             row += 1
+
+
+def _own_fields(value: Any) -> Any:
+    """Returns a row without the None of fields that only other rows of its table have; a message
+    of calls alone says nothing, so its `content` is None in truth."""
+    if isinstance(value, dict):
+        return {
+            name: _own_fields(each)
+            for name, each in value.items()
+            if each is not None or (name == "content" and "role" in value)
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_own_fields, value))
+    return value
 
 
 def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterator[list[dict]]:

@@ -209,7 +209,9 @@ def test_the_end_counts_once_where_the_assistant_has_the_last_word(tokenizer):
         (load_template("chatml"), last, byte, 0),
         (
             ChatTemplate(
-                TEMPLATES["plain"].replace("content }}{% end", "content + eos_token }}{% end"),
+                TEMPLATES["plain"].replace(
+                    "content or '' }}{% end", "content + eos_token }}{% end"
+                ),
                 **said,
             ),
             [],
@@ -248,6 +250,26 @@ def test_parquet_and_jsonl_give_the_same(tmp_path):
         sides = data.text_folder(tmp_path / name, chat=chat)
         texts.append(sorted(each[1:] for side in sides for each in side))
     assert texts[0] == texts[1]
+
+
+def test_null_is_kept_but_of_fields_that_a_row_of_a_table_has_not(tmp_path):
+    calls = [{"role": "assistant", "content": None, "calls": {"unit": None, "in": [None, 1]}}]
+    rows = [{"messages": calls}, {"messages": [{"role": "assistant", "content": "x", "name": "A"}]}]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    template = ChatTemplate(
+        "{% for m in messages %}{% generation %}{{ m.content is none }} {{ m.name is defined }} "
+        "{{ m.calls | default(0) | tojson }}{% endgeneration %}{% endfor %}"
+    )
+    null = {"chat.jsonl": '{"unit": null, "in": [null, 1]}', "chat.parquet": '{"in": [null, 1]}'}
+    for name, kept in null.items():
+        sides = data.text_folder(tmp_path / name, chat=template)
+        texts = {each.text.decode() for side in sides for each in side}
+        assert texts == {f"True False {kept}", "False True 0"}
+    (silent,) = load_template("chatml").conversations("x", {"messages": calls})
+    assert silent.text == b"<|im_start|>assistant\n<|im_end|>\n"
+    with pytest.raises(ValueError, match="nothing of an assistant to learn from"):
+        load_template("plain").conversations("x", {"messages": calls})
 
 
 def test_what_a_message_says_is_no_special_token(tokenizer):
