@@ -236,6 +236,11 @@ class SubwordTokenizer(_BytePieces):
         }[kind]
         tokenizer = library.Tokenizer(model(**options))
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if kind == "wordpiece":  # the time that a word takes is of the third power of its length
+            pieces = library.pre_tokenizers.Split(library.Regex(".{1,64}"), "isolated")
+            tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
+                [tokenizer.pre_tokenizer, pieces]
+            )
         tokenizer.decoder = library.decoders.ByteLevel()
         trainer = trainer(
             vocab_size=vocab_size,

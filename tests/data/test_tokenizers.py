@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jaxtrain.data import (
     SubwordTokenizer,
 )
 from jaxtrain.data.chat import Conversation, encode_marked
+from jaxtrain.data.tokenizers import KINDS
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -203,6 +205,15 @@ def test_other_kinds_are_trained_alike_every_time_and_kept(kind, tmp_path):
     first.save(tmp_path / "tokenizer.json")
     assert SubwordTokenizer.load(tmp_path / "tokenizer.json").fingerprint == first.fingerprint
     assert len(first.encode("the theme")) < 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_word_takes_time_in_proportion(kind):
+    word = "thesisé" * 800 + "\n" * 200
+    tokenizer = SubwordTokenizer.train(TEXT, 300, kind=kind)
+    begun = time.perf_counter()
+    assert tokenizer.decode(tokenizer.encode(word)) == word
+    assert time.perf_counter() - begun < 1
 
 
 @pytest.mark.parametrize("spaces", ["every", "first"])
