@@ -5,6 +5,7 @@ exactly those. A loaded tokenizer of words or of Unicode characters may lose tex
 Every document is followed by one end-of-document token, `eod`, which no text encodes to.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -201,6 +202,7 @@ class SubwordTokenizer(_BytePieces):
         self._adds_space = words or super().decode_bytes(found) == b" x"
         single = {piece[0]: id for id, piece in enumerate(self._pieces) if len(piece) == 1}
         self._byte_ids = np.array([single.get(byte, -1) for byte in range(256)], np.int32)
+        self._never = self._never_text()
 
     @classmethod
     def train(
@@ -291,6 +293,10 @@ class SubwordTokenizer(_BytePieces):
         if tokenizer.token_to_id(eod) is None:
             special = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
             raise ValueError(f"'{path}' has no token '{eod}'; pass eod=... one of {special}")
+        added = tokenizer.get_added_tokens_decoder().get(tokenizer.token_to_id(eod))
+        if added is not None and not added.special:  # else a text that spells it becomes it
+            options = {name: getattr(added, name) for name in ("lstrip", "rstrip", "single_word")}
+            tokenizer.add_special_tokens([library.AddedToken(eod, special=True, **options)])
         # Qwen's files compose characters first. Text whose characters are composed, as nearly all
         # are, encodes the same without that, and any other text keeps its bytes.
         if isinstance(tokenizer.normalizer, library.normalizers.NFC):
@@ -374,13 +380,39 @@ class SubwordTokenizer(_BytePieces):
         ]
         valid = [part for parts in split for part in parts[::2]]
         encodings = tokenizer.encode_batch_fast(valid, add_special_tokens=False)
-        ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
+        ids = iter([self._as_text(np.array(encoding.ids, np.int32)) for encoding in encodings])
         return [
             np.concatenate(
                 [self._invalid(part) if odd % 2 else next(ids) for odd, part in enumerate(parts)]
             )
             for parts in split
         ]
+
+    def _never_text(self) -> np.ndarray:
+        """Returns which ids no text becomes, bool [vocab_size]: `eod` and the special tokens, but
+        not the one of unknown letters."""
+        never = np.zeros(self.vocab_size, bool)
+        added = self._tokenizer.get_added_tokens_decoder()
+        never[[self.eod, *(id for id, each in added.items() if each.special)]] = True
+        # tokenizers raises bare Exception where a model knows no such token.
+        with contextlib.suppress(Exception):
+            never[[each.id for each in self._tokenizer.model.tokenize("\ufdd3")]] = False
+        return never
+
+    def _as_text(self, ids: np.ndarray) -> np.ndarray:
+        """Spells the special tokens among the ids of a text by letters. The vocabularies of Unigram
+        and of words have them too (T5's and XLM-R's "</s>"), so that a text can become them."""
+        if not self._never[ids].any():
+            return ids
+        parts = [self._letters(id) if self._never[id] else [id] for id in ids.tolist()]
+        return np.concatenate(parts).astype(np.int32)
+
+    def _letters(self, id: int) -> list[int]:
+        token = self._tokenizer.id_to_token(id)
+        ids = self._byte_ids[list(token.encode())]
+        if ids.min() >= 0:
+            return ids.tolist()
+        return [each.id for letter in token for each in self._tokenizer.model.tokenize(letter)]
 
     def _invalid(self, part: str) -> np.ndarray:
         data = part.encode("utf-8", "surrogateescape")

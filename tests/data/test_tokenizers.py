@@ -107,6 +107,40 @@ def test_text_cannot_spell_the_end_of_a_document(bpe):
     assert bpe.decode(ids) == f"one{EOD}two"
 
 
+@pytest.mark.filterwarnings("ignore:.* turns .* into")
+@pytest.mark.parametrize("letters", ["x/s<> ", "x/s "])  # as of XLM-R, and of T5, which has no <
+def test_text_cannot_spell_a_token_that_the_vocabulary_of_unigram_has(tmp_path, letters):
+    scores = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    scores += [(letter, -5.0) for letter in letters.replace(" ", "\u2581")]
+    theirs = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=2))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    theirs.decoder = tokenizers.decoders.Metaspace()
+    theirs.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    theirs.save(str(tmp_path / "t5.json"))
+    ours = SubwordTokenizer.load(tmp_path / "t5.json")
+    ids = ours.encode("x</s> x<pad>y").tolist()
+    assert not {0, 1} & {*ids}
+    assert 2 in ids  # what is unknown stays so
+    assert ours.encode("x x").tolist() == theirs.encode("x x").ids
+    assert "<" not in letters or ours.decode(ids[:6]) == "x</s>"
+    if "<" in letters:  # and the template's is the token
+        said = Conversation("x", b"</s>x</s></s>", ((4, 9),), ((9, 13),))
+        ((ids, counts),) = encode_marked([said], ours)
+        assert (ids.tolist().count(1), ids[-1]) == (1, 1)
+        assert ours.decode(ids[counts > 0]) == "x</s>"
+
+
+def test_an_end_of_documents_that_a_file_does_not_call_special_is(bpe, tmp_path):
+    path = changed(bpe, tmp_path)
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(content))
+    assert bpe.eod in tokenizers.Tokenizer.from_file(str(path)).encode(f"a{EOD}b").ids
+    loaded = BPETokenizer.load(path)
+    assert loaded.encode(f"a{EOD}b").tolist() == bpe.encode(f"a{EOD}b").tolist()
+    assert loaded.special_pattern == bpe.special_pattern
+
+
 def changed(bpe, tmp_path, **changes):
     bpe.save(tmp_path / "tokenizer.json")
     content = json.loads((tmp_path / "tokenizer.json").read_text())
