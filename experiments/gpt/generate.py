@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             eod=tokenizer.eod,
         )
     for row in written:
-        print(config.prompt + tokenizer.decode(row))
+        # Together: some tokenizers drop the space that begins a text.
+        print(tokenizer.decode([*prompt, *row.tolist()]))
         if config.samples > 1:
             print("-" * 40)
 

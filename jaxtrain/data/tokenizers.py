@@ -24,8 +24,8 @@ _ENDS = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 KINDS = ("bpe", "unigram", "wordpiece")
 # Texts that tokenizers lose: white space and case; composed by NFC, replaced by NFC too, and taken
 # apart by NFKC; letters, ideographs and emoji that many vocabularies have not; what SentencePiece
-# takes for a space.
-_PROBES = ("A  probe,\n\tof 1 Line e\u0301 \u212b \ufb01", "naïve Ωмега 中文 🙂\u200d\u2581")
+# takes for a space; a space that begins a text, where the tokenizer puts one in front of others.
+_PROBES = ("A  probe,\n\tof 1 Line e\u0301 \u212b \ufb01", "naïve Ωмега 中文 🙂\u200d\u2581", " a")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
 

@@ -10,6 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.gpt import generate
 from jaxtrain.data import (
     EOD,
     BPETokenizer,
@@ -18,6 +19,7 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
+from jaxtrain.models.gpt import GPTConfig
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -224,6 +226,15 @@ def test_bpe_load_refusals(bpe, tmp_path):
             BPETokenizer.load(path)
 
 
+def test_a_space_in_front_of_texts_without_one_is_refused(bpe, tmp_path):
+    path = changed(bpe, tmp_path)
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"turns ' a' into 'a'.*add_prefix_space=false"):
+        BPETokenizer.load(path)
+
+
 def test_a_normalizer_that_composes_characters_is_left_out(bpe, tmp_path):
     """As Qwen's: composed text encodes as before, and no other text is lost."""
     path = changed(bpe, tmp_path, normalizer={"type": "NFC"})
@@ -323,6 +334,30 @@ def test_text_of_another_length_by_chance_is_refused():
     assert ours.decode(ids[counts > 0]) == "dog"
     with pytest.raises(ValueError, match="x: this tokenizer loses text, so what counts"):
         list(encode_marked([Conversation("x", b"a b  dog", ((5, 8),), ())], ours))
+
+
+def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsys):
+    """Of vocabularies in which a space begins each word, and of which `decode` drops the first."""
+    scores = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        *((each, -1.0) for each in ("\u2581a", "\u2581x", "b")),
+    ]
+    theirs = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    theirs.decoder = tokenizers.decoders.Metaspace()
+    ours, model = (
+        SubwordTokenizer(theirs, 1),
+        GPTConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
+    )
+    monkeypatch.setattr(generate, "load", lambda run, step: (model, {}, ours))
+    written = np.array([[2, 4, 1], [4, 2, 1]])
+    monkeypatch.setattr(generate, "generate", lambda *args, **options: written)
+    generate.main(["--run", "x", "--prompt", "ab a", "--samples", "2"])
+    assert [line for line in capsys.readouterr().out.splitlines() if "-" not in line] == [
+        "ab a ab",
+        "ab ab a",
+    ]
 
 
 def test_a_kind_that_is_none():
