@@ -42,7 +42,6 @@ FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "do
 # stands inside of a text that spells a special token.
 _BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_BEGIN}{_END}{_INSIDE}]")
-_SPANS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class Conversation(NamedTuple):
@@ -120,7 +119,8 @@ class ChatTemplate:
                 more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
                 messages = self._harmless(messages)
                 marked = self._marked(messages, False, more)
-                if not _SPANS.search(self.text):
+                _, has_spans = _compiled(self.text)
+                if not has_spans:
                     marked = self._by_prefixes(messages, marked, more)
                 found = Conversation(name, *_read(marked, self.special))
             except ValueError as error:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return rendered
 
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        program = _compiled(self.text)
+        program, _ = _compiled(self.text)
         variables = {"tools": None, "documents": None} | more | dict(self.tokens)
         try:
             return program.render(messages=messages, add_generation_prompt=prompt, **variables)
@@ -200,10 +200,16 @@ def load_template(name: str) -> ChatTemplate:
             token = token.get("content") if isinstance(token, dict) else token
             if each.endswith("_token") and isinstance(token, str):
                 tokens[each] = token
-        text = path.read_text() if path != config else values.get("chat_template")
+        try:
+            text = (
+                path.read_text(encoding="utf-8") if path != config else values.get("chat_template")
+            )
+        except UnicodeDecodeError:
+            raise ValueError(f"'{name}' is no text in UTF-8: give a Jinja file") from None
         if isinstance(text, list):  # several, by name
-            text = {each["name"]: each["template"] for each in text}.get("default")
-        if not isinstance(text, str):
+            named = [each for each in text if isinstance(each, dict)]
+            text = {each.get("name"): each.get("template") for each in named}.get("default")
+        if not isinstance(text, str) or not text.strip():
             raise ValueError(f"'{name}' has no template: give a Jinja file")
     _compiled(text)
     return ChatTemplate(text, tokens)
@@ -292,7 +298,8 @@ def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
 def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Span, ...]]:
     """Takes the marks out of a rendered text, and says where they stood."""
     parts, size, counted, tokens, begun = [], 0, [], [], 0
-    pattern = _MARKS.pattern + (f"|{special}" if special else "")
+    # A token of one letter has no inside: the mark follows it, as it does where one spells another.
+    pattern = _MARKS.pattern + (f"|(?:{special})(?!{_INSIDE})" if special else "")
     for number, piece in enumerate(re.split(f"({pattern})", marked)):
         if piece == _BEGIN:
             begun = size
@@ -308,8 +315,8 @@ def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Spa
 
 
 def _spelled(token: str) -> str:
-    bare = token.strip()
-    return token.replace(bare, bare[0] + _INSIDE + bare[1:])
+    bare = token.strip() or token
+    return token.replace(bare, _INSIDE.join(bare) + _INSIDE)
 
 
 def _may_go_on(text: str, special: str) -> bool:
@@ -342,19 +349,22 @@ def _read_config(path: epath.Path) -> dict[str, Any]:
 
 
 @functools.lru_cache
-def _compiled(text: str) -> Any:
-    """Compiles a template in the sandbox, with what transformers gives it, but for the date."""
+def _compiled(text: str) -> tuple[Any, bool]:
+    """Compiles a template in the sandbox, with what transformers gives it, but for the date; also
+    returns whether it marks spans."""
     try:
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
         raise ImportError("chat templates need jinja2: pip install -e '.[chat]'") from None
 
+    spans = []
+
     class Generation(jinja2.ext.Extension):
         tags = frozenset({"generation"})
 
         def parse(self, parser: Any) -> list[Any]:
-            next(parser.stream)
+            spans.append(next(parser.stream))
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             begin, end = (
                 jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (_BEGIN, _END)
@@ -373,7 +383,7 @@ def _compiled(text: str) -> Any:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
     try:
-        return environment.from_string(text)
+        return environment.from_string(text), bool(spans)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"the chat template is not Jinja (line {error.lineno}: {error.message})"

@@ -301,8 +301,14 @@ class SubwordTokenizer(_BytePieces):
         # are, encodes the same without that, and any other text keeps its bytes.
         if isinstance(tokenizer.normalizer, library.normalizers.NFC):
             tokenizer.normalizer = None
-        self = cls(tokenizer, tokenizer.token_to_id(eod))
-        self._check_lossless(path)
+        try:
+            self = cls(tokenizer, tokenizer.token_to_id(eod))
+            self._check_lossless(path)
+        except (ValueError, Warning):
+            raise
+        # tokenizers raises bare Exception for letters that a model has no token for.
+        except Exception as error:
+            raise ValueError(f"'{path}' cannot encode every text ({error})") from None
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Conversations: rendered and tokenized as transformers does, and only the assistant counts."""
 
 import json
+import re
 import sys
 
 import pyarrow
@@ -310,6 +311,22 @@ def test_no_part_of_a_message_is_a_special_token(tokenizer, said):
             template.conversations("x", {"messages": [record["messages"][0] | forged]})
 
 
+def test_tokens_of_one_letter_of_white_space_and_within_others_are_no_message_s():
+    special = "|".join(map(re.escape, ("<<a>>", "<a>", "\n", "X", " ")))
+    template = ChatTemplate("X" + TEMPLATES["plain"] + "{{ '\n' }}", special=special)
+    (found,) = template.conversations("x", {"prompt": "X <<a>>\n", "completion": "a X"})
+    assert found.text == b"XX <<a>>\na X\n"
+    assert found.special == ((0, 1), (12, 13))
+
+
+def test_a_block_that_jinja_does_not_run_marks_nothing():
+    comment = "{# {% generation %} #}{% raw %}{% generation %}{% endraw %}"
+    text = comment + TEMPLATES["plain"].replace("{% generation %}", "")
+    template = ChatTemplate(text.replace("{% endgeneration %}", ""))
+    (found,) = template.conversations("x", {"prompt": "a", "completion": "b"})
+    assert found.text[slice(*found.counted[0])] == b"b"
+
+
 def test_preferences_are_two_conversations():
     chat = load_template("plain")
     pair = chat.conversations("x", {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
@@ -357,7 +374,19 @@ def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": "a", "rejected": "b"}) + "\n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty.jinja").write_text("\n")
+    for odd, each in {
+        "a": [{"nm": "x"}],
+        "b": ["x"],
+        "c": [{"name": "default"}],
+        "d": [[]],
+    }.items():
+        (tmp_path / f"{odd}.json").write_text(json.dumps({"chat_template": each}))
     for name, template, message in (
+        *(("chat.jsonl", f"{odd}.json", f"{odd}.json' has no template") for odd in "abcd"),
+        ("chat.jsonl", "bytes.jinja", "bytes.jinja' is no text in UTF-8: give a Jinja file"),
+        ("chat.jsonl", "empty.jinja", "empty.jinja' has no template: give a Jinja file"),
         ("chat.jsonl", "bad.jinja", "the chat template is not Jinja (line 1: "),
         ("chat.jsonl", "none.jinja", "none.jinja' does not exist; give a file, or chatml or plain"),
         ("chat.jsonl", "tokenizer_config.json", "tokenizer_config.json' has no template"),

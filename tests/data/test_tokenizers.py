@@ -220,6 +220,10 @@ def test_bpe_load_refusals(bpe, tmp_path):
         BPETokenizer.load(tmp_path / "word.json")
     with pytest.raises(ValueError, match=r"no token '<end>'; pass eod=... one of \['<\|endoftext"):
         BPETokenizer.load(changed(bpe, tmp_path), eod="<end>")
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("</s>", 0.0), ("x", -1.0)]))
+    unigram.save(str(tmp_path / "unigram.json"))  # without an id of what is unknown
+    with pytest.raises(ValueError, match=r"unigram.json' cannot encode every text \(.*unk_id"):
+        SubwordTokenizer.load(tmp_path / "unigram.json")
     for kind in ("Lowercase", "NFKC", "NFD", "NFKD"):
         path = changed(bpe, tmp_path, normalizer={"type": kind})
         with pytest.raises(ValueError, match=r"of 1 Line .* into .*no normalizer"):
