@@ -16,7 +16,9 @@ REQUIRED = object()
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
-    *("_attn_implementation_autoset", "_name_or_path", "architectures", "bos_token_id"),
+    *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
+    *("bos_token_id", "is_llama_config", "max_sequence_length", "n_special"),
+    *("output_past", "predict_special_tokens"),
     *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
     *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
     *("max_window_layers", "model_type", "n_ctx", "output_attentions"),
@@ -25,6 +27,8 @@ INERT = {
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
+# Fields that change nothing at this value alone.
+OFF = {"pruned_heads": {}, "rope_interleaved": False, "use_mrope": False}
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
 
@@ -96,7 +100,8 @@ class Family:
                     f"{ours[field.ours]!r}: no model here has both"
                 )
         for name, value in theirs.items():
-            if name not in INERT and value is not None:
+            off = name in OFF and value == OFF[name]
+            if name not in INERT and value is not None and not off:
                 raise ValueError(f"{name}={value!r} is not known here, and may change the model")
         if ours.get("head_dim") and ours["head_dim"] * ours["heads"] == ours["width"]:
             ours["head_dim"] = None
@@ -206,13 +211,31 @@ def _write_rope(config: GPTConfig) -> dict[str, Any]:
     }
 
 
+_SLIDING = "sliding_attention"
+
+
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, and a window of all layers or of none."""
-    used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", None)
+    used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", 4096)
+    window = window if used else None
     layers, first = theirs.get("num_hidden_layers", 0), theirs.get("max_window_layers", 28)
-    slides = [used and window is not None and l >= first for l in range(layers)]
-    if kinds := theirs.pop("layer_types", None):
-        slides = [kind == "sliding_attention" for kind in kinds]
+    kinds = theirs.pop("layer_types", None)
+    if kinds is None:
+        slides = [window is not None and l >= first for l in range(layers)]
+    elif not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
+    elif unknown := [kind for kind in kinds if kind not in ("full_attention", _SLIDING)]:
+        raise ValueError(
+            f"layer_types has {unknown[0]!r}, which is not known here: only 'full_attention' and "
+            f"{_SLIDING!r}"
+        )
+    else:
+        slides = [kind == _SLIDING for kind in kinds]
+    if any(slides) and window is None:
+        raise ValueError(
+            f"layer_types has {_SLIDING!r}, and use_sliding_window and sliding_window give no "
+            "window"
+        )
     if any(slides) and not all(slides):
         raise ValueError("some layers have a sliding window and others none: not known here")
     return {"window": window if all(slides) else None} | _read_rope(theirs, REQUIRED)
@@ -220,7 +243,7 @@ def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
     slides = config.window is not None
-    kind = "sliding_attention" if slides else "full_attention"
+    kind = _SLIDING if slides else "full_attention"
     return {
         "use_sliding_window": slides,
         "sliding_window": config.window,

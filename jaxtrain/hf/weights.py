@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.hf import safetensors
-from jaxtrain.hf.families import INERT, Family, family_for, family_of
+from jaxtrain.hf.families import INERT, OFF, Family, family_for, family_of
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.parallel.stack import Stack
@@ -247,7 +247,8 @@ def to_json(fields: Mapping[str, Any]) -> str:
 
 def without_effect(folder: str | Path) -> list[str]:
     """Returns the fields of a folder's config.json that change nothing here."""
-    return sorted(INERT & safetensors.read_json(Path(folder) / "config.json").keys())
+    theirs = safetensors.read_json(Path(folder) / "config.json")
+    return sorted(theirs.keys() & (INERT | OFF.keys()))
 
 
 def written(

@@ -232,7 +232,8 @@ def test_what_is_no_effect_or_the_same_is_taken(tmp_path):
 
 def test_layers_of_two_kinds_are_refused():
     theirs = FAMILIES["qwen2"].config_json(dataclasses.replace(gpt.llama_1b(), qkv_bias=True))
-    theirs |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    theirs |= {"sliding_window": 8, "use_sliding_window": True}
+    theirs |= {"layer_types": ["sliding_attention", "full_attention"] * 11}
     with pytest.raises(ValueError, match="some layers have a sliding window and others none"):
         FAMILIES["qwen2"].config(theirs)
 

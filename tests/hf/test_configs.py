@@ -1,0 +1,133 @@
+"""What a ``config.json`` says: published ones, as they are, and what no model can be made of."""
+
+import json
+
+import pytest
+
+from jaxtrain.hf.families import family_of
+from tests.hf import models
+
+# The fields of config.json in the repositories of these names.
+PUBLISHED = {
+    "gpt2-medium": """{
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+        "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24, "n_positions": 1024,
+        "n_special": 0, "predict_special_tokens": true, "resid_pdrop": 0.1,
+        "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+        "summary_type": "cls_index", "summary_use_proj": true,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+        "vocab_size": 50257}""",
+    "distilgpt2": """{
+        "_num_labels": 1, "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+        "id2label": {"0": "LABEL_0"}, "initializer_range": 0.02, "label2id": {"LABEL_0": 0},
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768,
+        "n_head": 12, "n_layer": 6, "n_positions": 1024, "resid_pdrop": 0.1,
+        "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+        "summary_type": "cls_index", "summary_use_proj": true,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+        "vocab_size": 50257}""",
+    "Qwen2.5-0.5B": """{
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896,
+        "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": true,
+        "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}""",
+    "SmolLM2-135M": """{
+        "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576,
+        "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+        "is_llama_config": true, "max_position_embeddings": 8192, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": false,
+        "rope_scaling": null, "rope_theta": 100000, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": true,
+        "vocab_size": 49152}""",
+    "llama-7b": """{
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 2048,
+        "max_sequence_length": 2048, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.28.0",
+        "use_cache": true, "vocab_size": 32000}""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2-medium", (24, 1024, 16, 16, 1024)),
+        ("distilgpt2", (6, 768, 12, 12, 1024)),
+        ("Qwen2.5-0.5B", (24, 896, 14, 2, 32768)),
+        ("SmolLM2-135M", (30, 576, 9, 3, 8192)),
+        ("llama-7b", (32, 4096, 32, 32, 2048)),
+    ],
+)
+def test_published_configs_are_read_as_they_are(name, sizes):
+    theirs = json.loads(PUBLISHED[name])
+    got = family_of(theirs).config(theirs)
+    assert (got.layers, got.width, got.heads, got.kv_heads, got.seq_len) == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("Qwen2.5-0.5B", "use_mrope"), ("SmolLM2-135M", "rope_interleaved")],
+)
+def test_what_is_no_effect_at_one_value_is_refused_at_another(name, field):
+    theirs = json.loads(PUBLISHED[name]) | {field: True}
+    with pytest.raises(ValueError, match=f"{field}=True is not known here"):
+        family_of(theirs).config(theirs)
+
+
+def windowed(**fields):
+    """Fields of a Qwen 2 of two layers, all of which slide."""
+    theirs = json.loads(PUBLISHED["Qwen2.5-0.5B"]) | {"num_hidden_layers": 2}
+    theirs |= {"use_sliding_window": True, "max_window_layers": 0} | fields
+    return {name: value for name, value in theirs.items() if value != "absent"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": "absent"},
+        {"sliding_window": None},
+        {"sliding_window": 7},
+        {"sliding_window": 7, "use_sliding_window": False},
+        {"sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
+        {"sliding_window": 7, "layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_a_window_of_qwen_is_that_of_transformers(fields):
+    theirs = windowed(**fields)
+    got = models.transformers().Qwen2Config(**theirs)
+    kinds = set(got.layer_types)
+    expected = got.sliding_window if kinds == {"sliding_attention"} else None
+    assert family_of(theirs).config(theirs).window == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 7}, "has no kind for each of 2 layers"),
+        ({"layer_types": "sliding_attention"}, "has no kind for each of 2 layers"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention', which"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "sliding_window give no window",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            "sliding_window give no window",
+        ),
+    ],
+)
+def test_kinds_of_layers_that_no_model_has_are_refused(fields, message):
+    theirs = windowed(**fields)
+    with pytest.raises(ValueError, match=message):
+        family_of(theirs).config(theirs)
