@@ -36,13 +36,16 @@ class Tensor:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a model's files by name: of one file, or of the shards of an index.
+    """Returns the tensors of a model's files by name: of one file, or else of an index's shards.
 
     Raises:
       FileNotFoundError: there is no model.
       ValueError: the weights are pickled; a file or the index is not what it should be; the dtype
         of a tensor is not float32, float16 or bfloat16.
     """
+    # Where a folder has both, transformers reads the single file too.
+    if (folder / "model.safetensors").is_file():
+        return _tensors(folder / "model.safetensors")
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(
@@ -56,8 +59,6 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         # Names that the index leaves out are kept, so that the caller misses nothing.
         unnamed = {name: each for found in files.values() for name, each in found.items()}
         return unnamed | {name: files[file][name] for name, file in places.items()}
-    if (folder / "model.safetensors").is_file():
-        return _tensors(folder / "model.safetensors")
     pickled = next((path.name for path in sorted(folder.glob("*.bin"))), None)
     if pickled is not None:
         raise ValueError(

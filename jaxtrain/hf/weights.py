@@ -150,7 +150,7 @@ def save(
     One parameter at a time is on the host.
 
     Args:
-      folder: new, or without a model.
+      folder: new, or empty.
       config: the model.
       params: its parameters, layers in natural order: arrays of this process's devices or the
         host's, or :func:`open_weights`.
@@ -161,14 +161,13 @@ def save(
       files: more text files by name, such as a tokenizer.json.
 
     Raises:
-      ValueError: no family has such a model; the folder has one; a parameter is spread over
+      ValueError: no family has such a model; the folder is not empty; a parameter is spread over
         processes or has another shape than the config says.
     """
     folder = Path(folder)
     chosen = family_for(config, family)
     theirs = chosen.config_json(config)
-    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
-        raise ValueError(f"'{folder}' holds a model already: give another folder")
+    _check_new(folder)
     rows, shapes = chosen.rows_of(config)
     leaves, shapes = named_leaves(params), named_leaves(shapes)
     for path in sorted(shapes.keys() | leaves.keys()):
@@ -298,6 +297,18 @@ def _named_as(family: Family, tensors: Mapping[str, Any]) -> dict[str, Any]:
         family.prefix + name if name.split(".")[0] in bare else name: tensor
         for name, tensor in tensors.items()
     }
+
+
+def _check_new(folder: Path) -> None:
+    """Refuses a folder whose files transformers would take for the new model's."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"'{folder}' is a file: give a folder")
+    if (folder / "config.json").exists():
+        raise ValueError(f"'{folder}' holds a model already: give another folder")
+    if any(folder.glob("*.safetensors")):  # config.json is what save writes last
+        raise ValueError(f"'{folder}' holds an unfinished export: remove it")
+    if folder.exists() and (found := min(folder.iterdir(), default=None)):
+        raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 
 def _check_tied(folder: Path, tensors: Mapping[str, Any], tokens: str) -> None:

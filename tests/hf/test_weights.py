@@ -268,11 +268,11 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
         (folder / "model.safetensors").write_bytes(wrong)
         with pytest.raises(ValueError, match=message):
             hf.open_weights(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     (folder / safetensors.INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}')
     with pytest.raises(ValueError, match="has no weight_map of tensors to files beside it"):
         hf.open_weights(folder)
     (folder / safetensors.INDEX).unlink()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pickled weights .* runs whatever code is in them"):
         hf.open_weights(folder)
     (folder / "pytorch_model.bin").unlink()
@@ -282,3 +282,33 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
         hf.save(folder, gpt.gpt2_124m(), {})
     with pytest.raises(ValueError, match=r"'a' has the shape \[3\], and the config says None"):
         hf.save(tmp_path / "new", gpt.gpt2_124m(), {"a": np.zeros(3)})
+
+
+def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path):
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    params = gpt.init(config, KEY)
+    hf.save(tmp_path / "one", config, params)
+    other = jax.tree.map(lambda x: x + 1, params)
+    hf.save(tmp_path / "shards", config, other, max_shard_bytes=8000)
+    for file in (tmp_path / "shards").glob("model*"):
+        file.rename(tmp_path / "one" / file.name)
+    assert (tmp_path / "one" / safetensors.INDEX).exists()
+    got = hf.load(hf.open_weights(tmp_path / "one"))["final_norm"]["scale"]
+    np.testing.assert_array_equal(got, params["final_norm"]["scale"])
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.json", "holds a model already: give another folder"),
+        ("model-00001-of-00002.safetensors", "holds an unfinished export: remove it"),
+        ("generation_config.json", "is not empty, it has 'generation_config.json': give another"),
+        (safetensors.INDEX, f"is not empty, it has '{safetensors.INDEX}': give another folder"),
+    ],
+)
+def test_a_model_is_saved_to_an_empty_folder_alone(file, message, tmp_path):
+    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        hf.save(tmp_path, config, gpt.init(config, KEY))
+    assert [path.name for path in tmp_path.iterdir()] == [file]
