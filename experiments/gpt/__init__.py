@@ -197,7 +197,10 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     start, family = {}, {}
     if config.init_from is not None:
         start = {"params": lambda: hf.open_weights(config.init_from, model, stack=stack)}
-        family = {"family": hf.family_name(config.init_from)}
+        family = {
+            "family": hf.family_name(config.init_from),
+            "special_tokens": hf.special_tokens(config.init_from),
+        }
     return config.experiment(
         "gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),

@@ -1,5 +1,21 @@
 """Hugging Face weights and configs, both ways: see README.md beside this file."""
 
-from jaxtrain.hf.weights import check, family_name, load, open_weights, read_config, save
+from jaxtrain.hf.weights import (
+    check,
+    family_name,
+    load,
+    open_weights,
+    read_config,
+    save,
+    special_tokens,
+)
 
-__all__ = ["check", "family_name", "load", "open_weights", "read_config", "save"]
+__all__ = [
+    "check",
+    "family_name",
+    "load",
+    "open_weights",
+    "read_config",
+    "save",
+    "special_tokens",
+]

@@ -1,8 +1,10 @@
 """The command ``jaxtrain hf``: checks a Hugging Face folder, or writes one from a run."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -87,10 +89,11 @@ def _export(options: ExportOptions) -> int:
     model, params, tokenizer = trained.load(options.run, options.step)
     fields, files = {}, {}
     if isinstance(tokenizer, SubwordTokenizer):
-        fields = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
+        fields = trained.special_tokens(options.run)
+        if fields is None:  # null, for without the field transformers takes the family's own bos
+            fields = {"bos_token_id": None, "eos_token_id": tokenizer.eod}
         files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
-        files["tokenizer_config.json"] = weights.to_json(settings)
+        files["tokenizer_config.json"] = weights.to_json(_tokenizer_config(tokenizer, fields))
     weights.save(
         options.out,
         model,
@@ -103,3 +106,19 @@ def _export(options: ExportOptions) -> int:
     )
     print(f"{options.out}: {weights.family_name(options.out)}, opened by transformers as it is")
     return 0
+
+
+def _tokenizer_config(tokenizer: SubwordTokenizer, fields: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by name, for transformers' AutoTokenizer."""
+    names = {
+        each["id"]: each["content"] for each in json.loads(tokenizer.to_json())["added_tokens"]
+    }
+    names[tokenizer.eod] = tokenizer.eod_token
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for field, ids in {"eos_token_id": tokenizer.eod, **fields}.items():
+        ids = ids if isinstance(ids, list) else [ids]
+        # Of several that end a text, the one that ended documents in training.
+        id = tokenizer.eod if tokenizer.eod in ids else next(iter(ids), None)
+        if isinstance(id, int) and id in names:
+            config[field.removesuffix("_id")] = names[id]
+    return config

@@ -25,6 +25,7 @@ from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 SHARD_BYTES = 5 * 10**9
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_config(folder: str | Path) -> GPTConfig:
@@ -39,6 +40,12 @@ def read_config(folder: str | Path) -> GPTConfig:
 def family_name(folder: str | Path) -> str:
     """Returns the family of a folder's model, such as ``"llama"``."""
     return _read(folder)[0].name
+
+
+def special_tokens(folder: str | Path) -> dict[str, Any]:
+    """Returns what a folder's config.json says of tokens that begin, end and pad a text."""
+    theirs = safetensors.read_json(Path(folder) / "config.json")
+    return {name: theirs[name] for name in SPECIAL_TOKENS if name in theirs}
 
 
 def open_weights(

@@ -44,6 +44,13 @@ def family(run: str) -> str | None:
         return checkpoints.config().get("family")
 
 
+def special_tokens(run: str) -> dict[str, Any] | None:
+    """Returns the fields of config.json, such as ``eos_token_id``, of the folder that a run began
+    from; None where it began from none."""
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        return checkpoints.config().get("special_tokens")
+
+
 def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
     """Makes the model's sizes of what a checkpoint's config says.
 

@@ -11,8 +11,9 @@ import pytest
 from experiments.gpt import Config, build, outline, sample
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
-from jaxtrain.hf import safetensors
+from jaxtrain.hf import command, safetensors
 from jaxtrain.models import gpt
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import parse
 from jaxtrain.tree import named_leaves
@@ -34,6 +35,8 @@ MISTRAL = gpt.GPTConfig(
     bias=False,
     tied=False,
 )
+# Of a model that has learned to end its turns too.
+SPECIAL = {"bos_token_id": 5, "eos_token_id": [7, 0], "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("model")
-    files = {"tokenizer.json": tokenizer.to_json()}
-    hf.save(path, MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), files=files)
+    more = {"files": {"tokenizer.json": tokenizer.to_json()}, "fields": SPECIAL}
+    hf.save(path, MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), **more)
     return path
 
 
@@ -104,10 +107,45 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     opened = library.AutoTokenizer.from_pretrained(out)
     assert opened("the thesis")["input_ids"] == tokenizer.encode("the thesis").tolist()
     assert (opened.eos_token_id, opened.eos_token) == (tokenizer.eod, "</s>")
+    written = json.loads((out / "config.json").read_text())
+    assert [written[name] for name in SPECIAL] == list(SPECIAL.values())
+    assert opened.bos_token is None
     tokens = models.TOKENS[:, :8]
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
     np.testing.assert_allclose(ours, models.logits(out, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "fields", "tokens"),
+    [
+        # As of Llama 2, whose texts begin with another token than they end with.
+        ({"bos_token_id": 1, "eos_token_id": 0}, (1, 0), ("<s>", "</s>")),
+        ({"bos_token_id": None, "eos_token_id": [1, 0]}, (None, [1, 0]), (None, "</s>")),
+        (None, (None, 0), (None, "</s>")),
+    ],
+)
+def test_special_tokens_are_those_that_the_run_began_with(
+    kept, fields, tokens, tokenizer, tmp_path, monkeypatch
+):
+    own = json.loads(tokenizer.to_json())
+    begin = own["added_tokens"][0] | {"id": 1, "content": "<s>"}
+    first = next(piece for piece, id in own["model"]["vocab"].items() if id == 1)
+    own["model"]["vocab"] = {"<s>": 1} | {
+        piece: id for piece, id in own["model"]["vocab"].items() if piece != first
+    }
+    own["added_tokens"].append(begin)
+    own = data.SubwordTokenizer.from_json(json.dumps(own), tokenizer.eod)
+    run_of = (MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), own)
+    monkeypatch.setattr(trained, "load", lambda run, step: run_of)
+    monkeypatch.setattr(trained, "family", lambda run: "mistral")
+    monkeypatch.setattr(trained, "special_tokens", lambda run: kept)
+    out = tmp_path / "out"
+    assert command._export(command.ExportOptions(run="", out=out)) == 0
+    written = json.loads((out / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == fields
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert (settings.get("bos_token"), settings.get("eos_token")) == tokens
 
 
 @pytest.mark.slow
