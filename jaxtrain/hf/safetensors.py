@@ -26,9 +26,24 @@ class Tensor:
     """A tensor in a file; ``tensor[slices]`` is a view of that part, mapped while it is held."""
 
     path: Path
+    name: str
     offset: int
     shape: tuple[int, ...]
-    dtype: np.dtype
+    code: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype.
+
+        Raises:
+          ValueError: it is not one that is read here, which is no fault of a tensor without use.
+        """
+        if self.code not in DTYPES:
+            raise ValueError(
+                f"'{self.path}' has the tensor {self.name!r} in {self.code}: only "
+                f"{', '.join(DTYPES)} are read here"
+            )
+        return DTYPES[self.code]
 
     def __getitem__(self, index: Any) -> np.ndarray:
         there = np.memmap(self.path, self.dtype, "r", self.offset, self.shape or (1,))
@@ -40,8 +55,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
     Raises:
       FileNotFoundError: there is no model.
-      ValueError: the weights are pickled; a file or the index is not what it should be; the dtype
-        of a tensor is not float32, float16 or bfloat16.
+      ValueError: the weights are pickled; a file or the index is not what it should be.
     """
     # Where a folder has both, transformers reads the single file too.
     if (folder / "model.safetensors").is_file():
@@ -129,14 +143,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def _tensor(path: Path, data: int, size: int, name: str, of: Mapping[str, Any]) -> Tensor:
     code, shape, (start, end) = of["dtype"], tuple(of["shape"]), of["data_offsets"]
-    if code not in DTYPES:
-        raise ValueError(
-            f"'{path}' has the tensor {name!r} in {code}: only {', '.join(DTYPES)} are read here"
-        )
-    dtype = DTYPES[code]
-    if not 0 <= start <= end <= size - data or end - start != math.prod(shape) * dtype.itemsize:
+    fits = 0 <= start <= end <= size - data
+    if code in DTYPES:
+        fits &= end - start == math.prod(shape) * DTYPES[code].itemsize
+    if not fits:
         raise ValueError(f"'{path}' is cut short or damaged: {name!r} does not lie within it")
-    return Tensor(path, data + start, shape, dtype)
+    return Tensor(path, name, data + start, shape, code)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def open_weights(
         for name in names:
             if name not in tensors:
                 raise ValueError(f"'{folder}' lacks the tensor {name!r}, of which {path!r} is made")
-            got = tensors[name].shape
+            got, _ = tensors[name].shape, tensors[name].dtype  # one that is not read here raises
             if got != wanted and not (row.shorter and got[0] > wanted[0] and got[1:] == wanted[1:]):
                 raise ValueError(
                     f"'{folder}' has {name!r} with the shape {list(got)}, and config.json says "

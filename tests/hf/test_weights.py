@@ -191,7 +191,21 @@ def edited(folder, *, fields=None, tensors=None):
     return folder
 
 
+def with_header(folder, fields, more=b""):
+    """Changes entries of a file's header; entries without a place get it behind the others."""
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header, values = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    for name, entry in fields.items():
+        place = {"data_offsets": [len(values), len(values) + len(more)]}
+        header[name] = header.get(name, place) | entry
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + values + more)
+
+
 KEY = jax.random.key(0)
+SMALL = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
 NORM = "model.layers.0.input_layernorm.weight"
 
 
@@ -312,3 +326,14 @@ def test_a_model_is_saved_to_an_empty_folder_alone(file, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         hf.save(tmp_path, config, gpt.init(config, KEY))
     assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_of_a_buffer_without_use_the_dtype_does_not_matter(tmp_path):
+    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    # Causal masks, as GPT-2's files of some versions have them.
+    mask = {"dtype": "BOOL", "shape": [1, 1, 8, 8]}
+    with_header(tmp_path, {"transformer.h.0.attn.bias": mask}, b"\1" * 64)
+    assert hf.open_weights(tmp_path)["final_norm"]["scale"].shape == (16,)
+    with_header(tmp_path, {"transformer.h.0.attn.rows": mask}, b"\1" * 64)
+    with pytest.raises(ValueError, match=r"has the tensor 'transformer\.h\.0\.attn\.rows', for"):
+        hf.open_weights(tmp_path)
