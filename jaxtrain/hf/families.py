@@ -214,6 +214,14 @@ def _write_rope(config: GPTConfig) -> dict[str, Any]:
 _SLIDING = "sliding_attention"
 
 
+def _write_llama(config: GPTConfig) -> dict[str, Any]:
+    if config.width % config.heads:
+        raise ValueError(
+            f"llama has no width={config.width} that is not a multiple of heads={config.heads}"
+        )
+    return _write_rope(config)
+
+
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, and a window of all layers or of none."""
     used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", 4096)
@@ -351,7 +359,7 @@ LLAMA = Family(
     ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
     fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
     read=lambda theirs: _read_rope(theirs, 10000.0),
-    write=_write_rope,
+    write=_write_llama,
     buffers=r"rotary_emb\.inv_freq$",
 )
 
@@ -363,6 +371,7 @@ MISTRAL = dataclasses.replace(
     | {"num_key_value_heads": Field("kv_heads"), "sliding_window": Field("window")},
     fixed={"is_encoder_decoder": False},
     read=lambda theirs: _read_rope(theirs, REQUIRED),
+    write=_write_rope,
 )
 
 QWEN2 = dataclasses.replace(

@@ -165,6 +165,8 @@ def test_a_model_goes_to_the_first_family_that_has_it():
     assert family_for(gpt.gpt2_124m()).name == "gpt2"
     assert family_for(llama).name == "llama"
     assert family_for(dataclasses.replace(llama, window=8)).name == "mistral"
+    # Whose config of transformers does not want the heads to divide the width.
+    assert family_for(dataclasses.replace(llama, heads=12, head_dim=64)).name == "mistral"
     assert family_for(dataclasses.replace(llama, qkv_bias=True)).name == "qwen2"
     assert family_for(dataclasses.replace(llama, qk_norm=True)).name == "qwen3"
     with pytest.raises(ValueError, match="llama has no mlp='gelu'"):
