@@ -67,7 +67,7 @@ class Config(jt.Config):
     """Which preset; the flags layers to attention change it."""
     init_from: str | None = None
     """A Hugging Face folder to begin with: its model (instead of a preset), its weights, and its
-    tokenizer.json where it has one and --tokenizer is left out."""
+    tokenizer.json unless --tokenizer is given."""
     layers: int | None = None
     """Depth."""
     width: int | None = None
@@ -95,9 +95,9 @@ class Config(jt.Config):
     code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind it from step 1000 on."""
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
-    tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
-    unigram:N or wordpiece:N one of those. Stores have their own."""
+    tokenizer: str | None = None
+    """"bytes" (as where it is left out), or a tokenizer.json; a number trains a BPE tokenizer of that
+    many tokens first, and unigram:N or wordpiece:N one of those. Stores have their own."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""
     held_out_bytes: int = 300_000
@@ -237,11 +237,21 @@ def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
 
 
 def tokenizer_name(config: Config) -> str:
-    """The tokenizer's flag, or the file of the folder that the run begins from."""
-    if config.tokenizer == "bytes" and config.init_from is not None:
-        path = as_path(config.init_from) / TOKENIZER_FILE
-        return str(path) if path.exists() else config.tokenizer
-    return config.tokenizer
+    """The tokenizer's flag, or the file of the folder that the run begins from.
+
+    Raises:
+      ValueError: the folder has none, so that the model would read bytes, which it has not learned.
+    """
+    if config.tokenizer is not None or config.init_from is None:
+        return config.tokenizer or "bytes"
+    path = as_path(config.init_from) / TOKENIZER_FILE
+    if path.exists():
+        return str(path)
+    if data.tokenizer_of_stores(data.parse_data(config.data)) is None:
+        raise ValueError(
+            f"'{config.init_from}' has no {TOKENIZER_FILE}: give --tokenizer, which may be bytes"
+        )
+    return "bytes"
 
 
 def kept_file(run: jt.RunOptions, name: str) -> os.PathLike | None:
@@ -278,6 +288,11 @@ def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:
 
 def pretrained(config: Config, vocab_size: int) -> gpt.GPTConfig:
     """The model of the folder that the run begins from."""
+    if config.model != Config.model:
+        raise ValueError(
+            f"--model {config.model} is not for --init-from, whose folder says what the model is: "
+            "leave one of them out"
+        )
     for name in ("layers", "width", "heads"):
         if getattr(config, name) is not None:
             raise ValueError(

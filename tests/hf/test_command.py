@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.gpt import Config, build, outline, sample
+from experiments.gpt import Config, build, outline, sample, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.hf import command, safetensors
@@ -162,9 +162,27 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
     given = {"init_from": str(folder)}
     with pytest.raises(ValueError, match="--layers 2 is not for --init-from, whose folder says"):
         outline(Config(**given, layers=2))
+    with pytest.raises(ValueError, match="--model gpt2-124m is not for --init-from, whose folder"):
+        outline(Config(**given, model="gpt2-124m"))
     more = tmp_path / "tokenizer.json"
     data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
     with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model in .* 300:"):
         outline(Config(**given, tokenizer=str(more)))
     assert outline(Config(**given)).config["model"]["vocab_size"] == 300
     assert outline(Config(**given, dropout=0.5)).config["model"]["dropout"] == 0.5
+
+
+def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):
+    own = str(folder / "tokenizer.json")
+    assert tokenizer_name(Config(init_from=str(folder))) == own
+    assert tokenizer_name(Config(init_from=str(folder), tokenizer="bytes")) == "bytes"
+    assert tokenizer_name(Config()) == "bytes"
+    # As of a folder with tokenizer.model alone.
+    given = {"init_from": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json: give --tokenizer, which may be"):
+        tokenizer_name(Config(**given))
+    assert tokenizer_name(Config(**given, tokenizer="bytes")) == "bytes"
+    documents = [data.Document(str(i), b"12 34" * 9) for i in range(4)]
+    data.write_store(data.Split(documents[1:], documents[:1]), tokenizer, tmp_path / "store")
+    found = tokenizer_name(Config(**given, data=str(tmp_path / "store")))
+    assert data.tokenizer_of_stores(data.parse_data(str(tmp_path / "store")), found) is not None
