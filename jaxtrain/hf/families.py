@@ -144,13 +144,29 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
       ValueError: there is none of it here.
     """
     known = {family.architecture: family for family in FAMILIES.values()}
-    named = theirs.get("architectures") or [theirs.get("model_type")]
-    if len(named) != 1 or named[0] not in known:
-        raise ValueError(
-            f"its architecture is {', '.join(map(str, named))}, of which there is none here, but "
-            f"{', '.join(known)}"
+    named, kind = theirs.get("architectures"), theirs.get("model_type")
+    if named is not None and not isinstance(named, list):
+        raise ValueError(f"architectures={named!r} is not a list of names")
+    named = list(map(str, named or []))
+    if kind is None and not named:
+        raise ValueError("it names no model_type and no architectures")
+    found = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if kind is None and len(named) == 1:
+        found = known.get(named[0])
+    if found is None:
+        told = (
+            f"model_type is {kind}" if kind is not None else f"architecture is {', '.join(named)}"
         )
-    return known[named[0]]
+        raise ValueError(
+            f"its {told}, of which there is none here, but {', '.join(FAMILIES)} "
+            f"({', '.join(known)})"
+        )
+    if named not in ([], [found.architecture]):
+        raise ValueError(
+            f"its architecture is {', '.join(named)}, and of {found.name} there is only "
+            f"{found.architecture} here"
+        )
+    return found
 
 
 def family_for(config: GPTConfig, name: str | None = None) -> Family:

@@ -131,3 +131,37 @@ def test_kinds_of_layers_that_no_model_has_are_refused(fields, message):
     theirs = windowed(**fields)
     with pytest.raises(ValueError, match=message):
         family_of(theirs).config(theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [
+        ({}, "mistral"),
+        ({"architectures": None}, "mistral"),
+        ({"architectures": []}, "mistral"),
+        ({"model_type": None}, "mistral"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architecture is LlamaForCausalLM, and of mistral",
+        ),
+        ({"architectures": "MistralForCausalLM"}, "='MistralForCausalLM' is not a list of names"),
+        (
+            {"architectures": [["x"], 1]},
+            r"architecture is \['x'\], 1, and of mistral there is only",
+        ),
+        ({"model_type": "bert"}, "its model_type is bert, of which there is none here, but gpt2"),
+        ({"model_type": ["mistral"]}, r"its model_type is \['mistral'\], of which there is none"),
+        (
+            {"model_type": None, "architectures": ["BertModel"]},
+            "its architecture is BertModel, of which there is none here, but gpt2, .*Qwen3For",
+        ),
+        ({"model_type": None, "architectures": None}, "it names no model_type and no archit"),
+    ],
+)
+def test_the_family_is_that_of_the_model_type(fields, family):
+    theirs = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} | fields
+    if family == "mistral":
+        assert family_of(theirs).name == family
+        return
+    with pytest.raises(ValueError, match=family):
+        family_of(theirs)

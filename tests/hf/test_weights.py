@@ -219,7 +219,7 @@ NORM = "model.layers.0.input_layernorm.weight"
         ({}, {NORM: np.zeros(3, "f")}, r"with the shape \[3\], and config.json says \[16\]"),
         ({"hidden_size": 32}, {}, r"'lm_head|shape \[\d+.*config.json says"),
         ({}, {"lm_head.weight": np.zeros((61, 16), "f")}, "ties lm_head.weight to model.embed_tok"),
-        ({"architectures": ["BertModel"]}, {}, "its architecture is BertModel, of which there is"),
+        ({"architectures": ["BertModel"]}, {}, "its architecture is BertModel, and of llama"),
         ({"quantization_config": {"bits": 4}}, {}, "quantization_config={'bits': 4} is not known"),
         ({"attention_bias": True}, {}, "only attention_bias=False is known here of LlamaForCausal"),
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not known here: only silu"),
