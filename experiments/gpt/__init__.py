@@ -96,7 +96,7 @@ class Config(jt.Config):
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str | None = None
-    """"bytes" (as where it is left out), or a tokenizer.json; a number trains a BPE tokenizer of that
+    """"bytes", as where it is left out; a tokenizer.json; a number trains a BPE tokenizer of that
     many tokens first, and unigram:N or wordpiece:N one of those. Stores have their own."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""

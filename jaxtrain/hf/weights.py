@@ -79,7 +79,7 @@ def open_weights(
     family, own = _read(folder)
     config, stack = config or own, stack or Stack()
     rows, shapes = family.rows_of(config)
-    tensors = _named_as(family, safetensors.tensors_in(folder))
+    tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
     numbers = np.arange(1, config.layers + 1)
     natural = {part.key: numbers for part in stack.parts}
@@ -228,7 +228,7 @@ def check(folder: str | Path) -> Iterator[Checked]:
     folder = Path(folder)
     family, config = _read(folder)
     weights = named_leaves(open_weights(folder))
-    tensors = _named_as(family, safetensors.tensors_in(folder))
+    tensors = _named_as(family, config, safetensors.tensors_in(folder))
     if family.config(family.config_json(config)) != config:
         raise ValueError(f"the config.json of '{folder}' does not come back as it was")
     rows, _ = family.rows_of(config)
@@ -294,16 +294,21 @@ def _read(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise ValueError(f"'{path}': {error}") from None
 
 
-def _named_as(family: Family, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by the names of the table: some files leave a prefix out of all."""
-    if any(name.startswith(family.prefix) for name in tensors):
-        return dict(tensors)
-    bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
-    bare -= {row.theirs.split(".")[0] for row in family.rows}
-    return {
-        family.prefix + name if name.split(".")[0] in bare else name: tensor
-        for name, tensor in tensors.items()
-    }
+def _named_as(family: Family, config: GPTConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by the names of the table: some files leave a prefix out of all, and some have the
+    one table of a tied model as that of the head alone."""
+    found = dict(tensors)
+    if not any(name.startswith(family.prefix) for name in tensors):
+        bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
+        bare -= {row.theirs.split(".")[0] for row in family.rows}
+        found = {
+            family.prefix + name if name.split(".")[0] in bare else name: tensor
+            for name, tensor in tensors.items()
+        }
+    table = next(row.theirs for row in family.rows if row.ours == "embed/tokens")
+    if config.tied and table not in found and "lm_head.weight" in found:
+        found[table] = found.pop("lm_head.weight")
+    return found
 
 
 def _check_new(folder: Path) -> None:

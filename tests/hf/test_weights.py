@@ -339,3 +339,12 @@ def test_of_a_buffer_without_use_the_dtype_does_not_matter(tmp_path):
     with_header(tmp_path, {"transformer.h.0.attn.rows": mask}, b"\1" * 64)
     with pytest.raises(ValueError, match=r"has the tensor 'transformer\.h\.0\.attn\.rows', for"):
         hf.open_weights(tmp_path)
+
+
+def test_the_table_of_a_tied_model_may_have_the_name_of_the_head(tmp_path):
+    table = safetensors.tensors_in(edited(tmp_path / "a"))["model.embed_tokens.weight"][...]
+    names = {"model.embed_tokens.weight": None, "lm_head.weight": table}
+    folder = edited(tmp_path / "b", tensors=names)
+    got = hf.load(hf.open_weights(folder))["embed"]["tokens"]
+    np.testing.assert_array_equal(got[:61], table)
+    assert all(found.equal for found in hf.check(folder))
