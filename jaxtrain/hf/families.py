@@ -90,7 +90,9 @@ class Family:
             value = theirs.pop(name, field.default)
             if value is REQUIRED:
                 raise ValueError(f"it has no {name}, which {self.architecture} needs")
-            if field.values is not None and value not in field.values:
+            if field.ours == "norm_eps":
+                _check_positive(name, value)
+            if field.values is not None and value not in list(field.values):  # it may be a list
                 known = ", ".join(map(str, field.values))
                 raise ValueError(f"{name}={value!r} is not known here: only {known}")
             value = value if field.values is None else field.values[value]
@@ -199,12 +201,18 @@ def _essence(config: GPTConfig) -> dict[str, Any]:
 def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
     """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
     found = {"rope_theta": theirs.pop("rope_theta", default)}
-    found |= theirs.pop("rope_scaling", None) or {}
-    found |= theirs.pop("rope_parameters", None) or {}
-    theta, kind = found.pop("rope_theta"), found.pop("rope_type", None)
-    kind = found.pop("type", None) or kind or "default"
+    for name in ("rope_scaling", "rope_parameters"):
+        more = theirs.pop(name, None)
+        if more is not None and not isinstance(more, dict):
+            raise ValueError(f"{name}={more!r} is not an object")
+        found |= more or {}
+    theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
+    kind = kinds[0] or kinds[1] or "default"
     if theta is REQUIRED:
         raise ValueError("it has no rope_theta")
+    for name, value in {"rope_theta": theta, **found}.items():
+        if name in ("rope_theta", *_LLAMA3):
+            _check_positive(name, value)
     if kind == "llama3" and found.keys() == set(_LLAMA3):
         return {"rope_theta": theta, "rope_scaling": Llama3Scaling(*map(found.get, _LLAMA3))}
     if kind != "default" or found:
@@ -213,6 +221,11 @@ def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
             f"'default', and 'llama3' with {', '.join(_LLAMA3)}"
         )
     return {"rope_theta": theta, "rope_scaling": None}
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number above 0")
 
 
 # In the order of Llama3Scaling.
@@ -244,6 +257,9 @@ def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
     window = window if used else None
     layers, first = theirs.get("num_hidden_layers", 0), theirs.get("max_window_layers", 28)
     kinds = theirs.pop("layer_types", None)
+    for name, value in {"num_hidden_layers": layers, "max_window_layers": first}.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} must be a whole number")
     if kinds is None:
         slides = [window is not None and l >= first for l in range(layers)]
     elif not isinstance(kinds, list) or len(kinds) != layers:

@@ -8,6 +8,7 @@ in it is executed, and of its bytes no more is read than is asked for. bfloat16 
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ import numpy as np
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"[^/\\\0]+\.safetensors")  # a plain name
 # The header of a published model with thousands of tensors has under one megabyte.
 HEADER_BYTES = 1 << 27
+# What json raises: of text that is not JSON, not UTF-8, or nested by the thousand.
+_NOT_JSON = (ValueError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +67,13 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in places.values()
+            isinstance(file, str) and _SHARD.fullmatch(file) for file in places.values()
         ):
             raise ValueError(f"'{folder / INDEX}' has no weight_map of tensors to files beside it")
-        files = {file: _tensors(folder / file) for file in sorted(set(places.values()))}
+        shards = sorted(set(places.values()))
+        if missing := [file for file in shards if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"there is no {missing[0]} in '{folder}', which {INDEX} names")
+        files = {file: _tensors(folder / file) for file in shards}
         for name, file in places.items():
             if name not in files[file]:
                 raise ValueError(f"'{folder / file}' lacks the tensor {name!r}, which {INDEX} says")
@@ -136,19 +143,32 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        return {name: _tensor(path, 8 + length, size, name, of) for name, of in header.items()}
-    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        entries = {n: (of["dtype"], of["shape"], of["data_offsets"]) for n, of in header.items()}
+    except (*_NOT_JSON, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' is not a safetensors file, or was cut short") from error
+    return {name: _tensor(path, 8 + length, size, name, *of) for name, of in entries.items()}
 
 
-def _tensor(path: Path, data: int, size: int, name: str, of: Mapping[str, Any]) -> Tensor:
-    code, shape, (start, end) = of["dtype"], tuple(of["shape"]), of["data_offsets"]
-    fits = 0 <= start <= end <= size - data
+def _tensor(
+    path: Path, data: int, size: int, name: str, code: Any, shape: Any, place: Any
+) -> Tensor:
+    if not isinstance(code, str) or not _sizes(shape) or not _sizes(place) or len(place) != 2:
+        raise ValueError(
+            f"'{path}' is damaged: dtype {code!r}, shape {shape!r} and data_offsets {place!r} of "
+            f"{name!r} say no place"
+        )
+    start, end = place
+    fits = start <= end <= size - data
     if code in DTYPES:
         fits &= end - start == math.prod(shape) * DTYPES[code].itemsize
     if not fits:
         raise ValueError(f"'{path}' is cut short or damaged: {name!r} does not lie within it")
-    return Tensor(path, name, data + start, shape, code)
+    return Tensor(path, name, data + start, tuple(shape), code)
+
+
+def _sizes(found: Any) -> bool:
+    """Whether it is a list of sizes."""
+    return isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except _NOT_JSON as error:
         raise ValueError(f"'{path}' is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"'{path}' is not a JSON object")

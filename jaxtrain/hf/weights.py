@@ -169,7 +169,8 @@ def save(
 
     Raises:
       ValueError: no family has such a model; the folder is not empty; a parameter is spread over
-        processes or has another shape than the config says.
+        processes, has another shape than the config says, or a dtype that no file has; a value is
+        infinite in the file's dtype, which leaves the folder unfinished.
     """
     folder = Path(folder)
     chosen = family_for(config, family)
@@ -190,6 +191,16 @@ def save(
             )
     kinds = {}
     dtypes = {path: np.dtype(dtype or leaves[path].dtype) for path in rows}
+    known = safetensors.DTYPES.values()
+    for path, kind in dtypes.items():
+        if kind not in known:
+            raise ValueError(
+                f"parameter {path!r} would be {kind} in the file: give dtype as one of "
+                f"{', '.join(d.name for d in known)}"
+            )
+    for group in by_tensor(rows).values():  # of parts of one tensor, a dtype that has them all
+        widest = np.dtype(jnp.result_type(*(dtypes[row.ours] for row in group)))
+        dtypes |= {row.ours: widest for row in group}
     for name, of, _ in _tensors(rows, config):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
         kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
@@ -269,8 +280,19 @@ def written(
         if held[0] is not group:
             held = group, {row.ours: np.asarray(leaves[row.ours]) for row in group}
         layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
-        layers = [x.astype(dtypes[row.ours]) for x, row in zip(layers, group, strict=True)]
+        layers = [_cast(x, dtypes[r.ours], r.ours) for x, r in zip(layers, group, strict=True)]
         yield name, assemble(group, layers, config.vocab_size)
+
+
+def _cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        out = x.astype(dtype)
+    if out.dtype != x.dtype and np.any(np.isinf(out) & np.isfinite(x)):
+        raise ValueError(
+            f"parameter {path!r} has values that are infinite in {dtype}: export it as bfloat16 or "
+            "float32"
+        )
+    return out
 
 
 def _tensors(

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxtrain.hf.families import family_of
+from jaxtrain import hf
+from jaxtrain.hf.families import _LLAMA3, family_of
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.
@@ -165,3 +166,45 @@ def test_the_family_is_that_of_the_model_type(fields, family):
         return
     with pytest.raises(ValueError, match=family):
         family_of(theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0 must be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be a number above 0"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),
+        ({"rope_parameters": True}, "rope_parameters=True is not an object"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not known here: only silu"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2' must be a whole number"),
+        ({"max_window_layers": None}, "max_window_layers=None must be a whole number"),
+    ],
+)
+def test_values_that_are_none_of_a_model_are_refused_in_a_sentence(fields, message, tmp_path):
+    theirs = json.loads(PUBLISHED["Qwen2.5-0.5B"]) | fields
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(ValueError, match=rf"config\.json': {message}"):
+        hf.read_config(tmp_path)
+
+
+def test_what_is_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
+    deep = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"
+    (tmp_path / "config.json").write_text(deep)
+    with pytest.raises(ValueError, match=r"config\.json' is not JSON"):
+        hf.read_config(tmp_path)
+
+
+def test_of_two_names_of_a_rope_type_the_newer_counts():
+    llama3 = dict(zip(_LLAMA3, (8.0, 1.0, 4.0, 8192), strict=True))
+    theirs = json.loads(PUBLISHED["llama-7b"])
+    theirs["rope_scaling"] = {"type": "default", "rope_type": "llama3", **llama3}
+    library = models.transformers().LlamaConfig(rope_scaling=dict(theirs["rope_scaling"]))
+    assert library.rope_parameters["rope_type"] == "llama3"
+    assert family_of(theirs).config(theirs).rope_scaling == tuple(llama3.values())
+    theirs["rope_scaling"] = {"type": "yarn", "rope_type": "default"}
+    assert family_of(theirs).config(theirs).rope_scaling is None
+    theirs["rope_scaling"] = {"type": "yarn"}
+    with pytest.raises(ValueError, match="rope_type='yarn' with nothing is not known here"):
+        family_of(theirs).config(theirs)

@@ -348,3 +348,80 @@ def test_the_table_of_a_tied_model_may_have_the_name_of_the_head(tmp_path):
     got = hf.load(hf.open_weights(folder))["embed"]["tokens"]
     np.testing.assert_array_equal(got[:61], table)
     assert all(found.equal for found in hf.check(folder))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"data_offsets": [0, 4, 5]}, r"and data_offsets \[0, 4, 5\] of 'transformer.ln_f.weight'"),
+        ({"data_offsets": 64}, "and data_offsets 64 of"),
+        ({"shape": [16.0]}, r"shape \[16.0\] and"),
+        ({"shape": [-4, -4]}, r"shape \[-4, -4\] and"),
+        ({"dtype": ["F32"]}, r"is damaged: dtype \['F32'\], shape"),
+    ],
+)
+def test_entries_of_a_header_that_say_no_place_are_refused(entry, message, tmp_path):
+    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    with_header(tmp_path, {"transformer.ln_f.weight": entry})
+    with pytest.raises(ValueError, match=message):
+        hf.open_weights(tmp_path)
+
+
+def test_a_header_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
+    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    text = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        hf.open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file", ["..", ".", "", "/etc/passwd", "a\0.safetensors", "config.json", 1]
+)
+def test_an_index_names_files_beside_it(file, tmp_path):
+    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    index = {"weight_map": {"transformer.ln_f.weight": file}}
+    (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="has no weight_map of tensors to files beside it"):
+        hf.open_weights(tmp_path)
+    index["weight_map"]["transformer.ln_f.weight"] = "model-2.safetensors"
+    (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        FileNotFoundError, match=f"no model-2.safetensors in .*, which {safetensors.INDEX}"
+    ):
+        hf.open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8"])
+def test_a_dtype_that_no_file_has_is_refused_before_anything_is_written(dtype, tmp_path):
+    params = gpt.init(SMALL, KEY)
+    with pytest.raises(
+        ValueError, match=f"would be {dtype} in the file: give dtype as one of float"
+    ):
+        hf.save(tmp_path / "out", SMALL, params, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_one_tensor_of_several_dtypes_have_one_for_all(tmp_path):
+    params = gpt.init(SMALL, KEY)
+    parts = params["blocks"]["attn"]
+    for name, dtype in {"q": jnp.bfloat16, "k": jnp.float16}.items():
+        parts[name]["kernel"] = parts[name]["kernel"].astype(dtype)
+    hf.save(tmp_path, SMALL, params)
+    got = hf.load(hf.open_weights(tmp_path))["blocks"]["attn"]
+    for name in "qkv":
+        assert got[name]["kernel"].dtype == np.float32
+        expected = np.asarray(parts[name]["kernel"], np.float32)
+        np.testing.assert_array_equal(got[name]["kernel"], expected)
+
+
+def test_values_that_the_narrower_dtype_has_not_are_refused(tmp_path):
+    params = gpt.init(SMALL, KEY)
+    kernel = params["blocks"]["mlp"]["up"]["kernel"].at[0, 0, 0].set(70_000.0)
+    params["blocks"]["mlp"]["up"]["kernel"] = kernel
+    hf.save(tmp_path / "wide", SMALL, params, dtype=jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match="'blocks/mlp/up/kernel' has values that are infinite in f"
+    ):
+        hf.save(tmp_path / "narrow", SMALL, params, dtype="float16")
