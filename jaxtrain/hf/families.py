@@ -1,23 +1,27 @@
 """The families: for each, names of tensors and fields of ``config.json``, read both ways."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from jaxtrain.hf.table import Row, T
-from jaxtrain.models import gpt
+from jaxtrain.hf import encoders
+from jaxtrain.hf.table import REQUIRED, Field, Row, T
+from jaxtrain.models import encoder, gpt
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.tree import named_leaves
 
-REQUIRED = object()
+ModelConfig = GPTConfig | EncoderConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
-    *("bos_token_id", "is_llama_config", "max_sequence_length", "n_special"),
+    *("bos_token_id", "classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
     *("output_past", "predict_special_tokens"),
     *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
     *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
@@ -28,24 +32,14 @@ INERT = {
     *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
 # Fields that change nothing at this value alone.
-OFF = {"pruned_heads": {}, "rope_interleaved": False, "use_mrope": False}
+OFF = {
+    "position_embedding_type": "absolute",
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """What a field of theirs is called here.
-
-    Args:
-      ours: the name.
-      default: what a ``config.json`` without it means.
-      values: their values, where they have other names than ours.
-    """
-
-    ours: str
-    default: Any = REQUIRED
-    values: Mapping[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +55,12 @@ class Family:
       fixed: fields of config.json that have one value, which is meant where they are absent too.
       read, write: how config.json says what takes more than one field: positions and windows.
       prefix: of names, which some files leave out.
-      buffers: a regex of tensors that are no parameters.
+      buffers: a regex of tensors that are no parameters, or that no model here has.
+      kind: the class of its models' configs here.
+      init: ``(config, rng) -> params`` of such a model.
+      others: architectures of other heads, with one and the same model.
+      heads: a regex of the tensors of heads.
+      copies: tensors of a tied model that are others again: their names to those of the others.
     """
 
     name: str
@@ -71,11 +70,21 @@ class Family:
     ours: Mapping[str, Any]
     fixed: Mapping[str, Any]
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda theirs: {}
-    write: Callable[[GPTConfig], dict[str, Any]] = lambda config: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
     prefix: str = ""
     buffers: str = "$^"
+    kind: type = GPTConfig
+    init: Callable[[Any, jax.Array], Any] = gpt.init
+    others: tuple[str, ...] = ()
+    heads: str = "$^"
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def config(self, theirs: Mapping[str, Any]) -> GPTConfig:
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All that are known."""
+        return (self.architecture, *self.others)
+
+    def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """Makes our config of the fields of a config.json.
 
         Raises:
@@ -107,9 +116,9 @@ class Family:
                 raise ValueError(f"{name}={value!r} is not known here, and may change the model")
         if ours.get("head_dim") and ours["head_dim"] * ours["heads"] == ours["width"]:
             ours["head_dim"] = None
-        return GPTConfig(**ours)
+        return self.kind(**ours)
 
-    def config_json(self, config: GPTConfig) -> dict[str, Any]:
+    def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """Returns the fields of config.json, of which :meth:`config` makes the same model.
 
         Raises:
@@ -132,11 +141,25 @@ class Family:
                 raise ValueError(f"{self.name} has {name}={got[name]!r} and the model {value!r}")
         return theirs
 
-    def rows_of(self, config: GPTConfig) -> tuple[dict[str, Row], Any]:
+    def rows_of(self, config: ModelConfig) -> tuple[dict[str, Row], Any]:
         """Returns the row of every parameter of a model by its path, and the tree of shapes."""
-        shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+        shapes = jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
+
+    def stored(self, config: ModelConfig, name: str) -> str:
+        """The name in a file: where there is no head, nothing has a prefix."""
+        return name.removeprefix(self.prefix) if getattr(config, "head", "") == "none" else name
+
+    def parameter_count(self, config: ModelConfig) -> int:
+        """Counts what is in the tensors of a model."""
+        rows, shapes = self.rows_of(config)
+        sizes = 0
+        for path, leaf in named_leaves(shapes).items():
+            row, inner = rows[path], leaf.shape[rows[path].stacked :]
+            times = leaf.shape[0] if row.stacked else 1
+            sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
+        return sizes
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
@@ -145,7 +168,7 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     Raises:
       ValueError: there is none of it here.
     """
-    known = {family.architecture: family for family in FAMILIES.values()}
+    known = {name: each for each in FAMILIES.values() for name in each.architectures}
     named, kind = theirs.get("architectures"), theirs.get("model_type")
     if named is not None and not isinstance(named, list):
         raise ValueError(f"architectures={named!r} is not a list of names")
@@ -163,15 +186,15 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
             f"its {told}, of which there is none here, but {', '.join(FAMILIES)} "
             f"({', '.join(known)})"
         )
-    if named not in ([], [found.architecture]):
+    if named and (len(named) > 1 or named[0] not in found.architectures):
         raise ValueError(
             f"its architecture is {', '.join(named)}, and of {found.name} there is only "
-            f"{found.architecture} here"
+            f"{' or '.join(found.architectures)} here"
         )
     return found
 
 
-def family_for(config: GPTConfig, name: str | None = None) -> Family:
+def family_for(config: ModelConfig, name: str | None = None) -> Family:
     """Returns the first family that has such a model, or the one of that name.
 
     Raises:
@@ -181,6 +204,9 @@ def family_for(config: GPTConfig, name: str | None = None) -> Family:
         raise ValueError(f"family is {name!r}: use one of {', '.join(FAMILIES)}")
     reasons = []
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+        if not isinstance(config, family.kind):
+            reasons.append(f"{family.name} has no {type(config).__name__}")
+            continue
         try:
             family.config_json(config)
         except ValueError as error:
@@ -190,7 +216,7 @@ def family_for(config: GPTConfig, name: str | None = None) -> Family:
     raise ValueError(f"no Hugging Face family has this model: {'; '.join(reasons)}")
 
 
-def _essence(config: GPTConfig) -> dict[str, Any]:
+def _essence(config: ModelConfig) -> dict[str, Any]:
     """What makes the function that a model is."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
     if config.positions == "learned":
@@ -368,6 +394,7 @@ GPT2 = Family(
     },
     prefix="transformer.",
     buffers=r"\.attn\.(masked_)?bias$",
+    copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
 LLAMA = Family(
@@ -393,6 +420,7 @@ LLAMA = Family(
     read=lambda theirs: _read_rope(theirs, 10000.0),
     write=_write_llama,
     buffers=r"rotary_emb\.inv_freq$",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 MISTRAL = dataclasses.replace(
@@ -426,4 +454,48 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+BERT = Family(
+    name="bert",
+    architecture="BertForMaskedLM",
+    rows=encoders.BERT_ROWS,
+    fields=encoders.FIELDS | {"max_position_embeddings": Field("seq_len", 512)},
+    ours={"norm": "layernorm", "bias": True},
+    fixed={
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "tie_word_embeddings": True,
+    },
+    read=functools.partial(encoders.read_head, encoders.BERT_HEADS),
+    write=functools.partial(encoders.write_head, encoders.BERT_HEADS),
+    prefix="bert.",
+    # What predicts the next sentence, and where it alone is left, the layer that pools for it.
+    buffers=r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.",
+    kind=EncoderConfig,
+    init=encoder.init,
+    others=tuple(encoders.BERT_HEADS)[1:],
+    heads=encoders.OF_HEADS,
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+)
+
+ROBERTA = dataclasses.replace(
+    BERT,
+    name="roberta",
+    architecture="RobertaForMaskedLM",
+    rows=encoders.ROBERTA_ROWS,
+    fields=encoders.FIELDS,
+    read=encoders.read_roberta,
+    write=encoders.write_roberta,
+    prefix="roberta.",
+    buffers=r"\.position_ids$|(^|\.)pooler\.",
+    others=tuple(encoders.ROBERTA_HEADS)[1:],
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+)
+
+FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, ROBERTA)}

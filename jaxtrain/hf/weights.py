@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.hf import safetensors
-from jaxtrain.hf.families import INERT, OFF, Family, family_for, family_of
+from jaxtrain.hf.families import INERT, OFF, Family, ModelConfig, family_for, family_of
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
 
@@ -28,7 +27,7 @@ SHARD_BYTES = 5 * 10**9
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_config(folder: str | Path) -> GPTConfig:
+def read_config(folder: str | Path) -> ModelConfig:
     """Returns the model that a folder's config.json describes; ``seq_len`` is its longest row.
 
     Raises:
@@ -49,14 +48,15 @@ def special_tokens(folder: str | Path) -> dict[str, Any]:
 
 
 def open_weights(
-    folder: str | Path, config: GPTConfig | None = None, *, stack: Stack | None = None
+    folder: str | Path, config: ModelConfig | None = None, *, stack: Stack | None = None
 ) -> dict[str, Any]:
     """Returns a folder's parameters under our paths, of which nothing has been read yet.
 
     Args:
       folder: with config.json and model.safetensors, or shards and their index.
-      config: the folder's model, perhaps with another ``seq_len``, dropout or rematerialisation;
-        None means as it is.
+      config: the folder's model, perhaps with another ``seq_len``, dropout or rematerialisation,
+        or with another head, of which the tree then has what the folder has: ``init_state`` makes
+        the rest. None means as it is.
       stack: how layers are cut; None means in natural order.
 
     Returns:
@@ -69,7 +69,7 @@ def open_weights(
 
     >>> import tempfile
     >>> from jaxtrain.models import gpt
-    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> config = gpt.GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
     >>> params, folder = gpt.init(config, jax.random.key(0)), tempfile.mkdtemp()
     >>> save(folder, config, params)
     >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
@@ -85,11 +85,17 @@ def open_weights(
     natural = {part.key: numbers for part in stack.parts}
     cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 
-    def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
+    # A head that the folder has not is left out, and what it has of another is not read.
+    new_head = _head(config) != _head(own)
+
+    def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:
         row = rows[path]
         inner = shape.shape[1:] if row.stacked else shape.shape
         wanted = row.their_shape(inner, config.vocab_size)
         names = row.names(config.layers)
+        of_head = new_head and path.startswith("head/")
+        if of_head and any(name not in tensors or tensors[name].shape != wanted for name in names):
+            return None
         for name in names:
             if name not in tensors:
                 raise ValueError(f"'{folder}' lacks the tensor {name!r}, of which {path!r} is made")
@@ -103,12 +109,14 @@ def open_weights(
         places = cut[path.split("/")[0]] if row.stacked else np.array(1)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
-    found = map_named(weight, shapes)
-    if config.tied and "lm_head.weight" in tensors:
-        _check_tied(folder, tensors, rows["embed/tokens"].theirs)
-        used.add("lm_head.weight")
+    found = map_named(weight, shapes)  # None is no leaf
+    for copy, original in family.copies.items():
+        if config.tied and copy in tensors:
+            _check_tied(folder, tensors, copy, original)
+            used.add(copy)
+    unread = f"{family.buffers}|{family.heads}" if new_head else family.buffers
     for name in tensors.keys() - used:
-        if not re.search(family.buffers, name):
+        if not re.search(unread, name):
             raise ValueError(
                 f"'{folder}' has the tensor {name!r}, for which a {family.architecture} of its "
                 "config.json has no place"
@@ -143,7 +151,7 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
 
 def save(
     folder: str | Path,
-    config: GPTConfig,
+    config: ModelConfig,
     params: PyTree,
     *,
     family: str | None = None,
@@ -203,10 +211,11 @@ def save(
         dtypes |= {row.ours: widest for row in group}
     for name, of, _ in _tensors(rows, config):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
+        name = chosen.stored(config, name)
         kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
     common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
     folder.mkdir(parents=True, exist_ok=True)
-    values = written(rows, leaves, config, dtypes)
+    values = ((chosen.stored(config, n), x) for n, x in written(rows, leaves, config, dtypes))
     safetensors.write(folder, kinds, values, max_shard_bytes=max_shard_bytes)
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -257,6 +266,22 @@ def check(folder: str | Path) -> Iterator[Checked]:
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
 
 
+def not_read(folder: str | Path) -> list[str]:
+    """Returns the tensors of a folder that no parameter is made of: buffers, copies of the table of
+    a tied model, and heads that the model of its config.json lacks."""
+    family, config = _read(folder)
+    rows, _ = family.rows_of(config)
+    names = {name for row in rows.values() for name in row.names(config.layers)}
+    tensors = _named_as(family, config, safetensors.tensors_in(Path(folder)))
+    return sorted(tensors.keys() - names)
+
+
+def parameter_count(folder: str | Path) -> int:
+    """Counts the parameters of a folder's model."""
+    family, config = _read(folder)
+    return family.parameter_count(config)
+
+
 def to_json(fields: Mapping[str, Any]) -> str:
     """Returns a file's text."""
     return json.dumps(fields, indent=2) + "\n"
@@ -271,7 +296,7 @@ def without_effect(folder: str | Path) -> list[str]:
 def written(
     rows: Mapping[str, Row],
     leaves: Mapping[str, Any],
-    config: GPTConfig,
+    config: ModelConfig,
     dtypes: Mapping[str, np.dtype],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
@@ -296,7 +321,7 @@ def _cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
 
 
 def _tensors(
-    rows: Mapping[str, Row], config: GPTConfig
+    rows: Mapping[str, Row], config: ModelConfig
 ) -> Iterator[tuple[str, Sequence[Row], int]]:
     """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
     for group in by_tensor(rows).values():
@@ -304,7 +329,7 @@ def _tensors(
             yield name, group, l
 
 
-def _read(folder: str | Path) -> tuple[Family, GPTConfig]:
+def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
@@ -316,21 +341,32 @@ def _read(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise ValueError(f"'{path}': {error}") from None
 
 
-def _named_as(family: Family, config: GPTConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by the names of the table: some files leave a prefix out of all, and some have the
-    one table of a tied model as that of the head alone."""
-    found = dict(tensors)
+def _head(config: ModelConfig) -> tuple[Any, ...]:
+    return getattr(config, "head", None), getattr(config, "classes", None)
+
+
+def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by the names of the table: some files leave a prefix out of all, some have the one
+    table of a tied model as that of the head alone, and old ones name norms as TensorFlow does."""
+    found = {_NORMS.sub(_norm_name, name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
         bare -= {row.theirs.split(".")[0] for row in family.rows}
         found = {
             family.prefix + name if name.split(".")[0] in bare else name: tensor
-            for name, tensor in tensors.items()
+            for name, tensor in found.items()
         }
-    table = next(row.theirs for row in family.rows if row.ours == "embed/tokens")
-    if config.tied and table not in found and "lm_head.weight" in found:
-        found[table] = found.pop("lm_head.weight")
+    for copy, original in family.copies.items():
+        if config.tied and original not in found and copy in found:
+            found[original] = found.pop(copy)
     return found
+
+
+_NORMS = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+
+
+def _norm_name(old: re.Match) -> str:
+    return {"gamma": "weight", "beta": "bias"}[old[0]]
 
 
 def _check_new(folder: Path) -> None:
@@ -345,14 +381,14 @@ def _check_new(folder: Path) -> None:
         raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, Any], tokens: str) -> None:
-    head, table = tensors["lm_head.weight"], tensors[tokens]
+def _check_tied(folder: Path, tensors: Mapping[str, Any], copy: str, original: str) -> None:
+    head, table = tensors[copy], tensors[original]
     parts = (slice(row, row + 4096) for row in range(0, table.shape[0], 4096))
     same = head.shape == table.shape and head.dtype == table.dtype
     if not same or not all(_same_bits(head[part], table[part]) for part in parts):
         raise ValueError(
-            f"config.json of '{folder}' ties lm_head.weight to {tokens}, and they differ: say "
-            "tie_word_embeddings=false, or leave lm_head.weight out"
+            f"config.json of '{folder}' ties {copy} to {original}, and they differ: say "
+            f"tie_word_embeddings=false, or leave {copy} out"
         )
 
 
