@@ -300,6 +300,11 @@ def pretrained(config: Config, vocab_size: int) -> gpt.GPTConfig:
                 "the model is: leave it out"
             )
     model = hf.read_config(config.init_from)
+    if not isinstance(model, gpt.GPTConfig):
+        raise ValueError(
+            f"'{config.init_from}' has a {hf.family_name(config.init_from)}, which is no decoder: "
+            "give the folder of one"
+        )
     if vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "

@@ -10,8 +10,8 @@ import tyro
 
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.hf import weights
+from jaxtrain.hf.families import FAMILIES
 from jaxtrain.host import quiet
-from jaxtrain.models import gpt
 from jaxtrain.run import trained
 
 
@@ -29,7 +29,7 @@ class ExportOptions:
     """Writes a run's model as a folder that transformers' from_pretrained opens."""
 
     run: str
-    """Folder of a run of experiments.gpt."""
+    """Folder of a run of experiments.gpt or experiments.t5."""
     out: Path
     """Folder to write."""
     step: int | None = None
@@ -63,7 +63,8 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
 
 def _check(folder: Path) -> int:
     config = weights.read_config(folder)
-    print(f"{folder}: {weights.family_name(folder)}, {gpt.parameter_count(config):,} parameters")
+    family = weights.family_name(folder)
+    print(f"{folder}: {family}, {FAMILIES[family].module.parameter_count(config):,} parameters")
     print(f"fields without effect here: {', '.join(weights.without_effect(folder)) or 'none'}")
     tensors, wrong = 0, []
     for found in weights.check(folder):

@@ -19,7 +19,6 @@ import numpy as np
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import INERT, OFF, Family, family_for, family_of
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
 
@@ -28,8 +27,11 @@ SHARD_BYTES = 5 * 10**9
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_config(folder: str | Path) -> GPTConfig:
-    """Returns the model that a folder's config.json describes; ``seq_len`` is its longest row.
+def read_config(folder: str | Path) -> Any:
+    """Returns the model that a folder's config.json describes, as its family's config.
+
+    It is a :class:`jaxtrain.models.gpt.GPTConfig`, whose ``seq_len`` is the longest row, or a
+    :class:`jaxtrain.models.encoder_decoder.T5Config`.
 
     Raises:
       FileNotFoundError, ValueError: there is none, or it is of a model that is not known here.
@@ -49,13 +51,13 @@ def special_tokens(folder: str | Path) -> dict[str, Any]:
 
 
 def open_weights(
-    folder: str | Path, config: GPTConfig | None = None, *, stack: Stack | None = None
+    folder: str | Path, config: Any = None, *, stack: Stack | None = None
 ) -> dict[str, Any]:
     """Returns a folder's parameters under our paths, of which nothing has been read yet.
 
     Args:
       folder: with config.json and model.safetensors, or shards and their index.
-      config: the folder's model, perhaps with another ``seq_len``, dropout or rematerialisation;
+      config: the folder's model, perhaps with other lengths of rows, dropout or rematerialisation;
         None means as it is.
       stack: how layers are cut; None means in natural order.
 
@@ -69,7 +71,7 @@ def open_weights(
 
     >>> import tempfile
     >>> from jaxtrain.models import gpt
-    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> config = gpt.GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
     >>> params, folder = gpt.init(config, jax.random.key(0)), tempfile.mkdtemp()
     >>> save(folder, config, params)
     >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
@@ -77,19 +79,19 @@ def open_weights(
     """
     folder = Path(folder)
     family, own = _read(folder)
-    config, stack = config or own, stack or Stack()
+    config, stack = config or own, stack or family.stack
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
-    numbers = np.arange(1, config.layers + 1)
-    natural = {part.key: numbers for part in stack.parts}
+    counts = {key: jax.tree.leaves(tree)[0].shape[0] for key, tree in shapes.items()}
+    natural = {part.key: np.arange(1, counts[part.key] + 1) for part in stack.parts}
     cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 
     def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
         row = rows[path]
         inner = shape.shape[1:] if row.stacked else shape.shape
         wanted = row.their_shape(inner, config.vocab_size)
-        names = row.names(config.layers)
+        names = row.names(shape.shape[0])
         for name in names:
             if name not in tensors:
                 raise ValueError(f"'{folder}' lacks the tensor {name!r}, of which {path!r} is made")
@@ -104,9 +106,10 @@ def open_weights(
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
     found = map_named(weight, shapes)
-    if config.tied and "lm_head.weight" in tensors:
-        _check_tied(folder, tensors, rows["embed/tokens"].theirs)
-        used.add("lm_head.weight")
+    for name in (*family.copies, *(("lm_head.weight",) if config.tied else ())):
+        if name in tensors:
+            _check_tied(folder, tensors, name, rows["embed/tokens"].theirs)
+            used.add(name)
     for name in tensors.keys() - used:
         if not re.search(family.buffers, name):
             raise ValueError(
@@ -143,7 +146,7 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
 
 def save(
     folder: str | Path,
-    config: GPTConfig,
+    config: Any,
     params: PyTree,
     *,
     family: str | None = None,
@@ -152,7 +155,7 @@ def save(
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens.
+    """Writes a folder that ``from_pretrained`` of transformers opens.
 
     One parameter at a time is on the host.
 
@@ -201,7 +204,7 @@ def save(
     for group in by_tensor(rows).values():  # of parts of one tensor, a dtype that has them all
         widest = np.dtype(jnp.result_type(*(dtypes[row.ours] for row in group)))
         dtypes |= {row.ours: widest for row in group}
-    for name, of, _ in _tensors(rows, config):
+    for name, of, _ in _tensors(rows, shapes):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
         kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
     common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
@@ -240,7 +243,8 @@ def check(folder: str | Path) -> Iterator[Checked]:
     family, config = _read(folder)
     weights = named_leaves(open_weights(folder))
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
-    if family.config(family.config_json(config)) != config:
+    again = family.settle(family.config(family.config_json(config)), lambda: tensors)
+    if again != config:
         raise ValueError(f"the config.json of '{folder}' does not come back as it was")
     rows, _ = family.rows_of(config)
     for group in by_tensor(rows).values():
@@ -249,10 +253,10 @@ def check(folder: str | Path) -> Iterator[Checked]:
         back = dict(written({row.ours: row for row in group}, ours, config, dtypes))
         equal = all(_same_bits(tensors[name][...], value) for name, value in back.items())
         for row in group:
-            again = [back[name] for name in row.names(config.layers)]
+            again = [back[name] for name in row.names(len(ours[row.ours]))]
             weight = dataclasses.replace(weights[row.ours], tensors=again)
             equal &= _same_bits(np.asarray(weight), ours[row.ours])
-        names = tuple(group[0].names(config.layers))
+        names = tuple(group[0].names(len(ours[group[0].ours])))
         shapes, theirs = tuple(x.shape for x in ours.values()), tensors[names[0]]
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
 
@@ -271,12 +275,12 @@ def without_effect(folder: str | Path) -> list[str]:
 def written(
     rows: Mapping[str, Row],
     leaves: Mapping[str, Any],
-    config: GPTConfig,
+    config: Any,
     dtypes: Mapping[str, np.dtype],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
     held: tuple[Any, dict[str, np.ndarray]] = (None, {})
-    for name, group, l in _tensors(rows, config):
+    for name, group, l in _tensors(rows, leaves):
         if held[0] is not group:
             held = group, {row.ours: np.asarray(leaves[row.ours]) for row in group}
         layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
@@ -296,27 +300,28 @@ def _cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
 
 
 def _tensors(
-    rows: Mapping[str, Row], config: GPTConfig
+    rows: Mapping[str, Row], leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, Sequence[Row], int]]:
     """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
     for group in by_tensor(rows).values():
-        for l, name in enumerate(group[0].names(config.layers)):
+        for l, name in enumerate(group[0].names(leaves[group[0].ours].shape[0])):
             yield name, group, l
 
 
-def _read(folder: str | Path) -> tuple[Family, GPTConfig]:
+def _read(folder: str | Path) -> tuple[Family, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = safetensors.read_json(path)
     try:
         family = family_of(theirs)
-        return family, family.config(theirs)
+        config = family.config(theirs)
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}': {error}") from None
+    return family, family.settle(config, lambda: safetensors.tensors_in(folder))
 
 
-def _named_as(family: Family, config: GPTConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _named_as(family: Family, config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by the names of the table: some files leave a prefix out of all, and some have the
     one table of a tied model as that of the head alone."""
     found = dict(tensors)
@@ -328,8 +333,9 @@ def _named_as(family: Family, config: GPTConfig, tensors: Mapping[str, Any]) -> 
             for name, tensor in tensors.items()
         }
     table = next(row.theirs for row in family.rows if row.ours == "embed/tokens")
-    if config.tied and table not in found and "lm_head.weight" in found:
-        found[table] = found.pop("lm_head.weight")
+    for name in (*family.copies, *(("lm_head.weight",) if config.tied else ())):
+        if table not in found and name in found:
+            found[table] = found.pop(name)
     return found
 
 
@@ -345,14 +351,15 @@ def _check_new(folder: Path) -> None:
         raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, Any], tokens: str) -> None:
-    head, table = tensors["lm_head.weight"], tensors[tokens]
+def _check_tied(folder: Path, tensors: Mapping[str, Any], name: str, tokens: str) -> None:
+    copy, table = tensors[name], tensors[tokens]
     parts = (slice(row, row + 4096) for row in range(0, table.shape[0], 4096))
-    same = head.shape == table.shape and head.dtype == table.dtype
-    if not same or not all(_same_bits(head[part], table[part]) for part in parts):
+    same = copy.shape == table.shape and copy.dtype == table.dtype
+    if not same or not all(_same_bits(copy[part], table[part]) for part in parts):
+        mend = "say tie_word_embeddings=false, or " if name == "lm_head.weight" else ""
         raise ValueError(
-            f"config.json of '{folder}' ties lm_head.weight to {tokens}, and they differ: say "
-            "tie_word_embeddings=false, or leave lm_head.weight out"
+            f"config.json of '{folder}' ties {name} to {tokens}, and they differ: {mend}leave "
+            f"{name} out"
         )
 
 
