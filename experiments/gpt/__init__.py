@@ -302,8 +302,9 @@ def pretrained(config: Config, vocab_size: int) -> gpt.GPTConfig:
     model = hf.read_config(config.init_from)
     if not isinstance(model, gpt.GPTConfig):
         raise ValueError(
-            f"'{config.init_from}' holds a model of the family {hf.family_name(config.init_from)}, "
-            "which predicts no next token: experiments.bert trains encoders"
+            f"'{config.init_from}' has a {hf.family_name(config.init_from)}, which is no decoder: "
+            "give the folder of one; experiments.bert trains encoders and experiments.t5 encoders "
+            "with a decoder"
         )
     if vocab_size > model.vocab_size:
         raise ValueError(

@@ -7,6 +7,7 @@ import jax
 import tyro
 
 from jaxtrain.host import quiet
+from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.generate import generate
 from jaxtrain.run.main import program_name
 from jaxtrain.run.refusal import refusing
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing():
         quiet.start()
         model, params, tokenizer = load(config.run, config.step)
+        if not isinstance(model, GPTConfig):
+            raise ValueError(
+                f"'{config.run}' is no run of experiments.gpt: its model is no decoder"
+            )
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]

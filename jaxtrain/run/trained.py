@@ -1,4 +1,4 @@
-"""What a run of ``experiments.gpt`` has trained: its model, parameters and tokenizer."""
+"""What a run of a language model has trained: its model, parameters and tokenizer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,14 +8,20 @@ import jax
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import gpt
+from jaxtrain.models import encoder_decoder, gpt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
 
+# What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
+FORMS = {
+    "decoder": (gpt.GPTConfig, gpt),
+    "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
+}
 
-def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.Tokenizer]:
+
+def load(run: str, step: int | None = None) -> tuple[Any, dict, data.Tokenizer]:
     """Reads a run's model, parameters and tokenizer.
 
     Args:
@@ -30,7 +36,8 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-        shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+        module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
+        shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
         params = checkpoints.restore_params(shapes, step)
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
@@ -51,17 +58,20 @@ def special_tokens(run: str) -> dict[str, Any] | None:
         return checkpoints.config().get("special_tokens")
 
 
-def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
+def read_model(stored: Mapping[str, Any], *, where: str) -> Any:
     """Makes the model's sizes of what a checkpoint's config says.
 
     Raises:
       ValueError: where that is no model's.
     """
-    sizes = stored.get("model")
-    known = {field.name for field in dataclasses.fields(gpt.GPTConfig)}
+    sizes, form = stored.get("model"), stored.get("form", "decoder")
+    if form not in FORMS:
+        raise ValueError(f"{where} has a model of the form {form!r}: known are {', '.join(FORMS)}")
+    kind, _ = FORMS[form]
+    known = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(sizes, dict) or not sizes.keys() <= known:
-        raise ValueError(f"{where} has no model with the sizes of a GPT")
+        raise ValueError(f"{where} has no model with the sizes of a {kind.__name__}")
     try:
-        return gpt.GPTConfig(**sizes)
+        return kind(**sizes)
     except TypeError as error:  # one is missing
         raise ValueError(f"{where} has no whole model ({error})") from None
