@@ -26,13 +26,22 @@ from jaxtrain.data.mixtures import (
     Mixture,
     TextData,
     first_texts,
+    holds_pairs,
     open_data,
     open_tokenizer,
     parse_data,
     tokenizer_of_stores,
 )
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, packed_shapes, waste
+from jaxtrain.data.packing import (
+    Corpus,
+    FittedTokens,
+    PackedTokens,
+    PairedTokens,
+    pack,
+    packed_shapes,
+    waste,
+)
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -70,6 +79,7 @@ __all__ = [
     "MappedTokens",
     "Mixture",
     "PackedTokens",
+    "PairedTokens",
     "RowSource",
     "Split",
     "Store",
@@ -81,6 +91,7 @@ __all__ = [
     "eval_batches",
     "first_texts",
     "hash_fraction",
+    "holds_pairs",
     "is_store",
     "load_template",
     "ngram_bits_per_byte",
@@ -88,6 +99,7 @@ __all__ = [
     "open_images",
     "open_store",
     "open_tokenizer",
+    "pack",
     "packed_shapes",
     "parse_data",
     "python_stdlib",

@@ -220,7 +220,7 @@ def test_the_end_counts_once_where_the_assistant_has_the_last_word(tokenizer):
             0,
         ),
     ):
-        document = template.document("x", {"messages": MESSAGES[:3] + more}, "x")
+        (document,) = template.conversations("x", {"messages": MESSAGES[:3] + more})
         corpus = tokenize([document], encoder)
         assert (corpus.tokens[-1], corpus.counts[-1]) == (encoder.eod, counts)
     assert corpus.tokens[corpus.counts > 0].tolist().count(tokenizer.eod) == 1  # the template's
@@ -366,12 +366,13 @@ def test_preferences_are_two_conversations():
 def test_bad_records_are_one_sentence(template, record, message):
     chat = ChatTemplate(TEMPLATES.get(template, template))
     with pytest.raises(ValueError, match=rf"^row 1 .*{message}"):
-        chat.document("x", record, "row 1")
+        chat.conversations("x", record, "row 1")
 
 
 def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
     conversations(tmp_path / "chat.jsonl")
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": "a", "rejected": "b"}) + "\n")
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    (tmp_path / "same.jsonl").write_text(json.dumps(same) + "\n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
@@ -390,7 +391,7 @@ def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
         ("chat.jsonl", "bad.jinja", "the chat template is not Jinja (line 1: "),
         ("chat.jsonl", "none.jinja", "none.jinja' does not exist; give a file, or chatml or plain"),
         ("chat.jsonl", "tokenizer_config.json", "tokenizer_config.json' has no template"),
-        ("pairs.jsonl", "plain", "pairs.jsonl' line 1 prefers one conversation to another"),
+        ("same.jsonl", "plain", "same.jsonl' line 1 prefers a conversation to itself, or to its"),
         ("python", "plain", "'python' is source code, no conversations"),
     ):
         out = tmp_path / "store"
