@@ -299,7 +299,7 @@ def embed(
     config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """First stage: the source's residual stream [B, S, D], and room for the target's [B, T, D]."""
-    source_BSD = _embedded(config, params, batch["source"], rng, 0)
+    source_BSD = embedded(config, params, batch["source"], rng, 0)
     B, T = batch["tokens"].shape
     target_BTD = jnp.zeros((B, T, config.width), source_BSD.dtype)
     return {"source": source_BSD, "target": constrain(target_BTD, "batch", "sequence", None)}
@@ -327,7 +327,7 @@ def encode(
     del index
     S, segments = x["source"].shape[1], batch.get("source_segments")
     bias_HO = distance_bias(config, shared, "encoder", S)
-    attend = _attend(config.block, bias_HO, segments, None, layers.fold(rng, 2))
+    attend = attend_with(config.block, bias_HO, segments, None, layers.fold(rng, 2))
     block = layers.apply(layers.Block, config.block, layer)
     return x | {"source": block(x["source"], None, attend, rng=rng)[0]}
 
@@ -343,7 +343,7 @@ def between(
     norm = layers.apply(layers.Norm, config.block, params["encoder_norm"])
     rng_norm = layers.fold(rng, config.layers + config.decoder_layers + 2)
     source_BSD = drop(norm(x["source"]), config.dropout, rng_norm)
-    target_BTD = _embedded(config, params, batch["tokens"], rng, 1)
+    target_BTD = embedded(config, params, batch["tokens"], rng, 1)
     return {"source": constrain(source_BSD, "batch", "sequence", None), "target": target_BTD}
 
 
@@ -370,8 +370,8 @@ def decode(
     target_BTD, _ = block(
         x["target"],
         x["source"],
-        _attend(config.decoder, bias_HO, segments, None, layers.fold(rng, 2)),
-        _attend(other, None, to_memory, memory, layers.fold(rng, 4)),
+        attend_with(config.decoder, bias_HO, segments, None, layers.fold(rng, 2)),
+        attend_with(other, None, to_memory, memory, layers.fold(rng, 4)),
         rng=rng,
     )
     return x | {"target": target_BTD}
@@ -532,7 +532,15 @@ PRESETS: Mapping[str, Callable[[], T5Config]] = {
 }
 
 
-def _attend(config: BlockConfig, bias_HO, segments, key_segments, rng) -> layers.Attend:
+def attend_with(
+    config: BlockConfig,
+    bias_HO: jax.Array | None,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    rng: jax.Array | None = None,
+) -> layers.Attend:
+    """Returns a layer's attention, which hands out its keys and values too."""
+
     def attend(q_BTHK, k_BSGK, v_BSGK):
         out_BTHK = attention(
             q_BTHK,
@@ -547,12 +555,12 @@ def _attend(config: BlockConfig, bias_HO, segments, key_segments, rng) -> layers
             rng=rng,
             implementation=config.attention,
         )
-        return out_BTHK, None
+        return out_BTHK, (k_BSGK, v_BSGK)
 
     return attend
 
 
-def _embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int) -> jax.Array:
+def embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int) -> jax.Array:
     x = layers.apply(layers.Embed, config, params["embed"])(tokens, None)
     # Layers fold in the numbers before these.
     rng = layers.fold(rng, config.layers + config.decoder_layers + use)

@@ -14,6 +14,7 @@ import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.models import encoder_decoder as t5
+from jaxtrain.models.generate_target import beam_search, generate
 from jaxtrain.tree import named_leaves
 from tests.hf import models
 
@@ -229,3 +230,55 @@ def test_distances_fall_into_the_buckets_of_transformers():
         )
         found = t5.bucket(distance, both_ways=both_ways, buckets=buckets, **form)
         np.testing.assert_array_equal(found, expected)
+
+
+# Of transformers, and of ours: the choices of generation that draw nothing.
+CHOICES = {
+    "greedy": (dict(num_beams=1), None),
+    "penalty": (dict(num_beams=1, repetition_penalty=1.8), None),
+    "beams": (dict(num_beams=3, length_penalty=0.6), 3),
+    "long beams": (dict(num_beams=4, length_penalty=2.0, repetition_penalty=1.3), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("flan", "beams"),
+        *(
+            pytest.param(n, c, marks=pytest.mark.slow)
+            for n in ("t5", "flan")
+            for c in CHOICES
+            if (n, c) != ("flan", "beams")
+        ),
+    ],
+)
+def test_what_is_generated_is_what_transformers_generates(name, choice, folder_of):
+    import torch
+
+    (given, beams), folder = CHOICES[choice], folder_of(name)
+    r = np.random.default_rng(3)
+    lengths = np.array([14, 3, 9, 14, 6, 11])
+    source = r.integers(2, 61, (6, 14))
+    seen = np.arange(14) < lengths[:, None]
+    form = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+    expected = opened(folder).generate(
+        torch.tensor(np.where(seen, source, 0)),
+        attention_mask=torch.tensor(seen.astype(int)),
+        **form | given,
+    )
+    config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
+    common = {"source_lengths": lengths, "max_new_tokens": 10}
+    common["repetition_penalty"] = given.get("repetition_penalty", 1.0)
+    if beams is None:
+        found = generate(config, params, source, **common, temperature=0.0)
+    else:
+        penalty = given["length_penalty"]
+        found, _ = beam_search(
+            config, params, source, **common, beams=beams, length_penalty=penalty
+        )
+    # Theirs has the start, and fills rows that have ended with padding.
+    expected = np.where(expected[:, 1:] == 0, 1, expected[:, 1:])
+    np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
+    assert (np.asarray(found[:, expected.shape[1] :]) == 1).all()
+    assert len(np.unique(expected)) > 1
