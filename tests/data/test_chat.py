@@ -194,7 +194,8 @@ def test_a_store_of_conversations_counts_what_the_assistant_says(
         seen += row["targets"][row["mask"] > 0].tolist()
     told = ByteTokenizer().decode(seen)
     assert told.count("<|im_end|>") == len(corpus.starts) <= len(rows)
-    assert set(told.replace("<|im_end|>", "")) == {"n"}
+    assert told.count("<|im_end|>\n") == len(corpus.starts)  # the way to the end counts
+    assert set(told.replace("<|im_end|>\n", "")) == {"n"}
     assert store.manifest["sets"]["train"]["counted"] == len(seen)
     held_out = store.held_out(10_000)
     assert held_out.counts.sum() == store.manifest["sets"]["held_out"]["counted"] > 0
@@ -223,6 +224,8 @@ def test_the_end_counts_once_where_the_assistant_has_the_last_word(tokenizer):
         (document,) = template.conversations("x", {"messages": MESSAGES[:3] + more})
         corpus = tokenize([document], encoder)
         assert (corpus.tokens[-1], corpus.counts[-1]) == (encoder.eod, counts)
+        # From the last word on without a gap: else what is generated would not get there.
+        assert corpus.counts[-3:].all() or not counts
     assert corpus.tokens[corpus.counts > 0].tolist().count(tokenizer.eod) == 1  # the template's
 
 
