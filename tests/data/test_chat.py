@@ -140,6 +140,15 @@ def test_templates_agree_with_transformers(family, tokenizer, theirs):
         assert counts.tolist() == found["assistant_masks"]
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama-3", "phi-3"])
+def test_a_prompt_s_special_tokens_are_those_of_transformers(name, tokenizer, theirs):
+    text = ChatTemplate(FAMILIES[name]).render(MESSAGES[:4], add_generation_prompt=True)
+    ids = data.encode_prompt(text, tokenizer)
+    assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) < len(tokenizer.encode(text))
+    assert data.encode_prompt("", tokenizer).tolist() == []
+
+
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*MARKED, "phi-3"}))
 def test_without_spans_what_an_assistant_turn_adds_counts(family):
     chat = ChatTemplate(FAMILIES[family], TOKENS)
