@@ -13,7 +13,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 (2, 8)
 """
 
-from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.chat import ChatTemplate, encode_prompt, load_template
 from jaxtrain.data.images import Images, LabelledImages, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
@@ -88,6 +88,7 @@ __all__ = [
     "Tokenizer",
     "WorkerRows",
     "cached_store",
+    "encode_prompt",
     "eval_batches",
     "first_texts",
     "hash_fraction",

@@ -254,6 +254,22 @@ def encode_marked(
         yield np.concatenate(ids), counts
 
 
+def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids of a text whose special tokens are that, int32 [T]: one that is typed, or
+    rendered by a template, and no part of which comes from a stranger.
+
+    >>> from jaxtrain.data import ByteTokenizer
+    >>> encode_prompt("ab", ByteTokenizer()).tolist()
+    [97, 98]
+    """
+    pattern = tokenizer.special_pattern
+    first, *rest = re.split(f"({pattern})", text) if pattern else [text]
+    ids = [tokenizer.encode(first)]
+    for token, part in zip(rest[::2], tokenizer.encode_inside(rest[1::2]), strict=True):
+        ids += [np.array([tokenizer.special_id(token.encode())], np.int32), part]
+    return np.concatenate(ids)
+
+
 def _cut(document: Any) -> Iterator[bytes]:
     """Yields text, special token, text, and so on."""
     done = 0

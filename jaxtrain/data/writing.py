@@ -425,7 +425,8 @@ def _write_tokens(
     count, and whether they are preferences.
 
     The end of a conversation counts where the assistant has the last word, so that a model learns
-    to stop, unless its template has ended it by the same token."""
+    to stop, unless its template has ended it by the same token. So does the white space before it,
+    such as the line break of chatml, without which the model would not get there."""
     lengths, counted, sided, dtype = [], [], 0, _dtype(tokenizer)
     eod = np.array([tokenizer.eod], dtype).tobytes()
     for chunk in _chunks(documents):
@@ -437,7 +438,9 @@ def _write_tokens(
                 _, last = document.counted[-1] if document.counted else (0, 0)
                 ends = bool(last) and not document.text[last:].strip()
                 said = tokenizer.eod in ids[counts > 0][-1:]
-                counted += [counts, np.array([ends and not said], np.uint8)]
+                if stops := ends and not said:
+                    counts[np.flatnonzero(counts)[-1] :] = 1
+                counted += [counts, np.array([stops], np.uint8)]
                 sided += bool(document.side)
     if counted and len(counted) != 2 * len(lengths):
         raise ValueError("some documents are conversations and some are not: keep them apart")
