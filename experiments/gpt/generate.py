@@ -8,6 +8,7 @@ import tyro
 
 from jaxtrain.host import quiet
 from jaxtrain.models.generate import generate
+from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.run.main import program_name
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing():
         quiet.start()
         model, params, tokenizer = load(config.run, config.step)
+        if not isinstance(model, GPTConfig):
+            raise ValueError(f"the model in '{config.run}' is an encoder, which writes no text")
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]

@@ -1,21 +1,29 @@
-"""What a run of ``experiments.gpt`` has trained: its model, parameters and tokenizer."""
+"""What a run of ``experiments.gpt`` or ``bert`` has trained: model, parameters and tokenizer."""
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import gpt
+from jaxtrain.models import encoder, gpt
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.options import RunOptions
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
 
+# By the experiment's name: what its models are, and what makes their parameters.
+MODELS = {"gpt": (GPTConfig, gpt.init), "bert": (EncoderConfig, encoder.init)}
+Model = GPTConfig | EncoderConfig
 
-def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.Tokenizer]:
+
+def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer]:
     """Reads a run's model, parameters and tokenizer.
 
     Args:
@@ -30,12 +38,31 @@ def load(run: str, step: int | None = None) -> tuple[gpt.GPTConfig, dict, data.T
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-        shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+        shapes = jax.eval_shape(lambda: _kind(stored)[1](model, jax.random.key(0)))
         params = checkpoints.restore_params(shapes, step)
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
     return model, params, data.SubwordTokenizer.load(folder / TOKENIZER_FILE)
+
+
+def model(run: str) -> Model:
+    """Returns a run's model.
+
+    Raises:
+      ValueError: its checkpoints have none.
+    """
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        where = f"the config of a checkpoint in {checkpoints.directory}"
+        return read_model(checkpoints.config(), where=where)
+
+
+def kept_file(run: RunOptions, name: str) -> os.PathLike | None:
+    """Returns the file that a run to resume has kept in its folder; None where there is none."""
+    if not (run.resume or run.auto_resume) or run.run_dir is None:
+        return None
+    path = as_path(run.run_dir) / name
+    return path if path.exists() else None
 
 
 def family(run: str) -> str | None:
@@ -45,23 +72,27 @@ def family(run: str) -> str | None:
 
 
 def special_tokens(run: str) -> dict[str, Any] | None:
-    """Returns the fields of config.json, such as ``eos_token_id``, of the folder that a run began
-    from; None where it began from none."""
+    """Returns fields of config.json, such as ``eos_token_id`` and names of classes, that a run is
+    exported with; None where that says nothing of them."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
         return checkpoints.config().get("special_tokens")
 
 
-def read_model(stored: Mapping[str, Any], *, where: str) -> gpt.GPTConfig:
+def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
     """Makes the model's sizes of what a checkpoint's config says.
 
     Raises:
       ValueError: where that is no model's.
     """
-    sizes = stored.get("model")
-    known = {field.name for field in dataclasses.fields(gpt.GPTConfig)}
+    sizes, (kind, _) = stored.get("model"), _kind(stored)
+    known = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(sizes, dict) or not sizes.keys() <= known:
-        raise ValueError(f"{where} has no model with the sizes of a GPT")
+        raise ValueError(f"{where} has no model with the sizes of a {kind.__name__}")
     try:
-        return gpt.GPTConfig(**sizes)
+        return kind(**sizes)
     except TypeError as error:  # one is missing
         raise ValueError(f"{where} has no whole model ({error})") from None
+
+
+def _kind(stored: Mapping[str, Any]) -> tuple[type, Callable[..., Any]]:
+    return MODELS.get(str(stored.get("experiment")), MODELS["gpt"])
