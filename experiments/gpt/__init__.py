@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -32,11 +31,11 @@ from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.planning.balance import balanced, weigh
+from jaxtrain.planning.balance import stack_for
 from jaxtrain.precision import Policy
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.provenance import ROUNDED, SAME
-from jaxtrain.run.trained import TOKENIZER_FILE
+from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.state import TrainState
 
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
@@ -271,16 +270,16 @@ def of_preferences(
 
 def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
     """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
-    if config.mesh.pipe == 1:
-        return Stack()
-    virtual, parts = config.pipeline.virtual, config.mesh.pipe * config.pipeline.virtual
-    if not 1 < parts <= model.layers or not (config.pipeline.balance or model.layers % parts):
-        return Stack(virtual=virtual)
-    batch = data.packed_shapes(1, model.seq_len)
-    weights = weigh(gpt.stages(model), functools.partial(gpt.init, model), batch)
-    recompute = config.pipeline.remat == "full"
-    counts = balanced(weights, layers=model.layers, stages=parts, recompute=recompute)
-    return Stack(virtual=virtual, counts=counts)
+    return stack_for(
+        gpt.stages(model),
+        functools.partial(gpt.init, model),
+        data.packed_shapes(1, model.seq_len),
+        layers=model.layers,
+        pipe=config.mesh.pipe,
+        virtual=config.pipeline.virtual,
+        balance=config.pipeline.balance,
+        recompute=config.pipeline.remat == "full",
+    )
 
 
 def tokenizer_name(config: Config) -> str:
@@ -299,14 +298,6 @@ def tokenizer_name(config: Config) -> str:
             f"'{config.init_from}' has no {TOKENIZER_FILE}: give --tokenizer, which may be bytes"
         )
     return "bytes"
-
-
-def kept_file(run: jt.RunOptions, name: str) -> os.PathLike | None:
-    """The file that a run to resume has kept in its folder; None where there is none."""
-    if not (run.resume or run.auto_resume) or run.run_dir is None:
-        return None
-    path = as_path(run.run_dir) / name
-    return path if path.exists() else None
 
 
 def model_config(config: Config, vocab_size: int) -> gpt.GPTConfig:

@@ -22,6 +22,7 @@ from jaxtrain.data.loader import (
     RowSource,
     eval_batches,
 )
+from jaxtrain.data.masking import Fragments, MaskedTokens, predictions
 from jaxtrain.data.mixtures import (
     Mixture,
     TextData,
@@ -74,9 +75,11 @@ __all__ = [
     "Document",
     "Documents",
     "FittedTokens",
+    "Fragments",
     "Images",
     "LabelledImages",
     "MappedTokens",
+    "MaskedTokens",
     "Mixture",
     "PackedTokens",
     "PairedTokens",
@@ -103,6 +106,7 @@ __all__ = [
     "pack",
     "packed_shapes",
     "parse_data",
+    "predictions",
     "python_stdlib",
     "text_folder",
     "tokenize",

@@ -181,20 +181,20 @@ def hash_fraction(name: str) -> float:
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
 
 
-def python_stdlib() -> Split:
+def python_stdlib(*, held_out: float = HELD_OUT) -> Split:
     """Returns the source code of the running Python's standard library: about 30 MB on most builds.
 
     Every ``.py`` file below ``sysconfig.get_paths()["stdlib"]``, without installed packages, in the
     order of their relative paths; a file is held out when `hash_fraction` of its relative path is
-    below 0.05. Files are read as bytes: a few test files are, on purpose, not UTF-8. Distributions
-    that ship the library without its tests have about a third of the text.
+    below `held_out`. Files are read as bytes: a few test files are, on purpose, not UTF-8.
+    Distributions that ship the library without its tests have about a third of the text.
 
     >>> train, held_out = python_stdlib()
     >>> 'abc.py' in {document.name for document in train}
     True
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _split(root, _find(root, (".py",), skip=_NOT_STDLIB), HELD_OUT, field=None)
+    return _split(root, _find(root, (".py",), skip=_NOT_STDLIB), held_out, field=None)
 
 
 def text_folder(
@@ -274,7 +274,7 @@ def open_text(
         return text_folder(name, field=field, held_out=held_out, chat=chat)
     if chat is not None:
         raise ValueError("'python' is source code, no conversations: give no chat template")
-    return python_stdlib()
+    return python_stdlib(held_out=held_out)
 
 
 def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:

@@ -329,6 +329,13 @@ class SubwordTokenizer(_BytePieces):
         except Exception as error:
             raise ValueError(f"it is not a tokenizer.json ({error})") from None
 
+    def adding(self, *tokens: str) -> "SubwordTokenizer":
+        """Returns the tokenizer with more special tokens behind its own, which no text becomes."""
+        library = _import_tokenizers()
+        tokenizer = library.Tokenizer.from_str(self.to_json())
+        tokenizer.add_special_tokens([library.AddedToken(each, special=True) for each in tokens])
+        return type(self)(tokenizer, self.eod)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes ``tokenizer.json``, readable by `load` and by Hugging Face `tokenizers`."""
         epath.Path(path).write_text(self.to_json(), encoding="utf-8")

@@ -24,7 +24,8 @@ ModelConfig = GPTConfig | EncoderConfig | T5Config
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
-    *("bos_token_id", "classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
+    *("bos_token_id", "cls_token_id", "mask_token_id", "sep_token_id"),
+    *("classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
     *("output_past", "predict_special_tokens"),
     *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
     *(

@@ -24,7 +24,7 @@ from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 SHARD_BYTES = 5 * 10**9
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_TOKENS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep", "mask"))
 
 
 def read_config(folder: str | Path) -> ModelConfig:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxtrain.parallel.pipeline import Stages
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.planning.flops import count_flops
 
 PyTree = Any
@@ -114,6 +115,37 @@ def balanced(weights: Weights, *, layers: int, stages: int, recompute: bool = Tr
         more = sum(weights.of_stages(counts + 1, recompute=recompute))
         counts[np.argmin(more)] += 1
     return tuple(counts.tolist())
+
+
+def stack_for(
+    stages: Stages,
+    init_fn: Callable[[jax.Array], PyTree],
+    batch: PyTree,
+    *,
+    layers: int,
+    pipe: int,
+    virtual: int = 1,
+    balance: bool = False,
+    recompute: bool = True,
+) -> Stack:
+    """Returns how layers are stacked for a pipeline: cut where it is interleaved or uneven.
+
+    Args:
+      stages, init_fn, batch: as for :func:`weigh`.
+      layers: of the model.
+      pipe: devices along that axis.
+      virtual: chunks of layers on each.
+      balance: whether stages are weighed where layers divide too.
+      recompute: as for :func:`balanced`.
+    """
+    if pipe == 1:
+        return Stack()
+    parts = pipe * virtual
+    if not 1 < parts <= layers or not (balance or layers % parts):
+        return Stack(virtual=virtual)
+    weights = weigh(stages, init_fn, batch)
+    counts = balanced(weights, layers=layers, stages=parts, recompute=recompute)
+    return Stack(virtual=virtual, counts=counts)
 
 
 def _total(loss: Any) -> jax.Array:

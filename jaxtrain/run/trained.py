@@ -1,6 +1,7 @@
 """What a run of a language model has trained: its model, parameters and tokenizer."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,8 +9,9 @@ import jax
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import encoder_decoder, gpt
+from jaxtrain.models import encoder, encoder_decoder, gpt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.options import RunOptions
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -17,11 +19,13 @@ TOKENIZER_FILE = "tokenizer.json"
 # What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
 FORMS = {
     "decoder": (gpt.GPTConfig, gpt),
+    "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
 }
+Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 
 
-def load(run: str, step: int | None = None) -> tuple[Any, dict, data.Tokenizer]:
+def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer]:
     """Reads a run's model, parameters and tokenizer.
 
     Args:
@@ -45,6 +49,25 @@ def load(run: str, step: int | None = None) -> tuple[Any, dict, data.Tokenizer]:
     return model, params, data.SubwordTokenizer.load(folder / TOKENIZER_FILE)
 
 
+def model(run: str) -> Model:
+    """Returns a run's model.
+
+    Raises:
+      ValueError: its checkpoints have none.
+    """
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        where = f"the config of a checkpoint in {checkpoints.directory}"
+        return read_model(checkpoints.config(), where=where)
+
+
+def kept_file(run: RunOptions, name: str) -> os.PathLike | None:
+    """Returns the file that a run to resume has kept in its folder; None where there is none."""
+    if not (run.resume or run.auto_resume) or run.run_dir is None:
+        return None
+    path = as_path(run.run_dir) / name
+    return path if path.exists() else None
+
+
 def family(run: str) -> str | None:
     """Returns the Hugging Face family that a run began from; None where it began from none."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
@@ -52,13 +75,13 @@ def family(run: str) -> str | None:
 
 
 def special_tokens(run: str) -> dict[str, Any] | None:
-    """Returns the fields of config.json, such as ``eos_token_id``, of the folder that a run began
-    from; None where it began from none."""
+    """Returns fields of config.json, such as ``eos_token_id`` and names of classes, that a run is
+    exported with; None where that says nothing of them."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
         return checkpoints.config().get("special_tokens")
 
 
-def read_model(stored: Mapping[str, Any], *, where: str) -> Any:
+def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
     """Makes the model's sizes of what a checkpoint's config says.
 
     Raises:

@@ -1,0 +1,151 @@
+"""The BERT experiment, small: both tasks, one begun from the other, exported, resumed, refused."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bert import Config, build, class_of, largest_classes, outline, split_of
+from jaxtrain import hf
+from jaxtrain.experiment import make_experiment_mesh, make_state
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.run import trained
+from jaxtrain.run.loop import fit
+from jaxtrain.run.main import main, parse
+from tests.commands import run as command
+from tests.hf import models
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("sklearn")
+
+SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "16"]
+SMALL = ["--tokenizer", "300", "--steps", "2", "--global-batch", "8", "--examples", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three folders of texts, of different words, and a text outside of them."""
+    path = tmp_path_factory.mktemp("texts")
+    words = {"fruit": "apple pear plum", "metal": "iron zinc lead", "tiny": "a b"}
+    for kind, names in words.items():
+        (path / kind).mkdir()
+        for i in range(3 if kind == "tiny" else 15):
+            order = np.random.default_rng(i).permuted(names.split() * 12)
+            (path / kind / f"{i}.txt").write_text(" ".join(order))
+    (path / "readme.txt").write_text("of no folder")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def masked(folder, tmp_path_factory):
+    """A run that has filled in masks; what it printed is beside it."""
+    run = tmp_path_factory.mktemp("runs") / "masked"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(Config, build, [*SIZES, *SMALL, "--data", folder, "--run-dir", str(run)])
+    run.with_suffix(".txt").write_text(printed.getvalue())
+    return str(run)
+
+
+def test_masks_are_filled_in(masked):
+    printed = " ".join(Path(f"{masked}.txt").read_text().split())
+    assert re.search(
+        r"held-out: \d+\.\d% of \d+ masked tokens right, loss \d\.\d+ nats; alw", printed
+    )
+    assert "____" in printed
+
+
+@pytest.mark.slow
+def test_a_run_is_gone_on_with_by_its_own_tokenizer(folder, masked, tmp_path):
+    flags = [*SIZES, *SMALL, "--data", folder, "--run-dir", str(tmp_path / "run")]
+    run = fit(build(config := parse(Config, [*flags, "--save-every", "1"])), config.run)
+    assert int(run.state.step) == 2
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    main(Config, build, ["--run-dir", str(tmp_path / "run"), "--resume"])
+    got, expected = (trained.load(str(path))[1] for path in (tmp_path / "run", masked))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_classes_are_learned_from_the_masked_run_and_exported(folder, masked, tmp_path, capsys):
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    flags = [
+        *SMALL,
+        "--data",
+        folder,
+        "--task",
+        "classify",
+        "--classes",
+        "2",
+        "--init-from",
+        masked,
+    ]
+    flags[1] = f"{masked}/tokenizer.json"
+    state = make_state(built := build(parse(Config, flags)), make_experiment_mesh(built))
+    begun, own = state.params, trained.load(masked)[1]
+    for part in ("embed", "blocks"):
+        jax.tree.map(np.testing.assert_array_equal, begun[part], own[part])
+    assert begun["head"]["out"]["kernel"].shape == (16, 2)
+    main(Config, build, [*flags, "--run-dir", run])
+    printed = capsys.readouterr().out
+    assert "which of 2: fruit, metal" in printed
+    # What stands in the words, logistic regression finds.
+    assert "TF-IDF with logistic regression: 100.0%" in printed
+    assert f"right, from {masked}" in " ".join(printed.split())
+    status, *_ = command(capsys, "hf", "export", "--run", run, "--out", out)
+    assert status == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["label2id"] == {
+        "fruit": 0,
+        "metal": 1,
+    }
+    assert hf.read_config(out) == trained.model(run)
+    library = models.transformers()
+    words = library.AutoTokenizer.from_pretrained(out)
+    assert (words.mask_token, words.cls_token) == ("[MASK]", "[CLS]")
+    built = build(parse(Config, [*SMALL[2:], "--data", folder, "--init-from", out]))
+    head = make_state(built, make_experiment_mesh(built)).params["head"]
+    assert set(head) == {"transform", "norm", "bias"}
+
+
+def test_classes_are_the_largest_folders_with_files_on_both_sides(folder):
+    config = parse(Config, ["--data", folder, "--classes", "2"])
+    split = split_of(config)
+    assert largest_classes(split, config) == ("fruit", "metal")
+    names = [{document.name for document in side} for side in split]
+    assert not names[0] & names[1]
+    assert {class_of(name) for name in names[0] | names[1]} == {"", "fruit", "metal", "tiny"}
+    with pytest.raises(
+        ValueError, match=r"--classes is 9, and .* folders with texts to train on and"
+    ):
+        largest_classes(split, parse(Config, ["--data", folder, "--classes", "9"]))
+
+
+@pytest.mark.parametrize("task", ["mask", "classify"])
+def test_the_outline_is_of_the_experiment_that_trains(folder, task):
+    config = parse(Config, [*SIZES, *SMALL, "--data", folder, "--task", task, "--classes", "2"])
+    step = build(config)
+    planned = outline(config, vocab_size=EncoderConfig(**step.config["model"]).vocab_size)
+    assert planned.batch == step.batch
+    assert planned.config["model"] == step.config["model"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer", "bytes"], "--tokenizer bytes has no token to mask with"),
+        (["--init-from", "{folder}"], "is no run and no Hugging Face folder"),
+        (["--init-from", "{masked}", "--layers", "2"], "--layers 2 is not for --init-from"),
+        (["--init-from", "{masked}", "--seq-len", "17"], "--seq-len 17 is more than the 16"),
+        (["--mesh.tensor", "2", "--heads", "1"], "--mesh.tensor 2 does not divide 1 heads"),
+        (["--mask-rate", "1"], "mask_rate is 1.0; give a share"),
+        (["--classes", "1"], "--classes is 1: give at least 2"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(flags, message, folder, masked):
+    flags = [each.format(folder=folder, masked=masked) for each in flags]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(parse(Config, ["--data", folder, *flags]))
