@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import tyro
 
+from jaxtrain.data import encode_prompt
 from jaxtrain.host import quiet
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.generate import generate
@@ -21,7 +22,8 @@ class Config:
     run: str
     """Folder of the run."""
     prompt: str = ""
-    """What the text begins with; by default the beginning of a document."""
+    """What the text begins with; by default the beginning of a document. The tokenizer's special
+    tokens may be spelled in it, such as those of a chat template."""
     tokens: int = 200
     """How many tokens to write; it ends earlier where the model ends its document."""
     samples: int = 1
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-        prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]
+        prompt = [tokenizer.eod, *encode_prompt(config.prompt, tokenizer).tolist()]
         written = generate(
             model,
             params,

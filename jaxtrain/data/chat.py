@@ -52,12 +52,14 @@ class Conversation(NamedTuple):
       text: UTF-8.
       counted: the bytes that count in the loss, as ascending pairs of start and end.
       special: the bytes that are special tokens of the template.
+      side: of a preference, "chosen" or "rejected", which follow each other; "" for none.
     """
 
     name: str
     text: bytes
     counted: tuple[Span, ...]
     special: tuple[Span, ...]
+    side: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ChatTemplate:
 
     >>> chat = ChatTemplate(TEMPLATES["plain"])
     >>> chat.conversations("a", {"prompt": "1 + 1 = ", "completion": "2"})
-    [Conversation(name='a', text=b'1 + 1 = 2', counted=((8, 9),), special=())]
+    [Conversation(name='a', text=b'1 + 1 = 2', counted=((8, 9),), special=(), side='')]
     """
 
     text: str
@@ -87,20 +89,13 @@ class ChatTemplate:
         """Returns the text of a conversation, as ``apply_chat_template(tokenize=False)`` does."""
         return _MARKS.sub("", self._marked(messages, add_generation_prompt, more))
 
-    def document(self, name: str, record: Mapping[str, Any], where: str) -> Conversation:
-        """Returns the only conversation of a record, as `conversations` does."""
-        found = self.conversations(name, record, where)
-        if len(found) > 1:
-            raise ValueError(
-                f"{where} prefers one conversation to another, and what is learned from tokens is "
-                "one: leave out what is rejected, and call what is chosen messages or completion"
-            )
-        return found[0]
-
     def conversations(
         self, name: str, record: Mapping[str, Any], where: str = "the record"
     ) -> list[Conversation]:
         """Returns the conversation of a record; of a preference, the chosen and the rejected one.
+
+        Of a preference, what the assistant says before the two differ does not count: such turns
+        are part of the prompt.
 
         Args:
           name: of the conversation.
@@ -110,8 +105,9 @@ class ChatTemplate:
           where: names the record in errors.
 
         Raises:
-          ValueError: it is something else, the template fails, nothing of it counts, or the
-            template has no spans and a turn changes what was rendered before it.
+          ValueError: it is something else, the template fails, nothing of it counts (as where one
+            side is the beginning of the other), or the template has no spans and a turn changes
+            what was rendered before it.
         """
         rendered = []
         for messages in _messages_of(record, where):
@@ -130,7 +126,7 @@ class ChatTemplate:
                     f"{where} has nothing of an assistant to learn from: drop such records"
                 )
             rendered.append(found)
-        return rendered
+        return rendered if len(rendered) == 1 else _without_prompt(*rendered, where)
 
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         program, _ = _compiled(self.text)
@@ -258,6 +254,22 @@ def encode_marked(
         yield np.concatenate(ids), counts
 
 
+def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids of a text whose special tokens are that, int32 [T]: one that is typed, or
+    rendered by a template, and no part of which comes from a stranger.
+
+    >>> from jaxtrain.data import ByteTokenizer
+    >>> encode_prompt("ab", ByteTokenizer()).tolist()
+    [97, 98]
+    """
+    pattern = tokenizer.special_pattern
+    first, *rest = re.split(f"({pattern})", text) if pattern else [text]
+    ids = [tokenizer.encode(first)]
+    for token, part in zip(rest[::2], tokenizer.encode_inside(rest[1::2]), strict=True):
+        ids += [np.array([tokenizer.special_id(token.encode())], np.int32), part]
+    return np.concatenate(ids)
+
+
 def _cut(document: Any) -> Iterator[bytes]:
     """Yields text, special token, text, and so on."""
     done = 0
@@ -293,6 +305,23 @@ def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
         f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it has "
         f"{', '.join(map(repr, record))}"
     )
+
+
+def _without_prompt(chosen: Conversation, rejected: Conversation, where: str) -> list[Conversation]:
+    """Lets those turns count alone from which on the sides of a preference differ."""
+    common = 0
+    for ours, theirs in zip(chosen.counted, rejected.counted, strict=False):
+        if ours != theirs or chosen.text[: ours[1]] != rejected.text[: ours[1]]:
+            break
+        common += 1
+    if common in (len(chosen.counted), len(rejected.counted)):
+        raise ValueError(
+            f"{where} prefers a conversation to itself, or to its beginning: drop such records"
+        )
+    return [
+        each._replace(counted=each.counted[common:], side=side)
+        for each, side in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
 
 
 def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Span, ...]]:

@@ -410,7 +410,7 @@ def _read_jsonl(
                 if chat is None:
                     yield Document(f"{name}:{number}", _json_field(record, where, field))
                 else:
-                    yield chat.document(f"{name}:{number}", record, where)
+                    yield from chat.conversations(f"{name}:{number}", record, where)
             if span and first_byte >= span.stop:
                 return
 
@@ -477,7 +477,7 @@ def _read_columns(
         for record in records:
             if chat is not None:
                 where = f"'{root / name}' row {row}"
-                yield chat.document(f"{name}:{row}", _own_fields(record), where)
+                yield from chat.conversations(f"{name}:{row}", _own_fields(record), where)
             elif record[field] is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
             else:

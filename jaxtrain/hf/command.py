@@ -10,7 +10,6 @@ import tyro
 
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.hf import weights
-from jaxtrain.hf.families import FAMILIES
 from jaxtrain.host import quiet
 from jaxtrain.run import trained
 
@@ -62,9 +61,8 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
 
 
 def _check(folder: Path) -> int:
-    config = weights.read_config(folder)
-    family = weights.family_name(folder)
-    print(f"{folder}: {family}, {FAMILIES[family].module.parameter_count(config):,} parameters")
+    count = weights.parameter_count(folder)
+    print(f"{folder}: {weights.family_name(folder)}, {count:,} parameters")
     print(f"fields without effect here: {', '.join(weights.without_effect(folder)) or 'none'}")
     tensors, wrong = 0, []
     for found in weights.check(folder):
@@ -80,6 +78,8 @@ def _check(folder: Path) -> int:
     if wrong:
         print(f"NOT the same bits: {', '.join(wrong)}")
         return 1
+    if unread := weights.not_read(folder):
+        print(f"not read, for the model has no such part, or has it twice: {', '.join(unread)}")
     print(f"all {tensors} tensors come back bit for bit, in both directions")
     return 0
 

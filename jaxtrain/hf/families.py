@@ -1,13 +1,17 @@
 """The families: for each, names of tensors and fields of ``config.json``, read both ways."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
-from jaxtrain.hf.table import Row, T
-from jaxtrain.models import encoder_decoder, gpt
+from jaxtrain.hf import encoders
+from jaxtrain.hf.table import REQUIRED, Field, Row, T
+from jaxtrain.models import encoder, encoder_decoder, gpt
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.ops.activations import GATED
@@ -15,48 +19,37 @@ from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
-REQUIRED = object()
+ModelConfig = GPTConfig | EncoderConfig | T5Config
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
-    *("bos_token_id", "is_llama_config", "max_sequence_length", "n_special"),
+    *("bos_token_id", "classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
     *("output_past", "predict_special_tokens"),
+    *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
     *(
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "dtype",
+        "id2label",
         "initializer_factor",
-        "n_positions",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
     ),
-    *("dtype", "eos_token_id", "gradient_checkpointing"),
-    *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
-    *("max_window_layers", "model_type", "n_ctx", "output_attentions"),
+    *("label2id", "max_window_layers", "model_type", "n_ctx", "n_positions", "output_attentions"),
     *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
     *("reorder_and_upcast_attn", "return_dict", "summary_activation"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
 # Fields that change nothing at this value alone.
-OFF = {"pruned_heads": {}, "rope_interleaved": False, "use_mrope": False}
+OFF = {
+    "position_embedding_type": "absolute",
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
 OURS |= {"source_len", "target_len"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """What a field of theirs is called here.
-
-    Args:
-      ours: the name.
-      default: what a ``config.json`` without it means.
-      values: their values, where they have other names than ours.
-    """
-
-    ours: str
-    default: Any = REQUIRED
-    values: Mapping[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +65,15 @@ class Family:
       fixed: fields of config.json that have one value, which is meant where they are absent too.
       read, write: how config.json says what takes more than one field: positions and windows.
       prefix: of names, which some files leave out.
-      buffers: a regex of tensors that are no parameters.
+      buffers: a regex of tensors that are no parameters, or that no model here has.
       model: the class of our configs.
-      module: has ``init(config, rng)`` and ``parameter_count(config)`` of them.
+      module: has ``init(config, rng)`` of them.
       gated_rows: those that stand for others where the MLP has a gate.
       settle: corrects a config by the names of the folder's tensors, which a function returns.
-      copies: tensors that are the token table again in some files.
+      others: architectures of other heads, with one and the same model.
+      heads: a regex of the tensors of heads.
+      copies: tensors that some files have, though they are others again: their names to those of
+        the others. A name that is a parameter's of a model is no copy there.
     """
 
     name: str
@@ -94,14 +90,21 @@ class Family:
     module: Any = gpt
     gated_rows: tuple[Row, ...] = ()
     settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
-    copies: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    heads: str = "$^"
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All that are known."""
+        return (self.architecture, *self.others)
 
     @property
     def stack(self) -> Stack:
         """How the parameters of its models are stacked by layer."""
         return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
 
-    def config(self, theirs: Mapping[str, Any]) -> Any:
+    def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """Makes our config of the fields of a config.json.
 
         Raises:
@@ -135,7 +138,7 @@ class Family:
             ours["head_dim"] = None
         return self.model(**ours)
 
-    def config_json(self, config: Any) -> dict[str, Any]:
+    def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """Returns the fields of config.json, of which :meth:`config` makes the same model.
 
         Raises:
@@ -160,12 +163,26 @@ class Family:
                 raise ValueError(f"{self.name} has {name}={got[name]!r} and the model {value!r}")
         return theirs
 
-    def rows_of(self, config: Any) -> tuple[dict[str, Row], Any]:
+    def rows_of(self, config: ModelConfig) -> tuple[dict[str, Row], Any]:
         """Returns the row of every parameter of a model by its path, and the tree of shapes."""
         shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
         rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
+
+    def stored(self, config: ModelConfig, name: str) -> str:
+        """The name in a file: where there is no head, nothing has a prefix."""
+        return name.removeprefix(self.prefix) if getattr(config, "head", "") == "none" else name
+
+    def parameter_count(self, config: ModelConfig) -> int:
+        """Counts what is in the tensors of a model."""
+        rows, shapes = self.rows_of(config)
+        sizes = 0
+        for path, leaf in named_leaves(shapes).items():
+            row, inner = rows[path], leaf.shape[rows[path].stacked :]
+            times = leaf.shape[0] if row.stacked else 1
+            sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
+        return sizes
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
@@ -174,7 +191,7 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     Raises:
       ValueError: there is none of it here.
     """
-    known = {family.architecture: family for family in FAMILIES.values()}
+    known = {name: each for each in FAMILIES.values() for name in each.architectures}
     named, kind = theirs.get("architectures"), theirs.get("model_type")
     if named is not None and not isinstance(named, list):
         raise ValueError(f"architectures={named!r} is not a list of names")
@@ -192,15 +209,15 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
             f"its {told}, of which there is none here, but {', '.join(FAMILIES)} "
             f"({', '.join(known)})"
         )
-    if named not in ([], [found.architecture]):
+    if named and (len(named) > 1 or named[0] not in found.architectures):
         raise ValueError(
             f"its architecture is {', '.join(named)}, and of {found.name} there is only "
-            f"{found.architecture} here"
+            f"{' or '.join(found.architectures)} here"
         )
     return found
 
 
-def family_for(config: Any, name: str | None = None) -> Family:
+def family_for(config: ModelConfig, name: str | None = None) -> Family:
     """Returns the first family that has such a model, or the one of that name.
 
     Raises:
@@ -210,6 +227,9 @@ def family_for(config: Any, name: str | None = None) -> Family:
         raise ValueError(f"family is {name!r}: use one of {', '.join(FAMILIES)}")
     reasons = []
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+        if not isinstance(config, family.model):
+            reasons.append(f"{family.name} has no {type(config).__name__}")
+            continue
         try:
             family.config_json(config)
         except ValueError as error:
@@ -219,7 +239,7 @@ def family_for(config: Any, name: str | None = None) -> Family:
     raise ValueError(f"no Hugging Face family has this model: {'; '.join(reasons)}")
 
 
-def _essence(config: Any) -> dict[str, Any]:
+def _essence(config: ModelConfig) -> dict[str, Any]:
     """What makes the function that a model is."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
     if config.positions == "learned":
@@ -462,6 +482,7 @@ GPT2 = Family(
     },
     prefix="transformer.",
     buffers=r"\.attn\.(masked_)?bias$",
+    copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
 LLAMA = Family(
@@ -487,6 +508,7 @@ LLAMA = Family(
     read=lambda theirs: _read_rope(theirs, 10000.0),
     write=_write_llama,
     buffers=r"rotary_emb\.inv_freq$",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 MISTRAL = dataclasses.replace(
@@ -520,6 +542,50 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
 
+BERT = Family(
+    name="bert",
+    architecture="BertForMaskedLM",
+    rows=encoders.BERT_ROWS,
+    fields=encoders.FIELDS | {"max_position_embeddings": Field("seq_len", 512)},
+    ours={"norm": "layernorm", "bias": True},
+    fixed={
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "tie_word_embeddings": True,
+    },
+    read=functools.partial(encoders.read_head, encoders.BERT_HEADS),
+    write=functools.partial(encoders.write_head, encoders.BERT_HEADS),
+    prefix="bert.",
+    # What predicts the next sentence, and where it alone is left, the layer that pools for it.
+    buffers=r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.",
+    model=EncoderConfig,
+    module=encoder,
+    others=tuple(encoders.BERT_HEADS)[1:],
+    heads=encoders.OF_HEADS,
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+)
+
+ROBERTA = dataclasses.replace(
+    BERT,
+    name="roberta",
+    architecture="RobertaForMaskedLM",
+    rows=encoders.ROBERTA_ROWS,
+    fields=encoders.FIELDS,
+    read=encoders.read_roberta,
+    write=encoders.write_roberta,
+    prefix="roberta.",
+    buffers=r"\.position_ids$|(^|\.)pooler\.",
+    others=tuple(encoders.ROBERTA_HEADS)[1:],
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+)
+
 T5 = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
@@ -547,7 +613,11 @@ T5 = Family(
     model=T5Config,
     module=encoder_decoder,
     settle=_settle_t5,
-    copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    copies=dict.fromkeys(
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+        "shared.weight",
+    ),
 )
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5)}
+DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = {family.name: family for family in (*DECODERS, BERT, ROBERTA, T5)}

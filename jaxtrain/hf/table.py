@@ -1,4 +1,5 @@
-"""A family's table: which of our parameters is which part of which tensor, read in both directions.
+"""A family's table: which of our parameters is which part of which tensor, and which of our fields
+is which of theirs, read in both directions.
 
 Shapes: L layers, D width. A stacked parameter of ours is a tensor per layer of theirs.
 """
@@ -9,8 +10,24 @@ from typing import Any
 
 import numpy as np
 
+REQUIRED = object()
 # Their axes in our order: a dense layer of PyTorch is [outputs, inputs].
 T = (1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What a field of theirs is called here.
+
+    Args:
+      ours: the name.
+      default: what a ``config.json`` without it means.
+      values: their values, where they have other names than ours.
+    """
+
+    ours: str
+    default: Any = REQUIRED
+    values: Mapping[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

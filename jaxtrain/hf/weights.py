@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.hf import safetensors
-from jaxtrain.hf.families import INERT, OFF, Family, family_for, family_of
+from jaxtrain.hf.families import INERT, OFF, Family, ModelConfig, family_for, family_of
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
@@ -27,11 +27,10 @@ SHARD_BYTES = 5 * 10**9
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_config(folder: str | Path) -> Any:
+def read_config(folder: str | Path) -> ModelConfig:
     """Returns the model that a folder's config.json describes, as its family's config.
 
-    It is a :class:`jaxtrain.models.gpt.GPTConfig`, whose ``seq_len`` is the longest row, or a
-    :class:`jaxtrain.models.encoder_decoder.T5Config`.
+    The lengths of its rows are the longest that it has.
 
     Raises:
       FileNotFoundError, ValueError: there is none, or it is of a model that is not known here.
@@ -51,14 +50,15 @@ def special_tokens(folder: str | Path) -> dict[str, Any]:
 
 
 def open_weights(
-    folder: str | Path, config: Any = None, *, stack: Stack | None = None
+    folder: str | Path, config: ModelConfig | None = None, *, stack: Stack | None = None
 ) -> dict[str, Any]:
     """Returns a folder's parameters under our paths, of which nothing has been read yet.
 
     Args:
       folder: with config.json and model.safetensors, or shards and their index.
-      config: the folder's model, perhaps with other lengths of rows, dropout or rematerialisation;
-        None means as it is.
+      config: the folder's model, perhaps with other lengths of rows, dropout or rematerialisation,
+        or with another head, of which the tree then has what the folder has: ``init_state`` makes
+        the rest. None means as it is.
       stack: how layers are cut; None means in natural order.
 
     Returns:
@@ -83,15 +83,21 @@ def open_weights(
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
-    counts = {key: jax.tree.leaves(tree)[0].shape[0] for key, tree in shapes.items()}
-    natural = {part.key: np.arange(1, counts[part.key] + 1) for part in stack.parts}
+    counts = {part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in stack.parts}
+    natural = {key: np.arange(1, count + 1) for key, count in counts.items()}
     cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 
-    def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
+    # A head that the folder has not is left out, and what it has of another is not read.
+    new_head = _head(config) != _head(own)
+
+    def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:
         row = rows[path]
         inner = shape.shape[1:] if row.stacked else shape.shape
         wanted = row.their_shape(inner, config.vocab_size)
         names = row.names(shape.shape[0])
+        of_head = new_head and path.startswith("head/")
+        if of_head and any(name not in tensors or tensors[name].shape != wanted for name in names):
+            return None
         for name in names:
             if name not in tensors:
                 raise ValueError(f"'{folder}' lacks the tensor {name!r}, of which {path!r} is made")
@@ -105,13 +111,14 @@ def open_weights(
         places = cut[path.split("/")[0]] if row.stacked else np.array(1)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
-    found = map_named(weight, shapes)
-    for name in (*family.copies, *(("lm_head.weight",) if config.tied else ())):
-        if name in tensors:
-            _check_tied(folder, tensors, name, rows["embed/tokens"].theirs)
-            used.add(name)
+    found = map_named(weight, shapes)  # None is no leaf
+    for copy, original in _copies(family, rows).items():
+        if copy in tensors:
+            _check_tied(folder, family, tensors, copy, original)
+            used.add(copy)
+    unread = f"{family.buffers}|{family.heads}" if new_head else family.buffers
     for name in tensors.keys() - used:
-        if not re.search(family.buffers, name):
+        if not re.search(unread, name):
             raise ValueError(
                 f"'{folder}' has the tensor {name!r}, for which a {family.architecture} of its "
                 "config.json has no place"
@@ -146,7 +153,7 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
 
 def save(
     folder: str | Path,
-    config: Any,
+    config: ModelConfig,
     params: PyTree,
     *,
     family: str | None = None,
@@ -206,10 +213,11 @@ def save(
         dtypes |= {row.ours: widest for row in group}
     for name, of, _ in _tensors(rows, shapes):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
+        name = chosen.stored(config, name)
         kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
     common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
     folder.mkdir(parents=True, exist_ok=True)
-    values = written(rows, leaves, config, dtypes)
+    values = ((chosen.stored(config, n), x) for n, x in written(rows, leaves, config, dtypes))
     safetensors.write(folder, kinds, values, max_shard_bytes=max_shard_bytes)
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -261,6 +269,23 @@ def check(folder: str | Path) -> Iterator[Checked]:
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
 
 
+def not_read(folder: str | Path) -> list[str]:
+    """Returns the tensors of a folder that no parameter is made of: buffers, copies of the table of
+    a tied model, and heads that the model of its config.json lacks."""
+    family, config = _read(folder)
+    rows, shapes = family.rows_of(config)
+    layers = {path: leaf.shape[0] for path, leaf in named_leaves(shapes).items()}
+    names = {name for path, row in rows.items() for name in row.names(layers[path])}
+    tensors = _named_as(family, config, safetensors.tensors_in(Path(folder)))
+    return sorted(tensors.keys() - names)
+
+
+def parameter_count(folder: str | Path) -> int:
+    """Counts the parameters of a folder's model."""
+    family, config = _read(folder)
+    return family.parameter_count(config)
+
+
 def to_json(fields: Mapping[str, Any]) -> str:
     """Returns a file's text."""
     return json.dumps(fields, indent=2) + "\n"
@@ -275,7 +300,7 @@ def without_effect(folder: str | Path) -> list[str]:
 def written(
     rows: Mapping[str, Row],
     leaves: Mapping[str, Any],
-    config: Any,
+    config: ModelConfig,
     dtypes: Mapping[str, np.dtype],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
@@ -308,7 +333,7 @@ def _tensors(
             yield name, group, l
 
 
-def _read(folder: str | Path) -> tuple[Family, Any]:
+def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
@@ -321,22 +346,32 @@ def _read(folder: str | Path) -> tuple[Family, Any]:
     return family, family.settle(config, lambda: safetensors.tensors_in(folder))
 
 
-def _named_as(family: Family, config: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by the names of the table: some files leave a prefix out of all, and some have the
-    one table of a tied model as that of the head alone."""
-    found = dict(tensors)
+def _head(config: ModelConfig) -> tuple[Any, ...]:
+    return getattr(config, "head", None), getattr(config, "classes", None)
+
+
+def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by the names of the table: some files leave a prefix out of all, some have the one
+    table of a tied model as that of the head alone, and old ones name norms as TensorFlow does."""
+    found = {_NORMS.sub(_norm_name, name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
         bare -= {row.theirs.split(".")[0] for row in family.rows}
         found = {
             family.prefix + name if name.split(".")[0] in bare else name: tensor
-            for name, tensor in tensors.items()
+            for name, tensor in found.items()
         }
-    table = next(row.theirs for row in family.rows if row.ours == "embed/tokens")
-    for name in (*family.copies, *(("lm_head.weight",) if config.tied else ())):
-        if table not in found and name in found:
-            found[table] = found.pop(name)
+    for copy, original in _copies(family, family.rows_of(config)[0]).items():
+        if original not in found and copy in found:
+            found[original] = found.pop(copy)
     return found
+
+
+_NORMS = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+
+
+def _norm_name(old: re.Match) -> str:
+    return {"gamma": "weight", "beta": "bias"}[old[0]]
 
 
 def _check_new(folder: Path) -> None:
@@ -351,14 +386,22 @@ def _check_new(folder: Path) -> None:
         raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, Any], name: str, tokens: str) -> None:
-    copy, table = tensors[name], tensors[tokens]
+def _copies(family: Family, rows: Mapping[str, Row]) -> dict[str, str]:
+    names = {row.theirs for row in rows.values()}
+    return {copy: original for copy, original in family.copies.items() if copy not in names}
+
+
+def _check_tied(
+    folder: Path, family: Family, tensors: Mapping[str, Any], name: str, original: str
+) -> None:
+    copy, table = tensors[name], tensors[original]
     parts = (slice(row, row + 4096) for row in range(0, table.shape[0], 4096))
     same = copy.shape == table.shape and copy.dtype == table.dtype
     if not same or not all(_same_bits(copy[part], table[part]) for part in parts):
-        mend = "say tie_word_embeddings=false, or " if name == "lm_head.weight" else ""
+        may_differ = any(row.theirs == name for row in family.rows)
+        mend = "say tie_word_embeddings=false, or " if may_differ else ""
         raise ValueError(
-            f"config.json of '{folder}' ties {name} to {tokens}, and they differ: {mend}leave "
+            f"config.json of '{folder}' ties {name} to {original}, and they differ: {mend}leave "
             f"{name} out"
         )
 

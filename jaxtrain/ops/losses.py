@@ -25,13 +25,15 @@ def cross_entropy(
     mask_BT: jax.Array,
     *,
     vocab_size: int,
+    bias_V: jax.Array | None = None,
     chunk: int | None = None,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums ``mask * (-log softmax(logits)[target] + z_loss * log(Z)**2)``, logits ``x @ kernel``.
+    """Sums ``mask * (-log softmax(logits)[target] + z_loss * log(Z)**2)``.
 
-    Z is the softmax's normaliser ``sum(exp(logits))``, whose log the second term keeps near 0
-    (PaLM, Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5).
+    The logits are ``x @ kernel + bias``, and Z is the softmax's normaliser ``sum(exp(logits))``,
+    whose log the second term keeps near 0 (PaLM, Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311, section 5).
 
     Products are in the dtype of the operands with float32 accumulation, all else is float32. Logits
     exist for one tile of tokens at a time: where the result is differentiated, both gradients are
@@ -47,6 +49,7 @@ def cross_entropy(
       targets_BT: int32, below ``vocab_size``.
       mask_BT: weight of each token; 0 leaves it out.
       vocab_size: columns that are tokens.
+      bias_V: added to the logits; None adds nothing.
       chunk: positions of every row per tile, a divisor of T; None takes the fewest tiles with at
         most ``TILE`` logits per device.
       z_loss: coefficient of the second term.
@@ -65,22 +68,41 @@ def cross_entropy(
     >>> (total / 2).round(4)  # log 2
     Array(0.6931, dtype=float32)
     """
-    B, T, D = x_BTD.shape
-    columns = jax.eval_shape(matmul, jax.ShapeDtypeStruct((1, D), x_BTD.dtype), kernel_DV).shape[1]
-    tiles = _tiles(B, T, columns) if chunk is None else T // chunk
-    if T % tiles or (chunk is not None and tiles * chunk != T):
-        raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     mask_BT = mask_BT.astype(wide(x_BTD.dtype))
     compute = _plain_cross_entropy if isinstance(kernel_DV, Kernel) else _cross_entropy
-    return compute(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT)
+    return compute(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT)
 
 
-def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
+def log_probs(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    vocab_size: int,
+    bias_V: jax.Array | None = None,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Returns ``log softmax(x @ kernel + bias)[target]`` of every token, float32 [B, T].
+
+    For losses that are no sum over tokens. Logits exist for one tile of tokens at a time, and for
+    gradients they are computed again. Arguments and errors are those of :func:`cross_entropy`.
+    """
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    return -_checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)[0]
+
+
+def _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT):
     @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
     def tile(_, parts):
-        return None, _token_losses(vocab_size, matmul_float32(parts[0], kernel_DV), parts[1])[0]
+        logits_NV = _biased(matmul_float32(parts[0], kernel_DV), bias_V)
+        return None, _token_losses(vocab_size, logits_NV, parts[1])[0]
 
-    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
+    return _over_tiles(tile, None, tiles, x_BTD, targets_BT)[1]
+
+
+def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
+    per_token = _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)
     total, hits, z_total = _sums(z_loss, mask_BT, *per_token)[0]
     return total, hits, jax.lax.stop_gradient(z_total)
 
@@ -88,14 +110,15 @@ def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT
 _cross_entropy = jax.custom_vjp(_plain_cross_entropy, nondiff_argnums=(0, 1, 2))
 
 
-def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
+def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
     dtype, sums_in = x_BTD.dtype, wide(x_BTD.dtype)
     scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
 
-    def tile(d_kernel_SDV, parts):
+    def tile(sums, parts):
+        d_kernel_SDV, d_bias_SV = sums
         x_ND, targets_N, mask_N = parts
-        logits_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
+        logits_NV = _biased(jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in), bias_V)
         per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
         if z_loss:
             softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
@@ -107,25 +130,36 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, targets_BT, mask_BT):
         x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
         d_logits_SMV = d_logits_NV.reshape(shards, -1, V)
         part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=sums_in)
-        return constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab"), (d_x_ND, *per_token)
+        d_kernel_SDV = constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab")
+        if bias_V is not None:
+            d_bias_SV += d_logits_SMV.sum(axis=1, dtype=sums_in)
+        return (d_kernel_SDV, d_bias_SV), (d_x_ND, *per_token)
 
     start = constrain(jnp.zeros((shards, D, V), sums_in), "batch", None, "vocab")
-    d_kernel_SDV, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
+    start = start, None if bias_V is None else jnp.zeros((shards, V), sums_in)
+    sums, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
+    d_kernel_DV, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), sums)
     d_x_BTD, *per_token = per_token
     sums, loss_BT = _sums(z_loss, mask_BT, *per_token)
-    saved = (d_x_BTD, d_kernel_SDV.sum(axis=0), loss_BT, jnp.zeros(0, kernel_DV.dtype), scale)
+    like = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (kernel_DV, bias_V))
+    saved = (d_x_BTD, (d_kernel_DV, d_bias_V), loss_BT, like, scale)
     return sums, saved
 
 
 def _backward(vocab_size, tiles, z_loss, saved, cotangents):
-    d_x_BTD, d_kernel_DV, loss_BT, like_kernel, scale = saved
+    d_x_BTD, d_weights, loss_BT, like, scale = saved
     d_total = cotangents[0]
     factor = d_total / scale
     d_x = (d_x_BTD * factor).astype(d_x_BTD.dtype)
-    return d_x, (d_kernel_DV * factor).astype(like_kernel.dtype), None, loss_BT * d_total
+    d_weights = jax.tree.map(lambda d, x: (d * factor).astype(x.dtype), d_weights, like)
+    return d_x, *d_weights, None, loss_BT * d_total
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+def _biased(logits_NV, bias_V):
+    return logits_NV if bias_V is None else logits_NV + bias_V.astype(logits_NV.dtype)
 
 
 def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):
@@ -149,14 +183,14 @@ def _token_losses(vocab_size, logits, targets_N):
     return (log_z - target, target >= peak, log_z), weights / total[:, None]
 
 
-def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
-    """Folds ``tile(sums, (x_ND, targets_N, mask_N)) -> (sums, per_token)`` over tiles of tokens.
+def _over_tiles(tile, start, tiles, x_BTD, *per_target):
+    """Folds ``tile(sums, (x_ND, *per_target)) -> (sums, per_token)`` over tiles of tokens.
 
     Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile
     on one device where the sequence is sharded, a cut of the flattened tokens where the batch is.
     """
     B, T, _ = x_BTD.shape
-    batch = (x_BTD, targets_BT, mask_BT)
+    batch = (x_BTD, *per_target)
     if tiles == 1:
         sums, per_token = tile(start, tuple(a.reshape(B * T, *a.shape[2:]) for a in batch))
         return sums, jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), per_token)
@@ -172,6 +206,16 @@ def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
     return sums, jax.tree.map(
         lambda a: jnp.moveaxis(a, 0, 2).reshape(B, T, *a.shape[3:]), per_token
     )
+
+
+def _count_tiles(x_BTD: jax.Array, kernel_DV: jax.Array, chunk: int | None) -> int:
+    """Into how many tiles the positions are cut; see :func:`cross_entropy`."""
+    B, T, D = x_BTD.shape
+    columns = jax.eval_shape(matmul, jax.ShapeDtypeStruct((1, D), x_BTD.dtype), kernel_DV).shape[1]
+    tiles = _tiles(B, T, columns) if chunk is None else T // chunk
+    if T % tiles or (chunk is not None and tiles * chunk != T):
+        raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
+    return tiles
 
 
 def _tiles(B: int, T: int, V: int) -> int:

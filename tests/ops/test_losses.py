@@ -74,6 +74,23 @@ def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale, z_l
         np.testing.assert_allclose(a, scale * b, rtol=1e-4, atol=scale * 1e-5)
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_bias_is_the_row_of_a_feature_that_is_one(chunk):
+    x, kernel, targets, mask = float32(*arrays())
+    bias = jnp.linspace(-1.0, 1.0, PADDED)
+
+    def value(x, kernel, bias_V):
+        return total(x, kernel, targets, mask, bias_V=bias_V, chunk=chunk)[0]
+
+    def appended(x, kernel, bias):
+        ones = jnp.ones((*x.shape[:2], 1))
+        return value(jnp.concatenate([x, ones], -1), jnp.vstack([kernel, bias]), None)
+
+    got, expected = (jax.value_and_grad(f, (0, 1, 2))(x, kernel, bias) for f in (value, appended))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, got, expected)
+
+
 def test_padding_gets_no_gradient_whatever_its_logits():
     x, kernel, targets, mask = arrays()
     kernel[:, VOCAB:] = 1e4

@@ -1,0 +1,402 @@
+"""BERT and RoBERTa (Devlin et al. 2018, Liu et al. 2019) as pure functions of plain dicts.
+
+The layers are those of :mod:`jaxtrain.models.gpt`, normed behind their branches and seeing both
+ways; what is different is before and after them: the embedding, and a head for masked tokens, for
+classes of whole rows, or none. ``init``, ``loss_fn`` and ``stages`` are as there.
+
+A batch is a dict: ``tokens`` int32 [B, T], and optionally ``segments``, ``positions`` (as for a
+decoder: attention stays within a document, and 0 is padding) and ``types`` (int32 [B, T], by
+default 0). With a head for tokens there are ``targets`` int32 and ``mask`` float32, [B, T], or
+[B, M] with ``places`` int32 [B, M]: the positions of a row that are predicted, so that the head
+works on these alone. With a head for classes there are ``label`` int32 and ``mask`` float32, [B].
+
+Shapes: B batch, T positions, M predictions of a row, N = B * T tokens, D width, L layers, V rows of
+the token table, C classes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models import gpt, layers
+from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
+from jaxtrain.models.remat import REMAT
+from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.ops.linear import matmul_float32, through
+from jaxtrain.ops.losses import cross_entropy
+from jaxtrain.ops.numerics import drop
+from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
+from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.tree import named_leaves
+
+Params = Mapping[str, Any]
+Batch = Mapping[str, jax.Array]
+
+HEADS = ("tokens", "classes", "none")
+
+RULES = OptionalRules(
+    (
+        *gpt.RULES,
+        (r"^embed/types$", (None, "embed")),
+        (r"^embed/norm/(scale|bias)$", (None,)),
+        # Whole on purpose: they are small, and only the last stage of a pipeline has them.
+        (r"^head/(transform|pool|out)/kernel$", (None, None)),
+        (r"^head/(transform|pool|norm|out)/(bias|scale)$", (None,)),
+        (r"^head/bias$", ("vocab",)),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(LayerFields):
+    """A post-norm encoder with learned positions; the defaults are BERT's.
+
+    Args:
+      vocab_size: number of tokens; the table holds ``padded_vocab`` rows, as a decoder's does.
+      seq_len: positions of a row, at most.
+      layers: L, the depth.
+      token_types: rows of the table of types (which sentence of a pair a token is of).
+      unused_positions: rows of the table of positions before that of a row's first token: RoBERTa
+        has 2, which nothing reads. None means none.
+      head: what the model predicts: masked ``tokens``, by the transposed token table; ``classes``
+        of a row, from its first token; ``none``, whose result are hidden states.
+      classes: C, with that head.
+      remat, scan_unroll, loss_chunk, vocab_multiple: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+
+    The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
+
+    >>> config = EncoderConfig(vocab_size=99, seq_len=8, layers=1, width=24, heads=3)
+    >>> config.block.norm_position, config.block.causal, config.mlp_width, config.padded_vocab
+    ('post', False, 96, 128)
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu_exact"  # type: ignore[valid-type]
+    norm_eps: float = 1e-12
+    vocab_size: int
+    seq_len: int
+    layers: int
+    token_types: int = 2
+    unused_positions: int | None = None
+    head: Literal[HEADS] = "tokens"  # type: ignore[valid-type]
+    classes: int | None = None
+    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
+    scan_unroll: int | None = None
+    loss_chunk: int | None = None
+    vocab_multiple: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.classes is None) == (self.head == "classes"):
+            raise ValueError(
+                f"classes={self.classes} and head={self.head!r}: give a number of classes with "
+                "head='classes', and with no other"
+            )
+        _ = self.block  # It has checks of its own.
+
+    @functools.cached_property
+    def block(self) -> BlockConfig:
+        """One of its layers."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        return BlockConfig(**shared, causal=False, norm_position="post")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    # Of every one; no fields, for there is no other.
+    positions = "learned"
+    tied = True
+
+
+def tiny() -> EncoderConfig:
+    """2.6 M parameters with 4,096 tokens: trains on a laptop's CPU."""
+    return EncoderConfig(
+        vocab_size=4096, seq_len=128, layers=4, width=192, heads=3, token_types=1, norm_eps=1e-6
+    )
+
+
+def bert_base() -> EncoderConfig:
+    """The shape of BERT base, uncased (Devlin et al. 2018): 109,514,298 parameters."""
+    return EncoderConfig(vocab_size=30522, seq_len=512, layers=12, width=768, heads=12, **_DROPOUT)
+
+
+def bert_large() -> EncoderConfig:
+    """The shape of BERT large, uncased (Devlin et al. 2018): 335,174,458 parameters."""
+    return EncoderConfig(vocab_size=30522, seq_len=512, layers=24, width=1024, heads=16, **_DROPOUT)
+
+
+def roberta_base() -> EncoderConfig:
+    """The shape of RoBERTa base (Liu et al. 2019): 124,697,433 parameters."""
+    return dataclasses.replace(
+        bert_base(), vocab_size=50265, token_types=1, unused_positions=2, norm_eps=1e-5
+    )
+
+
+_DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+# Names on the command line.
+PRESETS: Mapping[str, Callable[[], EncoderConfig]] = {
+    "tiny": tiny,
+    "bert-base": bert_base,
+    "bert-large": bert_large,
+    "roberta-base": roberta_base,
+}
+
+
+class Embed(layers.Embed):
+    """Tables of tokens, positions and types, summed and normed."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.unused = config.unused_positions or 0
+        rows = config.seq_len + self.unused
+        super().__init__(dataclasses.replace(config, seq_len=rows), rngs=rngs)
+        shape = (config.token_types, config.width)
+        self.types = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.norm = layers.Norm(config.block, rngs=rngs)
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, types_BT: jax.Array
+    ) -> jax.Array:
+        x_BTD = super().__call__(tokens_BT, positions_BT + self.unused)
+        # A product: of few rows it costs nothing, and sums its gradient in float32.
+        one_hot_NS = jax.nn.one_hot(types_BT.reshape(-1), self.types.shape[0], dtype=x_BTD.dtype)
+        # Whole, as the other tables' width is: in a pipeline only one stage could exchange parts.
+        types_ND = through(_whole_product, one_hot_NS, self.types.get_value())
+        return self.norm(x_BTD + types_ND.reshape(*types_BT.shape, -1))
+
+
+class TokenHead(nnx.Module):
+    """What stands between the last layer and the token table, and the bias of its logits."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.form = config.mlp
+        self.transform = _dense(config.width, config.width, rngs)
+        self.norm = layers.Norm(config.block, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(config.padded_vocab, jnp.float32))
+
+    def __call__(self, x_BMD: jax.Array) -> jax.Array:
+        x_ND = self.transform(x_BMD.reshape(-1, x_BMD.shape[-1]))
+        return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x_BMD.shape)
+
+
+class ClassHead(nnx.Module):
+    """From the first token's hidden state, pooled, to float32 logits of classes."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.pool = _dense(config.width, config.width, rngs)
+        self.out = _dense(config.width, config.classes, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        pooled_BD = jnp.tanh(self.pool(x_BTD[:, 0]))
+        logits_BC = matmul_float32(pooled_BD, self.out.kernel.get_value())
+        return logits_BC + self.out.bias[...].astype(logits_BC.dtype)
+
+
+_HEADS = {"tokens": TokenHead, "classes": ClassHead}
+
+
+def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
+    """Draws float32 parameters: kernels and tables N(0, 0.02), biases zero.
+
+    Returns:
+      A nested dict: ``embed``, ``blocks`` (leading axis L) and, unless there is none, ``head``.
+
+    >>> config = EncoderConfig(vocab_size=9, seq_len=4, layers=3, width=8, heads=2)
+    >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
+    (3, 8, 8)
+    """
+    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
+    params = {
+        "embed": layers.pure(Embed, config, rng_embed),
+        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
+            jax.random.split(rng_blocks, config.layers)
+        ),
+    }
+    if config.head != "none":
+        params["head"] = layers.pure(_HEADS[config.head], config, rng_head)
+    return params
+
+
+def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
+    """Returns ``loss(params, batch, rng)``: the cross-entropy of masked tokens, or of classes.
+
+    ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
+    the mask) and the metric ``accuracy``.
+
+    >>> config = EncoderConfig(vocab_size=9, seq_len=4, layers=1, width=8, heads=2)
+    >>> batch = {"tokens": jnp.ones((2, 4), int), "places": jnp.array([[1], [3]])}
+    >>> batch |= {"targets": jnp.array([[5], [6]]), "mask": jnp.ones((2, 1))}
+    >>> loss = loss_fn(config)(init(config, jax.random.key(0)), batch, None)
+    >>> float(loss.weight), bool(abs(loss.means()["loss"] - jnp.log(9)) < 0.2)
+    (2.0, True)
+    """
+    return loss_from_stages(stages(config))
+
+
+def stages(config: EncoderConfig, *, virtual: int = 1) -> Stages:
+    """Returns the model as a pipeline takes it; arguments as for the decoder's."""
+    return dataclasses.replace(
+        gpt.stages(config, virtual=virtual),
+        embed=functools.partial(embed, config),
+        head_loss=functools.partial(head_loss, config),
+    )
+
+
+def encode(
+    config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns hidden states [B, T, D], in the dtype of the parameters.
+
+    Args:
+      config, params: the model.
+      batch: ``tokens``, and what else of a batch the layers read.
+      rng: key for dropout; None means none.
+    """
+    x_BTD = embed(config, params, batch, rng)
+    return run_layers(stages(config), params, x_BTD, batch, rng)
+
+
+def logits(
+    config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns float32 logits: of tokens [B, T, vocab_size], or of classes [B, C].
+
+    Arguments are those of :func:`encode`.
+
+    Raises:
+      ValueError: the model has no head.
+    """
+    module, x_BTD = _head(config, params), encode(config, params, batch, rng)
+    if config.head == "classes":
+        return module(x_BTD)
+    x_ND = module(x_BTD).reshape(-1, config.width)
+    logits_NV = matmul_float32(x_ND, params["embed"]["tokens"].T)
+    logits_NV += module.bias[...].astype(logits_NV.dtype)
+    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+
+
+def embed(
+    config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """First stage: tokens, positions and types to the residual stream [B, T, D].
+
+    Raises:
+      ValueError: for rows longer than the table of positions.
+    """
+    tokens_BT = batch["tokens"]
+    length = tokens_BT.shape[1]
+    if length > config.seq_len:
+        raise ValueError(
+            f"rows of {length} tokens are longer than the {config.seq_len} learned positions; "
+            "raise seq_len or shorten the rows"
+        )
+    positions, types = batch.get("positions"), batch.get("types")
+    x_BTD = layers.apply(Embed, config, params["embed"])(
+        tokens_BT,
+        jnp.arange(length)[None] if positions is None else positions,
+        jnp.zeros_like(tokens_BT) if types is None else types,
+    )
+    # Layers fold in 0 .. L - 1.
+    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
+    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+
+
+def head_loss(
+    config: EncoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
+) -> WeightedLoss:
+    """Last stage: the head, and the cross-entropy of what it predicts.
+
+    Args:
+      params: the whole model's, or any dict with ``head`` and ``embed``.
+    """
+    module, mask = _head(config, params), batch["mask"]
+    if config.head == "classes":
+        log_p_BC = jax.nn.log_softmax(module(x_BTD))
+        mask = mask.astype(log_p_BC.dtype)
+        nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
+        hits_B = log_p_BC.argmax(axis=1) == batch["label"]
+        total, correct = (nll_B * mask).sum(), (hits_B * mask).sum()
+        return WeightedLoss(total=total, weight=mask.sum(), metrics={"accuracy": correct})
+    if "places" in batch:
+        # A product, which every partitioner can split, and not a gather.
+        chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
+        x_BTD = constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
+    total, correct, _ = cross_entropy(
+        module(x_BTD),
+        params["embed"]["tokens"].T,
+        batch["targets"],
+        mask,
+        vocab_size=config.vocab_size,
+        bias_V=module.bias[...],
+        chunk=config.loss_chunk,
+    )
+    weight = mask.astype(total.dtype).sum()
+    return WeightedLoss(total=total, weight=weight, metrics={"accuracy": correct})
+
+
+@functools.lru_cache
+def parameter_count(config: EncoderConfig) -> int:
+    """Counts the parameters, without the padding of the token table and of its bias.
+
+    >>> parameter_count(bert_base()), parameter_count(roberta_base())
+    (109514298, 124697433)
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    padding = config.padded_vocab - config.vocab_size
+    count = sum(leaf.size for leaf in named_leaves(shapes).values())
+    return count - padding * (config.width + (config.head == "tokens"))
+
+
+# Of :func:`flops_per_row`.
+FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B), the head at predicted tokens alone"
+
+
+def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> int:
+    """Floating-point operations of a forward and backward pass over a row.
+
+    The model FLOPs of :func:`jaxtrain.models.gpt.flops_per_token`, where a head's parameters count
+    for what they are multiplied by: ``predictions`` tokens, or the one that is classified.
+
+    Args:
+      config: the model.
+      length: tokens of the row.
+      predictions: tokens that are predicted; 1 with a head for classes.
+
+    >>> flops_per_row(bert_base(), length=128, predictions=20)
+    70021393920
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+    layer = sum(size for name, size in sizes.items() if name.startswith("blocks/"))
+    head = sum(size for name, size in sizes.items() if name.startswith("head/"))
+    head += config.vocab_size * config.width if config.head == "tokens" else 0
+    attend = 12 * config.layers * config.heads * config.block.head_dim * length
+    return length * (6 * layer + attend) + 6 * predictions * head
+
+
+def _head(config: EncoderConfig, params: Params) -> nnx.Module:
+    if config.head == "none":
+        raise ValueError(
+            "a model with head='none' predicts nothing: give it head='tokens' or head='classes'"
+        )
+    return layers.apply(_HEADS[config.head], config, params["head"])
+
+
+def _whole_product(x_NS: jax.Array, kernel_SD: jax.Array) -> jax.Array:
+    return x_NS @ constrain(kernel_SD, None, None)
+
+
+def _dense(inputs: int, outputs: int, rngs: nnx.Rngs) -> layers.Dense:
+    init = nnx.initializers.normal(INIT_STD)
+    return layers.Dense(inputs, outputs, kernel_init=init, rngs=rngs)

@@ -1,0 +1,94 @@
+"""Small encoders of transformers, randomly initialised and saved, that ours are compared with."""
+
+import dataclasses
+
+import numpy as np
+
+from tests.hf import models
+from tests.hf.models import transformers
+
+SIZES = {name: n for name, n in models.SIZES.items() if name != "num_key_value_heads"}
+ROBERTA = SIZES | dict(type_vocab_size=1, max_position_embeddings=66)
+TOKENS, CLASSES, NONE = (
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModel",
+)
+
+# By name: the model type, its fields, and what it is for. The first ones are in the everyday tests.
+MODELS = {
+    "bert, tokens": ("bert", SIZES, TOKENS),
+    "roberta, classes": ("roberta", ROBERTA | dict(num_labels=3), CLASSES),
+    "bert, classes": ("bert", SIZES | dict(num_labels=5), CLASSES),
+    "bert, none": ("bert", SIZES, NONE),
+    "bert, tanh gelu": (
+        "bert",
+        SIZES | dict(hidden_act="gelu_new", layer_norm_eps=1e-6, type_vocab_size=3),
+        TOKENS,
+    ),
+    "roberta, tokens": ("roberta", ROBERTA, TOKENS),
+    "roberta, none": ("roberta", ROBERTA, NONE),
+}
+EVERYDAY = list(MODELS)[:2]
+
+
+def save(name, folder, **options):
+    """Saves a model whose every parameter is random, so that each of them counts."""
+    import torch
+
+    kind, fields, head = MODELS[name]
+    library = transformers()
+    torch.manual_seed(0)
+    model = getattr(library, head).from_config(library.AutoConfig.for_model(kind, **fields))
+    with torch.no_grad():
+        for path, x in model.named_parameters():
+            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if "LayerNorm.weight" in path else 0))
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def batch(name):
+    """Rows of which two end in padding, with types and with targets."""
+    kind, fields, head = MODELS[name]
+    rng = np.random.default_rng(0)
+    segments = (np.arange(24) < np.array([[24], [17], [24], [9]])).astype(np.int32)
+    rows = {
+        "tokens": rng.integers(3, 61, (4, 24)).astype(np.int32) * segments,
+        "segments": segments,
+        "types": rng.integers(0, fields.get("type_vocab_size", 2), (4, 24)).astype(np.int32),
+    }
+    if kind == "roberta":  # whose padding says where positions begin
+        rows["tokens"] += 1 - segments
+    if head == CLASSES:
+        label = rng.integers(0, fields["num_labels"], 4).astype(np.int32)
+        return rows | {"label": label, "mask": np.ones(4, np.float32)}
+    mask = ((rng.random((4, 24)) < 0.4) & (segments > 0)).astype(np.float32)
+    return rows | {"targets": rng.integers(3, 61, (4, 24)).astype(np.int32), "mask": mask}
+
+
+def without_dropout(config):
+    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
+
+
+def with_classes(config, number):
+    return dataclasses.replace(config, head="classes", classes=number)
+
+
+def theirs(name, folder, rows):
+    """What transformers computes of a folder: outputs, the loss, and gradients by their names."""
+    import torch
+
+    head = MODELS[name][2]
+    model = getattr(transformers(), head).from_pretrained(folder, dtype=torch.float32).eval()
+    given = {"input_ids": rows["tokens"], "attention_mask": rows["segments"]}
+    given["token_type_ids"] = rows["types"]
+    if head != NONE:
+        ignored = np.where(rows["mask"] > 0, rows["targets"], -100) if head == TOKENS else 0
+        given["labels"] = rows["label"] if head == CLASSES else ignored
+    given = {key: torch.tensor(x, dtype=torch.int64) for key, x in given.items()}
+    found = model(**given)
+    if head == NONE:
+        return found.last_hidden_state.detach().numpy(), None, {}
+    found.loss.backward()
+    grads = {path: x.grad.numpy() for path, x in model.named_parameters() if x.grad is not None}
+    return found.logits.detach().numpy(), float(found.loss.detach()), grads
