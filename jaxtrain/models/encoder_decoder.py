@@ -480,8 +480,8 @@ def tiny() -> T5Config:
     return T5Config(
         vocab_size=4096,
         source_len=128,
-        target_len=48,
-        layers=3,
+        target_len=32,
+        layers=2,
         width=192,
         heads=3,
         mlp="geglu",
