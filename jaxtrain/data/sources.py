@@ -411,7 +411,7 @@ def _read_jsonl(
                 if chat is None:
                     yield Document(f"{name}:{number}", _json_field(record, where, field))
                 else:
-                    yield from chat.conversations(f"{name}:{number}", record, where)
+                    yield from chat.conversations(f"{name}:{number}", record, where, field=field)
             if span and first_byte >= span.stop:
                 return
 
@@ -478,7 +478,8 @@ def _read_columns(
         for record in records:
             if chat is not None:
                 where = f"'{root / name}' row {row}"
-                yield from chat.conversations(f"{name}:{row}", _own_fields(record), where)
+                own = _own_fields(record)
+                yield from chat.conversations(f"{name}:{row}", own, where, field=field)
             elif record[field] is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
             else:
