@@ -37,6 +37,8 @@ TEMPLATES = {
         "{% else %}{{ message.content or '' }}{% endif %}{% endfor %}"
     ),
 }
+_SIDES = {"chosen", "rejected"}
+_ASKING = ("user", "system", "developer")
 FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
 # Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
 # stands inside of a text that spells a special token.
@@ -90,7 +92,12 @@ class ChatTemplate:
         return _MARKS.sub("", self._marked(messages, add_generation_prompt, more))
 
     def conversations(
-        self, name: str, record: Mapping[str, Any], where: str = "the record"
+        self,
+        name: str,
+        record: Mapping[str, Any],
+        where: str = "the record",
+        *,
+        field: str | None = None,
     ) -> list[Conversation]:
         """Returns the conversation of a record; of a preference, the chosen and the rejected one.
 
@@ -103,6 +110,7 @@ class ChatTemplate:
             without a `prompt`. Each is a list of messages, or a string: what the user says in
             `prompt`, else the assistant. `tools` and `documents` go to the template.
           where: names the record in errors.
+          field: of a record that has several of `messages`, `completion` and `chosen`, which.
 
         Raises:
           ValueError: it is something else, the template fails, nothing of it counts (as where one
@@ -110,7 +118,7 @@ class ChatTemplate:
             what was rendered before it.
         """
         rendered = []
-        for messages in _messages_of(record, where):
+        for messages in _messages_of(record, where, field):
             try:
                 more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
                 messages = self._harmless(messages)
@@ -280,7 +288,7 @@ def _cut(document: Any) -> Iterator[bytes]:
     yield document.text[done:]
 
 
-def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
+def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> list[Messages]:
     def messages(name: str) -> Messages:
         value = record[name]
         if isinstance(value, str):
@@ -293,18 +301,31 @@ def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
             )
         return value
 
+    def answered(name: str) -> Messages:
+        answer = messages(name)
+        if "prompt" not in has:
+            return answer
+        # Published preferences have whole conversations, and beside them the prompt once more.
+        whole = isinstance(record["prompt"], str) and answer[:1] and answer[0]["role"] in _ASKING
+        return answer if whole else messages("prompt") + answer
+
     has = {name for name in FIELDS if record.get(name) is not None}
-    if "messages" in has:
+    forms = {"messages": {"messages"}, "completion": {"prompt", "completion"}}
+    forms = {name: each for name, each in (forms | {"chosen": _SIDES}).items() if has >= each}
+    if not forms:
+        raise ValueError(
+            f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it "
+            f"has {', '.join(map(repr, record))}"
+        )
+    if len(forms) > 1 and field not in forms:
+        raise ValueError(
+            f"{where} may be read by its {' or by its '.join(forms)}: say which, as in "
+            f"--field {min(forms)}"
+        )
+    form = field if field in forms else next(iter(forms))
+    if form == "messages":
         return [messages("messages")]
-    prompt = messages("prompt") if "prompt" in has else []
-    if has >= {"chosen", "rejected"}:
-        return [prompt + messages(name) for name in ("chosen", "rejected")]
-    if has >= {"prompt", "completion"}:
-        return [prompt + messages("completion")]
-    raise ValueError(
-        f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it has "
-        f"{', '.join(map(repr, record))}"
-    )
+    return [answered(name) for name in (("chosen", "rejected") if form == "chosen" else [form])]
 
 
 def _without_prompt(chosen: Conversation, rejected: Conversation, where: str) -> list[Conversation]:

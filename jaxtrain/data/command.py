@@ -38,7 +38,8 @@ class TokenizeOptions:
     """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
     unigram:N or wordpiece:N one of those."""
     field: str = "text"
-    """Field of a JSONL record, or column, that holds the text."""
+    """Field of a JSONL record, or column, that holds the text; of conversations that may be read in
+    several ways, messages, completion or chosen."""
     held_out: float = HELD_OUT
     """Share of the files, or of a single file, to hold out."""
     chat_template: str | None = None

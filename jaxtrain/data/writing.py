@@ -254,7 +254,7 @@ class _Progress:
     def count(self, part: _Part) -> None:
         self.left -= part.num_bytes
         now = time.monotonic()
-        if now - self._said < PROGRESS_SECONDS:
+        if not self.total or now - self._said < PROGRESS_SECONDS:  # documents may be no files
             return
         rate = (self._first - self.left) / (now - self._begun)
         print(
@@ -319,11 +319,12 @@ def _join(
         if len(note["lengths"])
     ]
     texts = [str(note["text"]) for note in noted if len(note["lengths"])]
-    if name == "train" and not texts:
+    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
+    if name == "train" and not sizes.any():
         for part in parts:
             (folder / f"{part.name}.npz").unlink()
-        raise ValueError("there are no documents to tokenize; check the source and its split")
-    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
+        what = "documents with text" if texts else "documents"
+        raise ValueError(f"there are no {what} to tokenize; check the source and its split")
     arrays = {"starts": np.cumsum(lengths) - lengths}
     if name == _RANKED:
         arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}

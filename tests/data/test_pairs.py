@@ -83,6 +83,25 @@ def test_the_turns_that_both_sides_begin_with_do_not_count():
             chat.conversations("x", {"chosen": whole["chosen"], "rejected": rejected}, "row")
 
 
+def test_records_of_several_forms_are_read_as_asked_and_a_prompt_is_not_repeated():
+    """As those of UltraFeedback: whole conversations, their prompt, and the chosen one again."""
+    user, yes, no = (
+        {"role": r, "content": c} for r, c in (("user", "q"), *2 * [("assistant", "y")])
+    )
+    record = {"prompt": "q", "chosen": [user, yes], "rejected": [user, no | {"content": "n"}]}
+    chat = data.load_template("plain")
+    alone = chat.conversations("x", record)
+    assert [each.text for each in alone] == [b"qy", b"qn"]
+    both = record | {"messages": [user, yes]}
+    assert chat.conversations("x", both, field="chosen") == alone
+    (single,) = chat.conversations("x", both, field="messages")
+    assert (single.text, single.side) == (b"qy", "")
+    with pytest.raises(ValueError, match="row may be read by its messages or by its chosen: say w"):
+        chat.conversations("x", both, "row", field="text")
+    answers = {"prompt": "q", "chosen": [yes], "rejected": "n"}
+    assert [each.text for each in chat.conversations("x", answers)] == [b"qy", b"qn"]
+
+
 def write(path, count):
     r = np.random.default_rng(0)
     records = [
