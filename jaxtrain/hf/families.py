@@ -10,19 +10,21 @@ import jax
 
 from jaxtrain.hf import encoders
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
-from jaxtrain.models import encoder, gpt
+from jaxtrain.models import encoder, gpt, vit
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.tree import named_leaves
 
-ModelConfig = GPTConfig | EncoderConfig
+ModelConfig = GPTConfig | EncoderConfig | ViTConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
     *("bos_token_id", "cls_token_id", "mask_token_id", "sep_token_id"),
-    *("classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
+    *("classifier_dropout", "encoder_stride", "is_llama_config", "pooler_act"),
+    *("pooler_output_size", "max_sequence_length", "n_special"),
     *("output_past", "predict_special_tokens"),
     *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
     *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
@@ -499,4 +501,23 @@ ROBERTA = dataclasses.replace(
     },
 )
 
-FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, ROBERTA)}
+VIT = Family(
+    name="vit",
+    architecture="ViTForImageClassification",
+    rows=encoders.VIT_ROWS,
+    fields=encoders.VIT_FIELDS,
+    ours={"norm": "layernorm", "bias": True},
+    fixed={"is_encoder_decoder": False},
+    read=encoders.read_vit,
+    write=encoders.write_vit,
+    prefix="vit.",
+    buffers=r"(^|\.)pooler\.",
+    kind=ViTConfig,
+    init=vit.init,
+    others=tuple(encoders.VIT_HEADS)[1:],
+    heads=encoders.OF_HEADS,
+)
+
+FAMILIES = {
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, ROBERTA, VIT)
+}
