@@ -64,6 +64,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # By their number of tests, files that start processes for a minute each would come last, and
+    # one of two workers would wait for the other.
+    config.option.loadscopereorder = False
     if not hasattr(config, "workerinput") and hasattr(config, "cache"):
         config.pluginmanager.register(_Skipped(config.cache))
 
