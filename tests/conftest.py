@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
@@ -35,6 +36,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 # Programs that the tests start share what they compile, and leave the user's own cache alone.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# Programs that the tests start find this package from any folder.
+paths = [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 # A shell ignores SIGINT in what it starts in the background, and so would all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
