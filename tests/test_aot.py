@@ -1,5 +1,6 @@
 """The train step through the real TPU and GPU compilers, on a machine that has neither chip."""
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -21,6 +22,7 @@ from jaxtrain.planning.targets import parse_target
 from jaxtrain.step import build_update
 from tests import forms
 from tests.parallel import test_two_stacks as two_stacks
+from tests.planning import steps
 
 # Attention says that it cannot be cuDNN here.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxtrain.ops.attention.AheadOfTimeWarning")
@@ -85,6 +87,29 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
     assert jt.float32_products(step, state, batch) == []
+
+
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_branches_gather_rows_and_scatter_their_sums_over_tensor(target):
+    config = dataclasses.replace(LLAMA, kv_heads=4, remat="full")
+    train, _, mesh = steps.compile_gpt(
+        devices=target(), policy=jt.Policy.bf16(), config=config, fsdp=2, tensor=4
+    )
+    B, T, D, layers = steps.ROWS // 2, config.seq_len, config.width, config.layers
+    program = read_program(train.compiled.as_text(), mesh)
+    over_tensor = [c for c in program.collectives if "tensor" in c.axes]
+    executions = collections.Counter()
+    for c in over_tensor:
+        if c.payload >= 2 * B * T * D:
+            # Several of these may travel as one.
+            executions[c.kind] += c.executions * len(c.shapes)
+    # Each layer gathers two inputs, forward and again backward, and two cotangents; it scatters two
+    # sums forward, one more when it is computed again, and two backward. The rest are the head and
+    # the table.
+    assert executions == {"all-gather": 6 * layers + 2, "reduce-scatter": 5 * layers + 2}
+    kept = f"bf16[{layers},{B},{T // 4},{D}]"
+    assert kept in train.compiled.as_text()
+    assert f"bf16[{layers},{B},{T},{D}]" not in train.compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ carries a logical axis, and how each parameter lies. Without a mesh nothing here
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -100,6 +101,73 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         fits = size % math.prod(mesh.shape[axis] for axis in carried) == 0
         entries.append((carried or None) if fits else P.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+def pin_residual(x_BTD: jax.Array) -> jax.Array:
+    """Pins a residual stream [B, T, ...] as it lies between the branches of blocks.
+
+    Its sequence is split over what carries the logical axis ``residual``: over ``context``, and
+    over ``tensor``, whose devices would otherwise all hold and norm the same (Korthikanti et al.
+    2022, sequence parallelism, https://arxiv.org/abs/2205.05198). Rows that these do not divide are
+    split over ``sequence`` alone; ``Rules(axes={"residual": "context"})`` asks for that.
+    """
+    axis = "residual" if splits_residual(x_BTD.shape[1]) else "sequence"
+    return constrain(x_BTD, "batch", axis, *[None] * (x_BTD.ndim - 2))
+
+
+def gather_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch reads: a residual stream, whole over the axes that split heads or features.
+
+    The transpose of :func:`scatter_sequence`: an all-gather, whose gradient is a reduce-scatter.
+    """
+    return _pin_rows(pin_residual(x_BTD))
+
+
+def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch adds to the residual stream, of whose sum each device takes its positions.
+
+    Behind a product of which every device has a part this is a reduce-scatter, where the product's
+    result is [B, T, D] itself: XLA's GPU compiler looks through no reshape.
+    """
+    return pin_residual(_pin_rows(x_BTD))
+
+
+def splits_residual(length: int) -> bool:
+    """Whether rows of ``length`` positions are split further between branches than within them."""
+    axes, parts = _residual_axes()
+    return bool(axes) and length % parts == 0
+
+
+def warn_if_whole(length: int) -> None:
+    """Warns where the residual stream is to be split further than it can.
+
+    Warns:
+      UnevenWarning: as said.
+    """
+    axes, parts = _residual_axes()
+    if axes and length % parts:
+        warnings.warn(
+            f"rows of {length} positions are no multiple of {parts}: the residual stream is whole "
+            f"on all devices along mesh axis {' x '.join(axes)}, which could hold a part each",
+            UnevenWarning,
+            stacklevel=2,
+        )
+
+
+def _residual_axes() -> tuple[tuple[str, ...], int]:
+    """The axes that split rows between branches alone, and into how many parts they are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, within = free_axes(mesh, "residual"), free_axes(mesh, "sequence")
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    return tuple(axis for axis in axes if axis not in within), parts
+
+
+class UnevenWarning(UserWarning):
+    """Something that a mesh is to split is copied, as it does not divide."""
+
+
+def _pin_rows(x_BTD: jax.Array) -> jax.Array:
+    return constrain(x_BTD, "batch", "sequence", *[None] * (x_BTD.ndim - 2))
 
 
 def gather(params: PyTree, path: str = "") -> PyTree:
