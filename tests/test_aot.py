@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import re
 
 import jax
@@ -76,6 +77,39 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
     assert jt.float32_products(step, state, batch) == []
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=["accumulated", "pipelined"])
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
+    mesh = jt.make_mesh(**axes, fsdp=2, tensor=2, devices=target())
+    given, optimizer = {"policy": "bf16", "gather": "step"}, optax.sgd(1e-3)
+    init = functools.partial(gpt.init, GPT2)
+    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=gpt.RULES, policy="bf16")
+    given["gradient_shardings"] = jt.gradient_shardings(state)
+    tokens = jax.ShapeDtypeStruct((32, GPT2.seq_len), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    if "pipe" in axes:
+        engine = jt.pipeline(gpt.stages(GPT2), mesh=mesh, microbatches=4, **given)
+        step = build_update(engine, optimizer, policy="bf16")
+    else:
+        step = jt.build_train_step(gpt.loss_fn(GPT2), optimizer, accumulate=4, **given)
+    train = jt.compile_step(step, state, batch, mesh=mesh)
+    split = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * mesh.shape["fsdp"]
+        for x in jax.tree.leaves(state.params)
+        if "fsdp" in str(x.sharding.spec)
+    )
+    moved = {"all-gather": 0, "reduce-scatter": 0}
+    for c in read_program(train.compiled.as_text(), mesh).collectives:
+        if {"data", "fsdp"} & set(c.axes) and c.payload > 64:
+            assert (c.executions, c.conditional) == (1, False), c
+            moved[c.kind] = moved.get(c.kind, 0) + c.payload * (c.axes == ("fsdp",))
+    assert moved["all-gather"] == 2 * split  # bytes of bfloat16
+    assert moved["reduce-scatter"] == 4 * split  # of float32
+    if "pipe" in axes:
+        assert " conditional(" in train.compiled.as_text()
 
 
 def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory():
