@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import re
 
 import jax
@@ -110,6 +111,39 @@ def test_branches_gather_rows_and_scatter_their_sums_over_tensor(target):
     kept = f"bf16[{layers},{B},{T // 4},{D}]"
     assert kept in train.compiled.as_text()
     assert f"bf16[{layers},{B},{T},{D}]" not in train.compiled.as_text()
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=["accumulated", "pipelined"])
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
+    mesh = jt.make_mesh(**axes, fsdp=2, tensor=2, devices=target())
+    given, optimizer = {"policy": "bf16", "gather": "step"}, optax.sgd(1e-3)
+    init = functools.partial(gpt.init, GPT2)
+    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=gpt.RULES, policy="bf16")
+    given["gradient_shardings"] = jt.gradient_shardings(state)
+    tokens = jax.ShapeDtypeStruct((32, GPT2.seq_len), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    if "pipe" in axes:
+        engine = jt.pipeline(gpt.stages(GPT2), mesh=mesh, microbatches=4, **given)
+        step = build_update(engine, optimizer, policy="bf16")
+    else:
+        step = jt.build_train_step(gpt.loss_fn(GPT2), optimizer, accumulate=4, **given)
+    train = jt.compile_step(step, state, batch, mesh=mesh)
+    split = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * mesh.shape["fsdp"]
+        for x in jax.tree.leaves(state.params)
+        if "fsdp" in str(x.sharding.spec)
+    )
+    moved = {"all-gather": 0, "reduce-scatter": 0}
+    for c in read_program(train.compiled.as_text(), mesh).collectives:
+        if {"data", "fsdp"} & set(c.axes) and c.payload > 64:
+            assert (c.executions, c.conditional) == (1, False), c
+            moved[c.kind] = moved.get(c.kind, 0) + c.payload * (c.axes == ("fsdp",))
+    assert moved["all-gather"] == 2 * split  # bytes of bfloat16
+    assert moved["reduce-scatter"] == 4 * split  # of float32
+    if "pipe" in axes:
+        assert " conditional(" in train.compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])

@@ -136,6 +136,7 @@ def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
         block=functools.partial(block, config),
         head_loss=functools.partial(head_loss, config),
         stacked=Stack(virtual=virtual),
+        row_wise=True,
         scan_unroll=config.scan_unroll,
         remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
     )

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
-from jaxtrain.parallel.specs import names_of, tidy
+from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -31,6 +32,8 @@ class _Placement:
     rules: Rules = dataclasses.field(default_factory=Rules)
     params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
     pins: int = 0  # calls of constrain and gather
+    told: dict[str, str] = dataclasses.field(default_factory=dict)
+    sized: bool = True  # False where the trace stands for meshes of other sizes too
 
 
 # Part of the key of JAX's caches: another table is another trace.
@@ -40,8 +43,10 @@ _PLACEMENT = jax.make_user_context(_Placement())
 @contextlib.contextmanager
 def tracing_on(
     mesh: Any, state: PyTree, rules: Rules | Sequence[Rule] | None = None
-) -> Iterator[None]:
+) -> Iterator[dict[str, str]]:
     """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
+
+    What that code says of its program (:func:`tell`) is in the dict that this gives.
 
     Args:
       mesh: concrete or abstract.
@@ -53,8 +58,28 @@ def tracing_on(
         named = named_leaves(tree).items()
         params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
     enter = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
-    with _PLACEMENT(_Placement(as_rules(rules), params)), enter(mesh):
-        yield
+    placement = _Placement(as_rules(rules), params, sized=isinstance(mesh, Mesh))
+    with _PLACEMENT(placement), enter(mesh):
+        yield placement.told
+
+
+def tell(what: str, found: str) -> None:
+    """Adds a line to the report of the step that is being traced for a mesh."""
+    _PLACEMENT.value.told[what] = found
+
+
+def for_one_size() -> bool:
+    """Whether what is traced may depend on the sizes of the mesh; an estimate's may not."""
+    return _PLACEMENT.value.sized
+
+
+def specs_of(params: PyTree) -> dict[str, P] | None:
+    """How parameters lie, by path; None where these are not the ones being compiled for."""
+    known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)
+    shapes = {name: shape for name, (shape, _) in known.items()}
+    if shapes != {name: tuple(jnp.shape(x)) for name, x in leaves.items()}:
+        return None
+    return {name: spec for name, (_, spec) in known.items()}
 
 
 def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
@@ -238,11 +263,13 @@ def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | N
     if not free:
         return None
     if shardings is not None:
-        return jax.tree.map(
-            lambda x, s: NamedSharding(s.mesh, _without_batch_axes(s.spec, x.ndim, free)),
-            params,
-            shardings,
-        )
+        ambient = not jax.sharding.get_abstract_mesh().empty
+
+        def entered(x: jax.Array, sharding: NamedSharding) -> P | NamedSharding:
+            spec = _without_batch_axes(sharding.spec, x.ndim, free)
+            return spec if ambient else NamedSharding(sharding.mesh, spec)
+
+        return jax.tree.map(entered, params, shardings)
     if _PLACEMENT.value.params is None:
         raise ValueError(
             f"the step is traced for a mesh {describe_mesh(mesh)} and does not know how its "
@@ -292,6 +319,34 @@ def in_shard_map() -> bool:
     return AxisType.Manual in kinds
 
 
+def row_numbers(count: int) -> jax.Array:
+    """The numbers [count], among all rows of a microbatch, of those that code is traced for.
+
+    They differ from 0 .. count - 1 where surrounding ``shard_map`` code has taken over the axes
+    that split the batch, and a device sees its own rows alone.
+    """
+    taken = manual_batch_axes()
+    return (jax.lax.axis_index(taken) * count if taken else 0) + jnp.arange(count)
+
+
+def manual_batch_axes() -> tuple[str, ...]:
+    """The axes that split the batch and that surrounding ``shard_map`` code has taken over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual)
+
+
 def constrain_tree(shardings: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation."""
-    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
+    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation.
+
+    Of axes that surrounding ``shard_map`` code has taken over nothing is said.
+    """
+
+    def pin(tree: PyTree) -> PyTree:
+        if not in_shard_map():
+            return jax.lax.with_sharding_constraint(tree, shardings)
+        free = free_axes(jax.sharding.get_abstract_mesh())
+        specs = jax.tree.map(lambda sharding: within(sharding.spec, free), shardings)
+        return jax.lax.with_sharding_constraint(tree, specs)
+
+    return pin

@@ -406,6 +406,16 @@ class Walk(Partitioner):
 
     do_ppermute = do_psum
 
+    def do_all_gather(self, equation, inputs, liveness):
+        axes, aval = axis_names(equation.params["axis_name"]), equation.outvars[0].aval
+        self.send("all-gather", axes, self.size(aval.shape, aval.dtype, inputs[0].spec))
+        return self.heavy("all_gather", equation.outvars, [inputs[0].spec], inputs, liveness)
+
+    def do_reduce_scatter(self, equation, inputs, liveness):
+        axes = axis_names(equation.params["axis_name"])
+        self.send("reduce-scatter", axes, self.bytes(inputs[0]))
+        return self.heavy("reduce_scatter", equation.outvars, [inputs[0].spec], inputs, liveness)
+
     def do_shard_map(self, equation, inputs, liveness):
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
