@@ -39,6 +39,7 @@ from jaxtrain.tree import map_named, named_leaves
 PyTree = Any
 
 PROMISE = "gradients are reduced"  # what the report of a compiled step calls it
+ONCE = ", and weights are gathered once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +169,7 @@ def find_shards(
     elif obstacle is None:
         split = any(a in carried for spec in specs.values() for a in axes_of(spec))
         found = f"once per step over {' x '.join(axes)}"
-        tell(PROMISE, found + (", and weights are gathered once" if split else ""))
+        tell(PROMISE, found + (ONCE if split else ""))
     elif microbatches > 1:
         tell(PROMISE, f"in every microbatch, {obstacle}")
     if obstacle is not None or not axes:

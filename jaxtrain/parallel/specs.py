@@ -40,7 +40,7 @@ def within(spec: P, axes: Container[str]) -> P:
     """The spec without mesh axes other than these.
 
     >>> within(P(("data", "fsdp"), "tensor"), ("fsdp", "pipe"))
-    PartitionSpec('fsdp', None)
+    P('fsdp', None)
     """
 
     def keep(entry: Any) -> Any:

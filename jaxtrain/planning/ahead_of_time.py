@@ -18,6 +18,7 @@ from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.reduction import ONCE
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
     TRACE_WARNINGS,
@@ -196,6 +197,7 @@ def plan_step(
     )
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
+    notes += [f"{what} {found}" for what, found in train.told.items()]
     program, text, unread = read_compiled(train.compiled, mesh)
     program = program.per_step(steps_per_call)
     kept = estimated.kept_bytes if estimated else 0
@@ -209,7 +211,10 @@ def plan_step(
     if not unread:
         traffic = summarize(program.collectives, target, mesh)
     params = getattr(state, "params", None)
-    gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)
+    gathers = ()
+    if params is not None:
+        once = any(found.endswith(ONCE) for found in train.told.values())
+        gathers = unexpected_gathers(program, params, mesh, layers=layers, once=once)
     return dataclasses.replace(
         planned,
         fits=memory.fits,

@@ -11,8 +11,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.agreement import record_gradients, worst
+from jaxtrain.experiment import choose_gather, make_abstract_state
 from jaxtrain.ops.numerics import drop
+from jaxtrain.parallel.reduction import kept_by_gathering
+from jaxtrain.planning.chips import chip_of
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.state import local_bytes
 
 ROWS, MICROBATCHES, TOLERANCE = 32, 4, 1e-5
 LAYERS, WIDTH, HIDDEN = 4, 16, 32
@@ -212,3 +216,32 @@ def test_a_false_declaration_is_found_by_parity():
     jt.parity(init, contrastive, rows(), **given)
     with pytest.raises(AssertionError, match="loss"):
         jt.parity(init, jt.row_wise(contrastive), rows(), **given)
+
+
+def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch):
+    mesh, chip = jt.make_mesh(data=2, fsdp=4), chip_of("NVIDIA H100 80GB HBM3")
+
+    def choice(**given):
+        given = {"accumulate": 4, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
+        given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
+        own = jt.Experiment("toy", init, train_batches=None, steps=1, **given)
+        return choose_gather(own, make_abstract_state(own, mesh), mesh)
+
+    state = jt.abstract_state(init, chain(), mesh=mesh, rules=RULES)
+    split = 2 * LAYERS * WIDTH * HIDDEN
+    more = kept_by_gathering(state.params, jt.gradient_shardings(state), jnp.bfloat16)
+    assert more == split * 2 + (split - split // 4) * 4
+    assert choice() == ("model", "layer by layer: the memory of 'cpu' is not known")
+    for memory, expected in ((2, "step"), (1.9, "model")):
+        size = int(memory * (more + local_bytes(state)))
+        own = dataclasses.replace(chip, memory_bytes=size)
+        monkeypatch.setattr("jaxtrain.experiment.chip_of", lambda kind, own=own: own)
+        assert choice()[0] == expected
+    assert choice()[1].endswith("would be kept, more than half")
+    assert choice(accumulate=1) == ("model", "layer by layer: there is one microbatch")
+    assert choice(gather_once=True) == ("step", "once per step, as asked for")
+    assert choice(gather=None) == (None, "")
+    with pytest.raises(ValueError, match=r"cannot be gathered once per step .*not declared a sum"):
+        choice(gather_once=True, loss_fn=contrastive)
+    with pytest.raises(ValueError, match=r"--gather layer: the model of experiment 'toy' does not"):
+        jt.Config(gather="layer").experiment("toy")

@@ -45,7 +45,8 @@ def header_facts(
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
-        + "; ".join(c.promise for c in train.checks),
+        + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
+        **train.told,
     }
 
 
