@@ -5,6 +5,7 @@ Everything starts from shapes: nothing is allocated, and no data is read.
 
 import contextlib
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +31,9 @@ from jaxtrain.planning.estimate import (
 )
 from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
+from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import wire_seconds
+from jaxtrain.planning.roofline import ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
@@ -210,6 +212,8 @@ def plan_step(
     traffic = None
     if not unread:
         traffic = summarize(program.collectives, target, mesh)
+    elif estimated is not None:
+        traffic = _estimated_traffic(estimated.cost, target, mesh)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -221,6 +225,7 @@ def plan_step(
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
         traffic=traffic,
+        traffic_estimated=bool(unread),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
         roofline=roofline,
@@ -335,6 +340,24 @@ def summarize(
                 seconds=seconds,
                 conditional=any(c.conditional for c in group),
             )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.sent))
+
+
+def _estimated_traffic(cost: Cost, target: Target, mesh: Mesh) -> tuple[Traffic, ...]:
+    """What a trace sends, by kind and axes; the bytes of each are the mean."""
+    rows = []
+    for (kind, axes), count in cost.wire_count.items():
+        group, sent = math.prod(mesh.shape[axis] for axis in axes), cost.wire_bytes[kind, axes]
+        if round(count) < 1:
+            continue
+        payload, seconds = round(sent / ring_share(kind, group)), None
+        if target.chip.link_bytes_per_s is not None:
+            island = target.devices_per_island
+            seconds = wire_seconds(kind, axes, sent, target.chip, mesh.shape, island)
+        each = round(payload / count)
+        rows.append(
+            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, conditional=False)
         )
     return tuple(sorted(rows, key=lambda row: -row.sent))
 
