@@ -583,15 +583,17 @@ def name_of(target: str) -> str:
 def token_f1(found: str, wanted: str) -> float:
     """Returns the harmonic mean of precision and recall of words, those within names too.
 
-    >>> token_f1("get_name: Return it.", "set_name: Return it now.")
+    >>> token_f1("getName: Returns it.", "set_name: Returns it.")
     0.75
     """
-    a, b = (
-        collections.Counter(re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text))
-        for text in (found, wanted)
-    )
+    a, b = map(_words, (found, wanted))
     both = (a & b).total()
     return 2 * both / (a.total() + b.total()) if both else 0.0
+
+
+def _words(text: str) -> collections.Counter:
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
+    return collections.Counter(part.lower() for part in parts)
 
 
 def until(tokens: np.ndarray, eod: int) -> np.ndarray:
