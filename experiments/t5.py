@@ -436,7 +436,7 @@ def conclude_spans(config, model, text, held_out: SpanRows, state: TrainState, m
         f"held-out tokens of spans: {means['accuracy']:.1%} right, given those before them; always "
         f"the most frequent token: {right / weight:.1%}"
     ]
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return lines
     (shown,) = [held_out[len(held_out) // 2]]
     written = write(config, model, state, [shown], eod=held_out.eod)[0]
@@ -549,7 +549,7 @@ def conclude_names(
 ) -> list[str]:
     """Says how well held-out functions were named, next to the most frequent name, with samples."""
     del means
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return []
     chosen = np.linspace(0, len(held_out) - 1, min(config.examples, len(held_out))).astype(int)
     rows = [held_out[index] for index in chosen]
@@ -603,7 +603,10 @@ def until(tokens: np.ndarray, eod: int) -> np.ndarray:
 
 
 def write(config, model: t5.T5Config, state: TrainState, rows: list, *, eod: int) -> np.ndarray:
-    """Writes the targets of rows, a batch at a time: int32 [rows, target_len]."""
+    """Writes the targets of rows, a batch at a time: int32 [rows, target_len].
+
+    All processes call it: the parameters lie on all of them.
+    """
     virtual = config.pipeline.virtual if config.mesh.pipe > 1 else 1
     params = jax.jit(Stack(t5.STACKS, virtual=virtual).natural)(state.params)
     out = []
