@@ -6,8 +6,8 @@ and docstring, and writes both: the name, and the first line of the docstring. F
 train and held-out by a hash of their path. Minutes on 2 CPU cores.
 
     python -m experiments.t5 --run-dir runs/spans
-    jaxtrain hf export --run runs/spans --out spans
-    python -m experiments.t5 --task name --init-from spans
+    python -m experiments.t5 --task name --init-from runs/spans
+    python -m experiments.t5 --task name --init-from FLAN-T5
 """
 
 import ast
@@ -28,6 +28,7 @@ import jaxtrain as jt
 from experiments.gpt import MAY_CHANGE, kept_file, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.experiment import no_batches
+from jaxtrain.host.paths import as_path
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.generate_target import START, beam_search, generate
 from jaxtrain.models.remat import REMAT
@@ -36,6 +37,8 @@ from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy
+from jaxtrain.run import trained
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE
 from jaxtrain.state import TrainState
@@ -61,8 +64,8 @@ class Config(jt.Config):
     model: Literal[tuple(t5.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
     init_from: str | None = None
-    """A Hugging Face folder to begin with: its model (instead of a preset), its weights, and its
-    tokenizer.json unless --tokenizer is given."""
+    """A run of this experiment or a Hugging Face folder to begin with: its model (instead of a
+    preset), its weights, and its tokenizer.json unless --tokenizer is given."""
     layers: int | None = None
     """Depth of the encoder and of the decoder."""
     width: int | None = None
@@ -141,7 +144,7 @@ def build(config: Config) -> jt.Experiment:
     subwords = isinstance(tokenizer, data.SubwordTokenizer)
     fingerprints = {}
     if config.init_from is not None:
-        own = repr(hf.read_config(config.init_from))
+        own = repr(begun_model(config.init_from))
         fingerprints["pretrained_model"] = hashlib.sha256(own.encode()).hexdigest()
     return dataclasses.replace(
         step,
@@ -179,11 +182,12 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     del pipeline["balance"]
     start, family = {}, {}
     if config.init_from is not None:
-        start = {"params": lambda: hf.open_weights(config.init_from, model, stack=stack)}
-        family = {
-            "family": hf.family_name(config.init_from),
-            "special_tokens": hf.special_tokens(config.init_from),
-        }
+        start = {"params": lambda: begun_params(config.init_from, model, stack)}
+        if not is_run(config.init_from):
+            family = {
+                "family": hf.family_name(config.init_from),
+                "special_tokens": hf.special_tokens(config.init_from),
+            }
     rows = {"source": model.source_len, "source_segments": model.source_len}
     rows |= dict.fromkeys(("tokens", "targets", "mask"), model.target_len)
     batch = {
@@ -253,11 +257,11 @@ def pretrained(config: Config, vocab_size: int) -> t5.T5Config:
                 f"--{name} {getattr(config, name)} is not for --init-from, whose folder says what "
                 "the model is: leave one of them out"
             )
-    model, tiny = hf.read_config(config.init_from), t5.tiny()
+    model, tiny = begun_model(config.init_from), t5.tiny()
     if not isinstance(model, t5.T5Config):
         raise ValueError(
-            f"'{config.init_from}' has a {hf.family_name(config.init_from)}, which is no "
-            "encoder-decoder: give it to experiments.gpt, or the folder of a T5"
+            f"'{config.init_from}' has a {type(model).__name__}, which is no encoder-decoder: give "
+            "the folder of a T5, or of a run of this experiment"
         )
     if vocab_size > model.vocab_size:
         raise ValueError(
@@ -265,6 +269,26 @@ def pretrained(config: Config, vocab_size: int) -> t5.T5Config:
             f"{model.vocab_size}: give --tokenizer the model's own tokenizer.json"
         )
     return dataclasses.replace(model, source_len=tiny.source_len, target_len=tiny.target_len)
+
+
+def is_run(folder: str) -> bool:
+    """Whether a folder is a run's, and not one of Hugging Face."""
+    return (as_path(folder) / "checkpoints").exists()
+
+
+def begun_model(folder: str) -> Any:
+    """The model of a folder that a run begins from."""
+    if not is_run(folder):
+        return hf.read_config(folder)
+    with Checkpointer(as_path(folder) / "checkpoints") as checkpoints:
+        return trained.read_model(checkpoints.config(), where=f"the run in '{folder}'")
+
+
+def begun_params(folder: str, model: t5.T5Config, stack: Stack) -> Any:
+    """Its weights, of a run those of its best checkpoint."""
+    if not is_run(folder):
+        return hf.open_weights(folder, model, stack=stack)
+    return stack.cut(trained.load(folder)[1])
 
 
 def model_facts(config: Config, model: t5.T5Config) -> dict[str, str]:
@@ -412,7 +436,7 @@ def conclude_spans(config, model, text, held_out: SpanRows, state: TrainState, m
         f"held-out tokens of spans: {means['accuracy']:.1%} right, given those before them; always "
         f"the most frequent token: {right / weight:.1%}"
     ]
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return lines
     (shown,) = [held_out[len(held_out) // 2]]
     written = write(config, model, state, [shown], eod=held_out.eod)[0]
@@ -525,7 +549,7 @@ def conclude_names(
 ) -> list[str]:
     """Says how well held-out functions were named, next to the most frequent name, with samples."""
     del means
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return []
     chosen = np.linspace(0, len(held_out) - 1, min(config.examples, len(held_out))).astype(int)
     rows = [held_out[index] for index in chosen]
@@ -559,15 +583,17 @@ def name_of(target: str) -> str:
 def token_f1(found: str, wanted: str) -> float:
     """Returns the harmonic mean of precision and recall of words, those within names too.
 
-    >>> token_f1("get_name: Return it.", "set_name: Return it now.")
+    >>> token_f1("getName: Returns it.", "set_name: Returns it.")
     0.75
     """
-    a, b = (
-        collections.Counter(re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text))
-        for text in (found, wanted)
-    )
+    a, b = map(_words, (found, wanted))
     both = (a & b).total()
     return 2 * both / (a.total() + b.total()) if both else 0.0
+
+
+def _words(text: str) -> collections.Counter:
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
+    return collections.Counter(part.lower() for part in parts)
 
 
 def until(tokens: np.ndarray, eod: int) -> np.ndarray:
@@ -577,7 +603,10 @@ def until(tokens: np.ndarray, eod: int) -> np.ndarray:
 
 
 def write(config, model: t5.T5Config, state: TrainState, rows: list, *, eod: int) -> np.ndarray:
-    """Writes the targets of rows, a batch at a time: int32 [rows, target_len]."""
+    """Writes the targets of rows, a batch at a time: int32 [rows, target_len].
+
+    All processes call it: the parameters lie on all of them.
+    """
     virtual = config.pipeline.virtual if config.mesh.pipe > 1 else 1
     params = jax.jit(Stack(t5.STACKS, virtual=virtual).natural)(state.params)
     out = []
