@@ -216,7 +216,11 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
             * encoder.flops_per_row(model, length=length, predictions=predictions)
         ),
         flops_formula=encoder.FLOPS_FORMULA,
-        config={"model": dataclasses.asdict(model), "family": family_of(config)},
+        config={
+            "model": dataclasses.asdict(model),
+            "form": "encoder",
+            "family": family_of(config),
+        },
         **({"best_metric": "accuracy", "best_mode": "max"} if config.task == "classify" else {}),
         **start,
     )

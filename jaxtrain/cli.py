@@ -29,6 +29,7 @@ from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, experiment_module, simulate_devices
 from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.refusal import refusing
 
 DESCRIPTION = "What there is to know about a training run before it starts, and after."
@@ -321,6 +322,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "report": Command(report.ReportOptions, report.run_report),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 

@@ -41,15 +41,68 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Tracing makes millions of objects that live on; looking through them for cycles, again and again,
+# took a fifth of the time.
+gc.set_threshold(100_000)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+
+
 def pytest_addoption(parser):
-    parser.addoption("--part", metavar="I/N", help="Run part I of N, of about equal size, from 0.")
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="Of the slow tests, run part I of N, of about equal size, from 0.",
+    )
+    parser.addoption(
+        "--skipped",
+        action="store_true",
+        help="Of the everyday tests, run those alone that the last run skipped.",
+    )
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and hasattr(config, "cache"):
+        config.pluginmanager.register(_Skipped(config.cache))
+
+
+class _Skipped:
+    """Notes what a run skips, for ``--skipped``, when what it wants is installed."""
+
+    def __init__(self, cache):
+        self.cache, self.names = cache, []
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.names.append(report.nodeid)
+
+    def pytest_collectreport(self, report):  # a whole file
+        if report.skipped:
+            self.names.append(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        self.cache.set("jaxtrain/skipped", sorted(set(self.names)))
 
 
 @pytest.hookimpl(trylast=True)  # when -m and -k have chosen theirs
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--part") is None:
-        return
-    part, parts = map(int, config.getoption("--part").split("/"))
+    chosen = {item for item in items if not item.get_closest_marker("slow")}
+    slow = [item for item in items if item not in chosen]
+    if config.getoption("--skipped"):
+        names = set(config.cache.get("jaxtrain/skipped", []))
+        chosen = {item for item in chosen if names & {item.nodeid, item.nodeid.split("::")[0]}}
+    if config.getoption("--part"):
+        slow = _part(slow, *map(int, config.getoption("--part").split("/")))
+    chosen.update(slow)
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def _part(items, part, parts):
+    """Those of one of several parts of about equal size, the same in every process."""
     groups = {}
     for item in items:
         groups.setdefault(_shared(item), []).append(item)
@@ -60,9 +113,7 @@ def pytest_collection_modifyitems(config, items):
     for name in order:
         where[name] = sizes.index(min(sizes))
         sizes[where[name]] += len(groups[name])
-    chosen = [item for item in items if where[_shared(item)] == part]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    return [item for item in items if where[_shared(item)] == part]
 
 
 def _shared(item):

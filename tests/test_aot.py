@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 
 import jax
@@ -45,8 +46,15 @@ def gpu():
     return parse_target("h100:1x8").devices()
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("target", [tpu, gpu])
+@pytest.mark.parametrize(
+    ("target", "config"),
+    [
+        pytest.param(tpu, LLAMA, id="tpu-llama"),
+        pytest.param(gpu, GPT2, id="gpu-gpt2"),
+        pytest.param(tpu, GPT2, id="tpu-gpt2", marks=pytest.mark.slow),
+        pytest.param(gpu, LLAMA, id="gpu-llama", marks=pytest.mark.slow),
+    ],
+)
 def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(target, config):
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
     optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
@@ -78,10 +86,11 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     assert jt.float32_products(step, state, batch) == []
 
 
-def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory(dtype):
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=gpu())
 
-    def compiled(attention, dtype):
+    def compiled(attention):
         config = dataclasses.replace(LLAMA, seq_len=1024, layers=1, attention=attention)
         params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
@@ -94,14 +103,13 @@ def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory():
         with jax.set_mesh(mesh):
             return jax.jit(gradient, in_shardings=(None, rows)).lower(params, batch).compile()
 
-    for dtype in (jnp.bfloat16, jnp.float32):
-        program = compiled("pallas", dtype)
-        # Forward, and two of the backward pass.
-        assert program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-        # Rows of a device x heads of a device x T x T in float32.
-        scores = 8 * 2 * 1024 * 1024 * 4
-        fewer = compiled("xla", dtype).memory_analysis().temp_size_in_bytes
-        assert program.memory_analysis().temp_size_in_bytes < fewer - scores / 4
+    program = compiled("pallas")
+    # Forward, and two of the backward pass.
+    assert program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    # Rows of a device x heads of a device x T x T in float32.
+    scores = 8 * 2 * 1024 * 1024 * 4
+    fewer = compiled("xla").memory_analysis().temp_size_in_bytes
+    assert program.memory_analysis().temp_size_in_bytes < fewer - scores / 4
 
 
 def test_tiles_of_attention_are_not_in_memory_at_once_on_gpus():
@@ -218,10 +226,18 @@ def working_bytes(target, schedule, microbatches, remat="full"):
     return memory.peak_memory_in_bytes - memory.argument_size_in_bytes, compiled.as_text(), mesh
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("target", [tpu, gpu])
+# A pipeline takes a compiler 15 to 35 s: each has one every day.
+DAILY = [(tpu, "1f1b"), (gpu, "interleaved")]
+ALL = [
+    pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.slow])
+    for case in itertools.product((tpu, gpu), ("1f1b", "interleaved"))
+]
+
+
 @pytest.mark.parametrize(
-    "counts", [(8, 128), pytest.param((8, 16, 32, 128), marks=pytest.mark.slow)]
+    ("target", "schedule", "counts"),
+    [(*case, (8, 128)) for case in DAILY]
+    + [pytest.param(*case.values, (8, 16, 32, 128), marks=pytest.mark.slow) for case in ALL],
 )
 def test_a_pipeline_keeps_its_branches_and_its_memory_does_not_grow(target, schedule, counts):
     compiled = [working_bytes(target, schedule, count) for count in counts]
@@ -232,8 +248,7 @@ def test_a_pipeline_keeps_its_branches_and_its_memory_does_not_grow(target, sche
     assert " conditional(" in compiled[0][1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("target", [tpu, gpu])
+@pytest.mark.parametrize(("target", "schedule"), ALL)
 def test_stages_exchange_twice_per_tick_and_reduce_in_the_end(target, schedule):
     _, text, mesh = working_bytes(target, schedule, 8)
     crossing = [c for c in read_program(text, mesh).collectives if {"pipe", "?"} & set(c.axes)]
@@ -267,6 +282,7 @@ def test_an_evaluation_sends_activations_forward_and_sums_in_the_end(target):
     assert found == {("collective-permute", ("pipe",), 9), ("all-reduce", ("pipe",), 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [tpu, gpu])
 def test_memory_of_gpipe_grows(target):
     # Up to 128 MiB of stash lie in the fast memory of a v5e, which is not counted.

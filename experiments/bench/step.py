@@ -76,9 +76,15 @@ def model_and_rows(shape: str) -> tuple[gpt.GPTConfig, int]:
 
 
 def make_batch(model: gpt.GPTConfig, rows: int) -> dict[str, np.ndarray]:
-    """Random tokens, all of which count."""
+    """Random tokens, all of which count, as frequent as words are: 1 / rank (Zipf's law).
+
+    Where all tokens are equally frequent, the sums in the token table's gradient never meet in one
+    row, and a step looks faster on a GPU than it is on text.
+    """
     shape = (rows, model.seq_len)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, *shape)).astype(np.int32)
+    frequency = 1 / np.arange(1, model.vocab_size + 1)
+    up_to = np.cumsum(frequency / frequency.sum())[:-1]
+    tokens = np.searchsorted(up_to, np.random.default_rng(0).random((2, *shape))).astype(np.int32)
     return {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
 
 

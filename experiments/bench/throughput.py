@@ -41,6 +41,9 @@ REMAT_TRIED = ("none", "dots", "full")
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MOST_MEMORY = "0.95"
 
+# Fields of the model that a variant has of its own.
+VARIED = ("remat", "scan_unroll", "loss_chunk")
+
 # Of a measurement: what repetitions make surer, and what the search knows best.
 RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
 FACTS = (
@@ -73,6 +76,8 @@ class Config:
     """A variant each; left out, none, and dots, then full, where not one batch fits in memory."""
     scan_unroll: tuple[int, ...] = ()
     """A variant each: layers per iteration of the scan; left out, the model's own choice."""
+    loss_chunk: tuple[int, ...] = ()
+    """A variant each: positions of a row per tile of logits; left out, the model's own choice."""
     xla_flags: tuple[str, ...] = ("",)
     """A variant each: flags to add to XLA_FLAGS, without their dashes, separated by spaces."""
     rounds: int = 3
@@ -108,7 +113,7 @@ class Contender:
             return {"compiled": self.trial.compiled}
         model = self.trial.model
         flags = self.environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS"))
-        return {"remat": model.remat, "scan_unroll": model.scan_unroll, "xla_flags": flags}
+        return {name: getattr(model, name) for name in VARIED} | {"xla_flags": flags}
 
     def measure(self, rows: int) -> dict[str, Any]:
         """Measures a batch in a process of its own."""
@@ -136,8 +141,8 @@ def main(config: Config) -> None:
                 found.append((contender, search(contender.measure, batches(config))))
         best = repeat(best_of_each_side(found), config.rounds)
     shape = dataclasses.asdict(model)
-    # Those of each variant are its own.
-    del shape["remat"], shape["scan_unroll"]
+    for name in VARIED:
+        del shape[name]
     about = {
         "model_name": config.model,
         "model": shape,
@@ -197,6 +202,11 @@ def check(config: Config, model: gpt.GPTConfig) -> None:
             raise ValueError(
                 f"--scan-unroll has {unroll}: give 1 to {model.layers}, the model's layers"
             )
+    for chunk in config.loss_chunk:
+        if chunk < 1 or model.seq_len % chunk:
+            raise ValueError(
+                f"--loss-chunk has {chunk}: give a divisor of the {model.seq_len} tokens of a row"
+            )
 
 
 def environment(programs: str, backend: str) -> dict[str, str]:
@@ -215,7 +225,8 @@ def jaxtrain_contenders(
 ) -> list[list[Contender]]:
     """The variants of jaxtrain, in lists that differ in rematerialisation alone."""
     lists = []
-    for unroll, flags in itertools.product(config.scan_unroll or (None,), config.xla_flags):
+    choices = (config.scan_unroll or (None,), config.loss_chunk or (None,), config.xla_flags)
+    for unroll, chunk, flags in itertools.product(*choices):
         added = ["--" + flag.lstrip("-") for flag in flags.split()]
         variables = dict(environment)
         if added:
@@ -224,8 +235,10 @@ def jaxtrain_contenders(
         for remat in config.remat or REMAT_TRIED:
             name = f"jaxtrain, remat {remat}"
             name += "" if unroll is None else f", scan unroll {unroll}"
+            name += "" if chunk is None else f", loss chunk {chunk}"
             name += "".join(f", {flag}" for flag in added)
-            its_model = dataclasses.replace(model, remat=remat, scan_unroll=unroll)
+            shape = {"remat": remat, "scan_unroll": unroll, "loss_chunk": chunk}
+            its_model = dataclasses.replace(model, **shape)
             alike.append(
                 Contender(name, make_trial(config, its_model, "jaxtrain", backend), variables)
             )

@@ -140,7 +140,7 @@ class MatrixProducts:
     def __init__(self, size: int, count: int, dtype: torch.dtype, device: str):
         self.size, self.count = size, count
         self.flops = 2 * size**3 * count
-        self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
+        self._matrix = (torch.randn(size, size, device=device) / size**0.5).to(dtype)
 
     def __call__(self) -> None:
         """Computes the chain and waits for it."""

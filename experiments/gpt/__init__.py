@@ -22,6 +22,7 @@ import jax
 import jaxtrain as jt
 from jaxtrain import data, hf
 from jaxtrain.experiment import no_batches
+from jaxtrain.finetune import preferences
 from jaxtrain.host.paths import as_path
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate as continue_text
@@ -98,7 +99,11 @@ class Config(jt.Config):
     """"bytes", as where it is left out; a tokenizer.json; a number trains a BPE tokenizer of that
     many tokens first, and unigram:N or wordpiece:N one of those. Stores have their own."""
     packing: Literal["cut", "fit"] = "cut"
-    """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit."""
+    """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
+    preferences whole pairs are placed, chosen and rejected side by side."""
+    dpo_beta: float = 0.1
+    """Of a store of preferences, which are learned by DPO: how dear it is to leave what the run
+    begins with (--init-from)."""
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -136,7 +141,7 @@ def build(config: Config) -> jt.Experiment:
         for name, held_out in text.held_out(config.held_out_bytes).items()
     }
     held_out_rows = {
-        name: data.PackedTokens(held_out, model.seq_len) for name, (_, held_out) in texts.items()
+        name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
     subwords = isinstance(tokenizer, data.SubwordTokenizer)
     fingerprints, mixture = {}, {}
@@ -200,7 +205,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
             "family": hf.family_name(config.init_from),
             "special_tokens": hf.special_tokens(config.init_from),
         }
-    return config.experiment(
+    experiment = config.experiment(
         "gpt",
         init_fn=lambda rng: stack.cut(gpt.init(model, rng)),
         loss_fn=loss_from_stages(stages),
@@ -218,6 +223,48 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         flops_formula=gpt.FLOPS_FORMULA,
         config={"model": dataclasses.asdict(model)} | family,
         **start,
+    )
+    pairs = data.holds_pairs(data.parse_data(config.data))
+    if config.dpo_beta != Config.dpo_beta and not pairs:
+        raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
+    return of_preferences(config, model, experiment) if pairs else experiment
+
+
+def of_preferences(
+    config: Config, model: gpt.GPTConfig, experiment: jt.Experiment
+) -> jt.Experiment:
+    """Makes of the experiment the one that learns preferences, against what it begins with."""
+    if experiment.params is None:
+        raise ValueError(
+            "preferences refine a trained model: give the one to begin with, --init-from"
+        )
+    if not 0 < config.dpo_beta < math.inf:
+        raise ValueError(f"--dpo-beta is {config.dpo_beta}: give a number above 0")
+    if model.z_loss:
+        raise ValueError(
+            f"--z-loss {model.z_loss} is not for preferences, whose loss has no such term"
+        )
+    log_probs = functools.partial(gpt.log_probs, model)
+    stages = preferences.dpo_stages(experiment.stages, log_probs, beta=config.dpo_beta)
+    # The reference's forward pass is a third of what the policy costs; both read two rows.
+    flops = experiment.flops_per_step * 2 * 4 / 3
+    return dataclasses.replace(
+        experiment,
+        init_fn=lambda rng: preferences.with_reference(experiment.init_fn(rng)),
+        params=lambda: preferences.with_reference(experiment.params()),
+        loss_fn=loss_from_stages(stages),
+        stages=stages,
+        optimizer=make_optimizer(
+            config.optimizer,
+            steps=config.steps,
+            stacked=stages.stacked.axes,
+            freeze=preferences.FREEZE,
+        ),
+        batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
+        rules=Rules(preferences.reference_rules(gpt.RULES)),
+        items_per_step=2 * experiment.items_per_step,
+        flops_per_step=flops,
+        flops_formula=f"{gpt.FLOPS_FORMULA}, and a third of it for the reference",
     )
 
 
@@ -293,8 +340,9 @@ def pretrained(config: Config, vocab_size: int) -> gpt.GPTConfig:
     model = hf.read_config(config.init_from)
     if not isinstance(model, gpt.GPTConfig):
         raise ValueError(
-            f"'{config.init_from}' holds a model of the family {hf.family_name(config.init_from)}, "
-            "which predicts no next token: experiments.bert trains encoders"
+            f"'{config.init_from}' has a {hf.family_name(config.init_from)}, which is no decoder: "
+            "give the folder of one; experiments.bert trains encoders and experiments.t5 encoders "
+            "with a decoder"
         )
     if vocab_size > model.vocab_size:
         raise ValueError(
@@ -316,6 +364,12 @@ def conclude(
     lines = []
     for name, (train, held_out) in texts.items() if jax.process_index() == 0 else ():
         of = f"{name}/" if name else ""
+        if held_out.pairs:
+            lines.append(
+                f"{name + ': ' if name else ''}held-out loss {means[f'{of}loss']:.3f} nats per "
+                f"preference, of which {means[f'{of}accuracy']:.1%} are as the text has them"
+            )
+            continue
         counted = len(held_out.tokens) - len(held_out.starts)
         nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
         bits = nats * counted / math.log(2) / held_out.num_bytes
@@ -344,6 +398,8 @@ def sample(
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
     params = jax.jit(stack_of(config, model).natural)(state.params)
+    if preferences.REFERENCE in params:
+        params = preferences.without_reference(params)
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
@@ -374,6 +430,9 @@ def facts(
         mixture["epochs"] = ", ".join(f"{name} {n:.2f}" for name, n in epochs.items())
         windows = ", ".join(f"{window:,}" for window in rows.windows)
         mixture["epochs"] += f"; the shares are exact over any {windows} rows"
+    sources = rows.rows.values() if isinstance(rows, data.Mixture) else [rows]
+    if left_out := sum(getattr(each, "left_out", 0) for each in sources):
+        mixture["left out"] = f"{left_out:,} preferences that are longer than a row"
     dtype = Policy.named(config.precision).compute_dtype
     return {
         "model": f"{config.init_from or config.model}: "

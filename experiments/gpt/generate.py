@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import jax
 import tyro
 
+from jaxtrain.data import encode_prompt
 from jaxtrain.host import quiet
+from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.generate import generate
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.run.main import program_name
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
@@ -21,7 +22,8 @@ class Config:
     run: str
     """Folder of the run."""
     prompt: str = ""
-    """What the text begins with; by default the beginning of a document."""
+    """What the text begins with; by default the beginning of a document. The tokenizer's special
+    tokens may be spelled in it, such as those of a chat template."""
     tokens: int = 200
     """How many tokens to write; it ends earlier where the model ends its document."""
     samples: int = 1
@@ -47,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         quiet.start()
         model, params, tokenizer = load(config.run, config.step)
         if not isinstance(model, GPTConfig):
-            raise ValueError(f"the model in '{config.run}' is an encoder, which writes no text")
+            raise ValueError(
+                f"'{config.run}' is no run of experiments.gpt: its model is no decoder"
+            )
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-        prompt = [tokenizer.eod, *tokenizer.encode(config.prompt).tolist()]
+        prompt = [tokenizer.eod, *encode_prompt(config.prompt, tokenizer).tolist()]
         written = generate(
             model,
             params,

@@ -13,7 +13,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 (2, 8)
 """
 
-from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.chat import ChatTemplate, encode_prompt, load_template
 from jaxtrain.data.images import Images, LabelledImages, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
@@ -27,13 +27,22 @@ from jaxtrain.data.mixtures import (
     Mixture,
     TextData,
     first_texts,
+    holds_pairs,
     open_data,
     open_tokenizer,
     parse_data,
     tokenizer_of_stores,
 )
 from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, packed_shapes, waste
+from jaxtrain.data.packing import (
+    Corpus,
+    FittedTokens,
+    PackedTokens,
+    PairedTokens,
+    pack,
+    packed_shapes,
+    waste,
+)
 from jaxtrain.data.sources import (
     Document,
     Documents,
@@ -73,6 +82,7 @@ __all__ = [
     "MaskedTokens",
     "Mixture",
     "PackedTokens",
+    "PairedTokens",
     "RowSource",
     "Split",
     "Store",
@@ -81,9 +91,11 @@ __all__ = [
     "Tokenizer",
     "WorkerRows",
     "cached_store",
+    "encode_prompt",
     "eval_batches",
     "first_texts",
     "hash_fraction",
+    "holds_pairs",
     "is_store",
     "load_template",
     "ngram_bits_per_byte",
@@ -91,6 +103,7 @@ __all__ = [
     "open_images",
     "open_store",
     "open_tokenizer",
+    "pack",
     "packed_shapes",
     "parse_data",
     "predictions",

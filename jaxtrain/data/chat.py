@@ -37,6 +37,8 @@ TEMPLATES = {
         "{% else %}{{ message.content or '' }}{% endif %}{% endfor %}"
     ),
 }
+_SIDES = {"chosen", "rejected"}
+_ASKING = ("user", "system", "developer")
 FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
 # Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
 # stands inside of a text that spells a special token.
@@ -52,12 +54,14 @@ class Conversation(NamedTuple):
       text: UTF-8.
       counted: the bytes that count in the loss, as ascending pairs of start and end.
       special: the bytes that are special tokens of the template.
+      side: of a preference, "chosen" or "rejected", which follow each other; "" for none.
     """
 
     name: str
     text: bytes
     counted: tuple[Span, ...]
     special: tuple[Span, ...]
+    side: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,7 @@ class ChatTemplate:
 
     >>> chat = ChatTemplate(TEMPLATES["plain"])
     >>> chat.conversations("a", {"prompt": "1 + 1 = ", "completion": "2"})
-    [Conversation(name='a', text=b'1 + 1 = 2', counted=((8, 9),), special=())]
+    [Conversation(name='a', text=b'1 + 1 = 2', counted=((8, 9),), special=(), side='')]
     """
 
     text: str
@@ -87,20 +91,18 @@ class ChatTemplate:
         """Returns the text of a conversation, as ``apply_chat_template(tokenize=False)`` does."""
         return _MARKS.sub("", self._marked(messages, add_generation_prompt, more))
 
-    def document(self, name: str, record: Mapping[str, Any], where: str) -> Conversation:
-        """Returns the only conversation of a record, as `conversations` does."""
-        found = self.conversations(name, record, where)
-        if len(found) > 1:
-            raise ValueError(
-                f"{where} prefers one conversation to another, and what is learned from tokens is "
-                "one: leave out what is rejected, and call what is chosen messages or completion"
-            )
-        return found[0]
-
     def conversations(
-        self, name: str, record: Mapping[str, Any], where: str = "the record"
+        self,
+        name: str,
+        record: Mapping[str, Any],
+        where: str = "the record",
+        *,
+        field: str | None = None,
     ) -> list[Conversation]:
         """Returns the conversation of a record; of a preference, the chosen and the rejected one.
+
+        Of a preference, what the assistant says before the two differ does not count: such turns
+        are part of the prompt.
 
         Args:
           name: of the conversation.
@@ -108,13 +110,15 @@ class ChatTemplate:
             without a `prompt`. Each is a list of messages, or a string: what the user says in
             `prompt`, else the assistant. `tools` and `documents` go to the template.
           where: names the record in errors.
+          field: of a record that has several of `messages`, `completion` and `chosen`, which.
 
         Raises:
-          ValueError: it is something else, the template fails, nothing of it counts, or the
-            template has no spans and a turn changes what was rendered before it.
+          ValueError: it is something else, the template fails, nothing of it counts (as where one
+            side is the beginning of the other), or the template has no spans and a turn changes
+            what was rendered before it.
         """
         rendered = []
-        for messages in _messages_of(record, where):
+        for messages in _messages_of(record, where, field):
             try:
                 more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
                 messages = self._harmless(messages)
@@ -130,7 +134,7 @@ class ChatTemplate:
                     f"{where} has nothing of an assistant to learn from: drop such records"
                 )
             rendered.append(found)
-        return rendered
+        return rendered if len(rendered) == 1 else _without_prompt(*rendered, where)
 
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         program, _ = _compiled(self.text)
@@ -258,6 +262,22 @@ def encode_marked(
         yield np.concatenate(ids), counts
 
 
+def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids of a text whose special tokens are that, int32 [T]: one that is typed, or
+    rendered by a template, and no part of which comes from a stranger.
+
+    >>> from jaxtrain.data import ByteTokenizer
+    >>> encode_prompt("ab", ByteTokenizer()).tolist()
+    [97, 98]
+    """
+    pattern = tokenizer.special_pattern
+    first, *rest = re.split(f"({pattern})", text) if pattern else [text]
+    ids = [tokenizer.encode(first)]
+    for token, part in zip(rest[::2], tokenizer.encode_inside(rest[1::2]), strict=True):
+        ids += [np.array([tokenizer.special_id(token.encode())], np.int32), part]
+    return np.concatenate(ids)
+
+
 def _cut(document: Any) -> Iterator[bytes]:
     """Yields text, special token, text, and so on."""
     done = 0
@@ -268,7 +288,7 @@ def _cut(document: Any) -> Iterator[bytes]:
     yield document.text[done:]
 
 
-def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
+def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> list[Messages]:
     def messages(name: str) -> Messages:
         value = record[name]
         if isinstance(value, str):
@@ -281,18 +301,48 @@ def _messages_of(record: Mapping[str, Any], where: str) -> list[Messages]:
             )
         return value
 
+    def answered(name: str) -> Messages:
+        answer = messages(name)
+        if "prompt" not in has:
+            return answer
+        # Published preferences have whole conversations, and beside them the prompt once more.
+        whole = isinstance(record["prompt"], str) and answer[:1] and answer[0]["role"] in _ASKING
+        return answer if whole else messages("prompt") + answer
+
     has = {name for name in FIELDS if record.get(name) is not None}
-    if "messages" in has:
+    forms = {"messages": {"messages"}, "completion": {"prompt", "completion"}}
+    forms = {name: each for name, each in (forms | {"chosen": _SIDES}).items() if has >= each}
+    if not forms:
+        raise ValueError(
+            f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it "
+            f"has {', '.join(map(repr, record))}"
+        )
+    if len(forms) > 1 and field not in forms:
+        raise ValueError(
+            f"{where} may be read by its {' or by its '.join(forms)}: say which, as in "
+            f"--field {min(forms)}"
+        )
+    form = field if field in forms else next(iter(forms))
+    if form == "messages":
         return [messages("messages")]
-    prompt = messages("prompt") if "prompt" in has else []
-    if has >= {"chosen", "rejected"}:
-        return [prompt + messages(name) for name in ("chosen", "rejected")]
-    if has >= {"prompt", "completion"}:
-        return [prompt + messages("completion")]
-    raise ValueError(
-        f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it has "
-        f"{', '.join(map(repr, record))}"
-    )
+    return [answered(name) for name in (("chosen", "rejected") if form == "chosen" else [form])]
+
+
+def _without_prompt(chosen: Conversation, rejected: Conversation, where: str) -> list[Conversation]:
+    """Lets those turns count alone from which on the sides of a preference differ."""
+    common = 0
+    for ours, theirs in zip(chosen.counted, rejected.counted, strict=False):
+        if ours != theirs or chosen.text[: ours[1]] != rejected.text[: ours[1]]:
+            break
+        common += 1
+    if common in (len(chosen.counted), len(rejected.counted)):
+        raise ValueError(
+            f"{where} prefers a conversation to itself, or to its beginning: drop such records"
+        )
+    return [
+        each._replace(counted=each.counted[common:], side=side)
+        for each, side in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
 
 
 def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Span, ...]]:

@@ -11,7 +11,7 @@ import tyro
 
 from jaxtrain.data.chat import load_template
 from jaxtrain.data.mixtures import open_tokenizer
-from jaxtrain.data.packing import FittedTokens, PackedTokens, waste
+from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
 from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
@@ -38,12 +38,14 @@ class TokenizeOptions:
     """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
     unigram:N or wordpiece:N one of those."""
     field: str = "text"
-    """Field of a JSONL record, or column, that holds the text."""
+    """Field of a JSONL record, or column, that holds the text; of conversations that may be read in
+    several ways, messages, completion or chosen."""
     held_out: float = HELD_OUT
     """Share of the files, or of a single file, to hold out."""
     chat_template: str | None = None
-    """Of conversations (rows of messages, or of prompt and completion): chatml, plain, a Jinja
-    file, or a tokenizer_config.json. Only what the assistant says then counts in the loss."""
+    """Of conversations (rows of messages, of prompt and completion, or of chosen and rejected):
+    chatml, plain, a Jinja file, or a tokenizer_config.json. Only what the assistant says then
+    counts in the loss."""
     workers: int | None = None
     """Processes; left out, one per processor."""
 
@@ -115,8 +117,9 @@ def _counts(store: Store) -> list[str]:
     ]
     for name, found in store.manifest["sets"].items():
         size = found["bytes"] / max(found["tokens"] - found["documents"], 1)
+        pairs = f"{found['documents'] // 2:,} preferences in " if store.pairs else ""
         lines.append(
-            f"  {name:<9}  {found['documents']:,} documents, {found['tokens']:,} tokens, "
+            f"  {name:<9}  {pairs}{found['documents']:,} documents, {found['tokens']:,} tokens, "
             f"{found['bytes']:,} bytes ({size:.2f} per token), {len(found['shards'])} shards"
         )
         if "counted" in found:
@@ -165,25 +168,31 @@ def _block_starts(length: int) -> Iterator[int]:
 
 def _samples(store: Store, count: int) -> list[str]:
     corpus, lines = store.corpus(), []
-    for index in np.linspace(0, len(corpus.starts) - 1, min(count, len(corpus.starts))).astype(int):
-        text = store.tokenizer.decode(corpus.document(int(index))[:80])
-        lines.append(f"document {index:,}: {text!r}")
+    sides = ("chosen", "rejected") if store.pairs else ("document",)
+    total = len(corpus.starts) // len(sides)
+    for index in np.linspace(0, total - 1, min(count, total)).astype(int).tolist():
+        for side, name in enumerate(sides):
+            text = store.tokenizer.decode(corpus.document(index * len(sides) + side)[:80])
+            lines.append(f"{name} {index:,}: {text!r}")
     return lines
 
 
 def _epochs(store: Store, options: DataOptions) -> list[str]:
     corpus, T = store.corpus(), options.seq_len
-    packings = {"cut": PackedTokens}
-    if len(corpus.starts) <= FITTED_DOCUMENTS:
-        packings["fit"] = FittedTokens
+    few = len(corpus.starts) <= FITTED_DOCUMENTS
+    names = ["pairs"] if store.pairs else ["cut", "fit"] if few else ["cut"]
     lines = []
-    for name, pack in packings.items():
-        rows = pack(corpus, T)
+    for name in names:
+        rows = pack(corpus, T, name)
         steps, lost = len(rows) / options.global_batch, waste(rows)
         read = "" if options.steps is None else f", read {options.steps / steps:,.2f} times"
         lines.append(
             f"packing {name}: {len(rows):,} rows of {T:,} tokens, {steps:,.1f} steps an epoch{read}"
-            f"; {lost['idle']:.2%} of the inputs predict nothing, {lost['cut']:.2%} of "
-            "the documents that would fit are cut"
+            f"; {lost['idle']:.2%} of the inputs predict nothing, "
+            + (
+                f"{rows.left_out:,} preferences are too long and left out"
+                if isinstance(rows, PairedTokens)
+                else f"{lost['cut']:.2%} of the documents that would fit are cut"
+            )
         )
     return lines

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
-from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens
+from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
 from jaxtrain.data.store import Store, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
 from jaxtrain.data.writing import cached_store
@@ -235,10 +235,11 @@ class TextData:
             stores[name] = found
         return stores
 
-    def rows(self, seq_len: int, packing: str = "cut") -> PackedTokens | FittedTokens | Mixture:
-        """Returns the rows to train on, for `Batches`: "cut" or "fit" is how they are packed."""
-        pack = {"cut": PackedTokens, "fit": FittedTokens}[packing]
-        rows = {name: pack(store.corpus(), seq_len) for name, store in self.stores.items()}
+    def rows(
+        self, seq_len: int, packing: str = "cut"
+    ) -> PackedTokens | FittedTokens | PairedTokens | Mixture:
+        """Returns the rows to train on, for `Batches`; `packing` is as for `pack`."""
+        rows = {name: pack(store.corpus(), seq_len, packing) for name, store in self.stores.items()}
         return rows[""] if "" in rows else Mixture(rows, self.spec.phases)
 
     def held_out(self, num_bytes: int) -> dict[str, Corpus]:
@@ -264,9 +265,11 @@ def open_data(
       kept: a tokenizer that was trained before, to take instead where there is that file.
 
     Raises:
-      ValueError: stores of different tokenizers, and what the stores and the text raise.
+      ValueError: stores of different tokenizers, preferences beside something else, and what the
+        stores and the text raise.
     """
     spec = parse_data(text)
+    holds_pairs(spec)
     encoder = tokenizer_of_stores(spec, tokenizer)
     found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():
@@ -301,6 +304,23 @@ def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | Non
             "out, and theirs is taken"
         )
     return found
+
+
+def holds_pairs(spec: DataSpec) -> bool:
+    """Whether the sources hold preferences, as stores alone may.
+
+    Raises:
+      ValueError: some do and some do not.
+    """
+    pairs = {path: is_store(path) and open_store(path).pairs for path in spec.paths.values()}
+    if len(set(pairs.values())) > 1:
+        has, has_not = (
+            next(path for path in pairs if pairs[path] is each) for each in (True, False)
+        )
+        raise ValueError(
+            f"'{has}' holds preferences and '{has_not}' does not: a run learns from one kind"
+        )
+    return any(pairs.values())
 
 
 def open_tokenizer(

@@ -24,6 +24,8 @@ class Corpus:
       num_bytes: bytes of text the tokens stand for; end-of-document tokens have none.
       fingerprint: a hash of the texts, whatever the tokenizer.
       counts: [N] uint8, 1 for a token that counts as a target; None where all do.
+      pairs: whether it holds preferences: documents 2 i and 2 i + 1 are the chosen and the rejected
+        one of pair i.
     """
 
     tokens: np.ndarray
@@ -31,6 +33,7 @@ class Corpus:
     num_bytes: int
     fingerprint: str = ""
     counts: np.ndarray | None = None
+    pairs: bool = False
 
     def targets_count(self, start: int, stop: int) -> np.ndarray | int:
         """Returns which of the tokens from `start` to `stop` count as targets."""
@@ -47,8 +50,11 @@ class Corpus:
             yield Document(str(index), tokenizer.decode_bytes(self.document(index)))
 
 
-def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch of :class:`PackedTokens`, without any text.
+def packed_shapes(
+    global_batch: int, seq_len: int, *, pairs: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch of :class:`PackedTokens`, without any text; of
+    :class:`PairedTokens` with `pairs`.
 
     Raises:
       ValueError: for a size that is none.
@@ -66,9 +72,8 @@ def packed_shapes(global_batch: int, seq_len: int) -> dict[str, jax.ShapeDtypeSt
         "segments": np.int32,
         "positions": np.int32,
     }
-    return {
-        name: jax.ShapeDtypeStruct((global_batch, seq_len), dtype) for name, dtype in dtypes.items()
-    }
+    shape = (global_batch, 2, seq_len) if pairs else (global_batch, seq_len)
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
 class PackedTokens:
@@ -111,6 +116,8 @@ class PackedTokens:
     def __init__(self, corpus: Corpus, seq_len: int):
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}; give at least 1")
+        if corpus.pairs:
+            raise ValueError("the corpus holds preferences: make rows of it by PairedTokens")
         if corpus.num_bytes < 1:
             raise ValueError(
                 f"{len(corpus.starts)} document(s) hold no text at all, so there is nothing to "
@@ -195,32 +202,112 @@ class FittedTokens:
         offset = (np.arange(len(first)) - first) * seq_len
         begin = np.repeat(corpus.starts, pieces) + offset
         length = np.minimum(np.repeat(inputs, pieces) - offset, seq_len)
-        longest_first = np.argsort(-length, kind="stable")
-        row = _best_fit(length[longest_first].tolist(), seq_len)
-        by_row = np.argsort(row, kind="stable")
-        order = longest_first[by_row]
+        order, self._first = _rows_of(length, seq_len)
         self._begin, self._length = begin[order], length[order]
-        self._first = np.searchsorted(row[by_row], np.arange(row.max() + 2))
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         row = range(len(self))[index]
-        arrays = {
-            name: np.zeros(self.seq_len, array.dtype)
-            for name, array in packed_shapes(1, self.seq_len).items()
-        }
-        at = 0
-        for number, piece in enumerate(range(*self._first[row : row + 2]), 1):
-            begin, count = int(self._begin[piece]), int(self._length[piece])
-            window, place = self.corpus.tokens[begin : begin + count + 1], slice(at, at + count)
-            arrays["tokens"][place], arrays["targets"][place] = window[:-1], window[1:]
-            arrays["mask"][place] = self.corpus.targets_count(begin + 1, begin + 1 + count)
-            arrays["segments"][place] = number
-            arrays["positions"][place] = np.arange(count)
-            at += count
-        return arrays
+        pieces = slice(*self._first[row : row + 2])
+        return _placed(self.corpus, self.seq_len, self._begin[pieces], self._length[pieces])
+
+
+class PairedTokens:
+    """Rows of whole preferences, as many as fit: a RandomAccessDataSource.
+
+    Arrays are those of `FittedTokens`, [2, T]: the chosen conversations first, the rejected ones
+    second. In both, segment s is of the same pair. The longer side of a pair is what has to fit; a
+    pair of which it has more than T inputs is left out, for a part of a conversation says nothing
+    of the whole.
+
+    Args:
+      corpus: of preferences, from `tokenize` or a store.
+      seq_len: T, the inputs of a side in a row.
+
+    Attributes:
+      left_out: how many pairs are too long.
+
+    Raises:
+      ValueError: if `seq_len` is below 1, or the corpus holds no preferences, or none that fits.
+
+    >>> from jaxtrain.data import ByteTokenizer, ChatTemplate, tokenize
+    >>> from jaxtrain.data.chat import TEMPLATES
+    >>> record = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
+    >>> pair = ChatTemplate(TEMPLATES["plain"]).conversations("a", record)
+    >>> row = PairedTokens(tokenize(pair, ByteTokenizer()), 8)[0]
+    >>> row["segments"].tolist()
+    [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]]
+    >>> row["mask"].sum(axis=1).tolist()  # what was answered, and its end
+    [2.0, 3.0]
+    """
+
+    def __init__(self, corpus: Corpus, seq_len: int):
+        if not corpus.pairs:
+            raise ValueError("the corpus holds no preferences: make rows of it by PackedTokens")
+        if seq_len < 1:
+            raise ValueError(f"seq_len is {seq_len}; give at least 1")
+        self.corpus, self.seq_len = corpus, seq_len
+        inputs = (np.diff(corpus.starts, append=len(corpus.tokens)) - 1).reshape(-1, 2)
+        longest = inputs.max(axis=1)
+        fits = longest <= seq_len
+        self.left_out = int((~fits).sum())
+        if not fits.any():
+            raise ValueError(
+                f"none of {len(fits)} preferences fits into rows of {seq_len} tokens: the shortest "
+                f"needs {longest.min(initial=1 << 31)}"
+            )
+        order, self._first = _rows_of(longest[fits], seq_len)
+        self._begin = np.asarray(corpus.starts).reshape(-1, 2)[fits][order]
+        self._length = inputs[fits][order]
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = range(len(self))[index]
+        pairs = slice(*self._first[row : row + 2])
+        sides = [
+            _placed(self.corpus, self.seq_len, self._begin[pairs, side], self._length[pairs, side])
+            for side in (0, 1)
+        ]
+        return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
+
+
+def pack(
+    corpus: Corpus, seq_len: int, packing: str = "cut"
+) -> PackedTokens | FittedTokens | PairedTokens:
+    """Returns the rows of a corpus: "cut" or "fit"; those of preferences, which are not cut."""
+    if corpus.pairs:
+        return PairedTokens(corpus, seq_len)
+    return {"cut": PackedTokens, "fit": FittedTokens}[packing](corpus, seq_len)
+
+
+def _placed(
+    corpus: Corpus, seq_len: int, begins: np.ndarray, lengths: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns the row of some pieces of the corpus, one after the other, filled up with zeros."""
+    arrays = {
+        name: np.zeros(seq_len, array.dtype) for name, array in packed_shapes(1, seq_len).items()
+    }
+    at = 0
+    for number, (begin, count) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True), 1):
+        window, place = corpus.tokens[begin : begin + count + 1], slice(at, at + count)
+        arrays["tokens"][place], arrays["targets"][place] = window[:-1], window[1:]
+        arrays["mask"][place] = corpus.targets_count(begin + 1, begin + 1 + count)
+        arrays["segments"][place] = number
+        arrays["positions"][place] = np.arange(count)
+        at += count
+    return arrays
+
+
+def _rows_of(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pieces in the order of their rows, and at which of these each row begins."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    row = _best_fit(lengths[longest_first].tolist(), capacity)
+    by_row = np.argsort(row, kind="stable")
+    return longest_first[by_row], np.searchsorted(row[by_row], np.arange(row.max() + 2))
 
 
 def _best_fit(lengths: list[int], capacity: int) -> np.ndarray:
@@ -246,7 +333,7 @@ def _best_fit(lengths: list[int], capacity: int) -> np.ndarray:
     return rows
 
 
-def waste(rows: PackedTokens | FittedTokens) -> dict[str, float]:
+def waste(rows: PackedTokens | FittedTokens | PairedTokens) -> dict[str, float]:
     """Returns what of a packing is lost: the share of inputs that predict nothing (``idle``), and
     of the documents that would fit into a row, those that were cut (``cut``).
 
@@ -256,6 +343,8 @@ def waste(rows: PackedTokens | FittedTokens) -> dict[str, float]:
     ({'idle': 0.25, 'cut': 0.5}, {'idle': 0.25, 'cut': 0.0})
     """
     corpus, T = rows.corpus, rows.seq_len
+    if isinstance(rows, PairedTokens):
+        return {"idle": 1 - int(rows._length.sum()) / (len(rows) * 2 * T), "cut": 0.0}
     inputs = np.diff(corpus.starts, append=len(corpus.tokens)) - 1
     cut = 0.0
     if isinstance(rows, PackedTokens):

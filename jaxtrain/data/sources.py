@@ -39,6 +39,7 @@ ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
 _NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _PARQUET_BATCH_ROWS = 1024
+_ARROW_FILE = b"ARROW1"
 
 
 class Document(NamedTuple):
@@ -410,7 +411,7 @@ def _read_jsonl(
                 if chat is None:
                     yield Document(f"{name}:{number}", _json_field(record, where, field))
                 else:
-                    yield chat.document(f"{name}:{number}", record, where)
+                    yield from chat.conversations(f"{name}:{number}", record, where, field=field)
             if span and first_byte >= span.stop:
                 return
 
@@ -477,7 +478,8 @@ def _read_columns(
         for record in records:
             if chat is not None:
                 where = f"'{root / name}' row {row}"
-                yield chat.document(f"{name}:{row}", _own_fields(record), where)
+                own = _own_fields(record)
+                yield from chat.conversations(f"{name}:{row}", own, where, field=field)
             elif record[field] is None:
                 raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
             else:
@@ -507,9 +509,9 @@ def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterat
     try:
         with path.open("rb") as data:
             if path.name.lower().endswith(".arrow"):
-                with pyarrow.ipc.open_stream(data) as file:
+                with _open_arrow(data) as file:
                     columns = _columns(file.schema, path, column)
-                    for batch in file:
+                    for batch in _arrow_batches(file):
                         yield batch.select(columns).to_pylist()
                 return
             with parquet.ParquetFile(data) as file:
@@ -521,6 +523,20 @@ def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterat
                     yield batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         _check_damage(path, error)
+
+
+def _open_arrow(data: BinaryIO) -> Any:
+    """Opens either form of Arrow: a stream, as `save_to_disk` writes, or a file (Feather)."""
+    import pyarrow
+
+    is_file = data.read(len(_ARROW_FILE)) == _ARROW_FILE
+    data.seek(0)
+    return pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
+
+
+def _arrow_batches(file: Any) -> Iterator[Any]:
+    count = getattr(file, "num_record_batches", None)
+    return iter(file) if count is None else map(file.get_batch, range(count))
 
 
 def _spans_of_row_groups(path: Path, num_bytes: int) -> list[Span]:

@@ -6,7 +6,8 @@ A store is a folder. Its sets, `train` and `held_out`, have
   as uint16 or uint32 and nothing else;
 - ``SET-KEY.counts`` beside each, of conversations: one byte per token, 1 where it counts as a
   target;
-- ``SET.starts.npy``: where each document begins; ``held_out`` has ``sizes`` and ``ranks`` too;
+- ``SET.starts.npy``: where each document begins; ``held_out`` has ``sizes`` and ``ranks`` too.
+  Of preferences, documents 2 i and 2 i + 1 are the chosen and the rejected one of pair i;
 - a place in ``manifest.json``, which is written last: without it there is no store. Beside it,
   ``tokenizer.json`` holds a tokenizer that is not that of bytes.
 
@@ -65,6 +66,11 @@ class Store:
                 raise ValueError("it is not that of the store")
         return tokenizer
 
+    @property
+    def pairs(self) -> bool:
+        """Whether it holds preferences."""
+        return self.manifest.get("pairs", False)
+
     def corpus(self, name: str = "train") -> Corpus:
         """Returns a set, ``train`` or ``held_out``; nothing of it is read before it is used."""
         about = self.manifest["sets"][name]
@@ -75,6 +81,7 @@ class Store:
             self._array(name, "starts"),
             about["bytes"],
             about["text"],
+            pairs=self.pairs,
         )
         if "counted" not in about:
             return corpus
@@ -85,9 +92,11 @@ class Store:
         """Returns whole held-out documents of up to so many bytes together, in memory.
 
         They are chosen by a hash of their names; where none is that small, the first by hash alone.
+        Both sides of a preference go together.
         """
-        corpus, ranks = self.corpus("held_out"), self._array("held_out", "ranks")
-        sizes = self._array("held_out", "sizes")
+        corpus, each = self.corpus("held_out"), 2 if self.pairs else 1
+        ranks = self._array("held_out", "ranks")[::each]
+        sizes = self._array("held_out", "sizes").reshape(-1, each).sum(axis=1)
         left, chosen, order = num_bytes, [], np.lexsort((sizes, ranks))
         first = order[:1]
         while len(order := order[sizes[order] <= left]):
@@ -97,6 +106,8 @@ class Store:
             left -= int(sums[fitting - 1])
             order = order[fitting:]
         picked = np.sort(np.concatenate(chosen) if chosen else first)
+        num_bytes = int(sizes[picked].sum())
+        picked = (picked[:, None] * each + np.arange(each)).ravel()
         parts = [corpus.document(index) for index in picked.tolist()]
         if not parts:
             raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
@@ -110,8 +121,9 @@ class Store:
         part = Corpus(
             np.concatenate(parts),
             np.cumsum([0, *lengths[:-1]]),
-            int(sizes[picked].sum()),
+            num_bytes,
             counts=counts and np.concatenate(counts),
+            pairs=self.pairs,
         )
         texts = Noted(part.documents(self.tokenizer))
         collections.deque(texts, maxlen=0)
@@ -290,7 +302,8 @@ class Noted:
             self._digest.update(len(document.text).to_bytes(8, "little"))
             self._digest.update(document.text)
             if isinstance(document, Conversation):
-                self._digest.update(repr(document[2:]).encode())
+                told = f"{(document.counted, document.special)!r}{document.side}"
+                self._digest.update(told.encode())
             self.sizes.append(len(document.text))
             self.ranks.append(hash_fraction(f"evaluate/{document.name}"))
             yield document

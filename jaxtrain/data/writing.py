@@ -47,6 +47,7 @@ SHARD_BYTES = 1 << 26
 PROGRESS_SECONDS = 10.0
 _ENCODE_BYTES = 1 << 23
 _RANKED = "held_out"  # the set whose documents are chosen by rank
+_MIXED = "some rows have chosen and rejected and some have not: keep them apart"
 
 
 def write_store(
@@ -167,12 +168,12 @@ def tokenize(
         split = Split(documents, Documents(lambda: iter(())))
         return write_store(split, tokenizer, f"{cache_dir}/{key}").corpus()
     memory, texts = io.BytesIO(), Noted(documents)
-    lengths, counts = _write_tokens(texts, tokenizer, memory)
+    lengths, counts, pairs = _write_tokens(texts, tokenizer, memory)
     if not lengths:
         raise ValueError("there are no documents to tokenize; check the source and its split")
     tokens = np.frombuffer(memory.getbuffer(), _dtype(tokenizer))
     starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint(), counts)
+    return Corpus(tokens, starts, sum(texts.sizes), texts.fingerprint(), counts, pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +208,13 @@ def _make(
             size = cut.num_bytes() if isinstance(cut, Files) else 0
             parts.append(_Part(name, key, cut, stamp, size))
     _write_parts(folder, parts, tokenizer, workers)
-    sets = {name: _join(folder, name, parts) for name in sides}
+    noted = {part.name: _load_npz(folder / f"{part.name}.npz") for part in parts}
+    if len(kinds := {bool(note["pairs"]) for note in noted.values() if "pairs" in note}) > 1:
+        raise ValueError(_MIXED)
+    sets = {name: _join(folder, name, parts, noted) for name in sides}
+    about |= {"sets": sets} | ({"pairs": True} if True in kinds else {})
     with _whole(folder / MANIFEST) as sink:
-        sink.write(json.dumps(about | {"sets": sets}, indent=1).encode())
+        sink.write(json.dumps(about, indent=1).encode())
 
 
 def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
@@ -249,7 +254,7 @@ class _Progress:
     def count(self, part: _Part) -> None:
         self.left -= part.num_bytes
         now = time.monotonic()
-        if now - self._said < PROGRESS_SECONDS:
+        if not self.total or now - self._said < PROGRESS_SECONDS:  # documents may be no files
             return
         rate = (self._first - self.left) / (now - self._begun)
         print(
@@ -264,7 +269,7 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
     """Writes the files of a part; the last, ``.npz``, says that it is done."""
     texts = Noted(part.documents)
     with _whole(folder / f"{part.name}.tokens") as sink:
-        lengths, counts = _write_tokens(texts, tokenizer, sink)
+        lengths, counts, pairs = _write_tokens(texts, tokenizer, sink)
         if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
             raise ValueError(
                 f"files in '{part.documents.root}' changed while they were tokenized; run it again "
@@ -275,7 +280,7 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
     if counts is not None:
         with _whole(folder / f"{part.name}{COUNTS}") as sink:
             sink.write(counts)
-        noted["counted"] = counts.sum()
+        noted |= {"counted": counts.sum(), "pairs": pairs}
     with _whole(folder / f"{part.name}.npz") as sink:
         np.savez(sink, text=texts.fingerprint(), **noted)
 
@@ -302,21 +307,24 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def _join(folder: Path, name: str, parts: list[_Part]) -> dict[str, Any]:
+def _join(
+    folder: Path, name: str, parts: list[_Part], notes: dict[str, dict[str, np.ndarray]]
+) -> dict[str, Any]:
     """Joins what the parts of a set noted, writes its arrays, and returns its statistics."""
     mine = [part for part in parts if part.set == name]
-    noted = [_load_npz(folder / f"{part.name}.npz") for part in mine]
+    noted = [notes[part.name] for part in mine]
     shards = [
         (f"{part.name}.tokens", int(note["lengths"].sum()))
         for part, note in zip(mine, noted, strict=True)
         if len(note["lengths"])
     ]
     texts = [str(note["text"]) for note in noted if len(note["lengths"])]
-    if name == "train" and not texts:
+    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
+    if name == "train" and not sizes.any():
         for part in parts:
             (folder / f"{part.name}.npz").unlink()
-        raise ValueError("there are no documents to tokenize; check the source and its split")
-    lengths, sizes = (np.concatenate([note[key] for note in noted]) for key in ("lengths", "sizes"))
+        what = "documents with text" if texts else "documents"
+        raise ValueError(f"there are no {what} to tokenize; check the source and its split")
     arrays = {"starts": np.cumsum(lengths) - lengths}
     if name == _RANKED:
         arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}
@@ -413,12 +421,14 @@ def cpus() -> int:
 
 def _write_tokens(
     documents: Iterable[Document], tokenizer: Tokenizer, sink: BinaryIO
-) -> tuple[list[int], np.ndarray | None]:
-    """Writes the tokens of all documents to `sink`; returns their lengths, and which of them count.
+) -> tuple[list[int], np.ndarray | None, bool]:
+    """Writes the tokens of all documents to `sink`; returns their lengths, which of the tokens
+    count, and whether they are preferences.
 
     The end of a conversation counts where the assistant has the last word, so that a model learns
-    to stop, unless its template has ended it by the same token."""
-    lengths, counted, dtype = [], [], _dtype(tokenizer)
+    to stop, unless its template has ended it by the same token. So does the white space before it,
+    such as the line break of chatml, without which the model would not get there."""
+    lengths, counted, sided, dtype = [], [], 0, _dtype(tokenizer)
     eod = np.array([tokenizer.eod], dtype).tobytes()
     for chunk in _chunks(documents):
         for document, (ids, counts) in zip(chunk, encode_marked(chunk, tokenizer), strict=True):
@@ -429,10 +439,15 @@ def _write_tokens(
                 _, last = document.counted[-1] if document.counted else (0, 0)
                 ends = bool(last) and not document.text[last:].strip()
                 said = tokenizer.eod in ids[counts > 0][-1:]
-                counted += [counts, np.array([ends and not said], np.uint8)]
+                if stops := ends and not said:
+                    counts[np.flatnonzero(counts)[-1] :] = 1
+                counted += [counts, np.array([stops], np.uint8)]
+                sided += bool(document.side)
     if counted and len(counted) != 2 * len(lengths):
         raise ValueError("some documents are conversations and some are not: keep them apart")
-    return lengths, np.concatenate(counted) if counted else None
+    if sided not in (0, len(lengths)):
+        raise ValueError(_MIXED)
+    return lengths, np.concatenate(counted) if counted else None, sided > 0
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:

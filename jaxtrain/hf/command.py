@@ -28,7 +28,7 @@ class ExportOptions:
     """Writes a run's model as a folder that transformers' from_pretrained opens."""
 
     run: str
-    """Folder of a run of experiments.gpt or experiments.bert."""
+    """Folder of a run of experiments.gpt, experiments.bert or experiments.t5."""
     out: Path
     """Folder to write."""
     step: int | None = None

@@ -3,39 +3,36 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
 from jaxtrain.hf import encoders
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
-from jaxtrain.models import encoder, gpt, vit
+from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.models.vit import ViTConfig
+from jaxtrain.ops.activations import GATED
 from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
-ModelConfig = GPTConfig | EncoderConfig | ViTConfig
+ModelConfig = GPTConfig | EncoderConfig | ViTConfig | T5Config
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
     *("bos_token_id", "cls_token_id", "mask_token_id", "sep_token_id"),
-    *("classifier_dropout", "encoder_stride", "is_llama_config", "pooler_act"),
-    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
-    *(
-        "pooler_output_size",
-        "pooler_size_per_head",
-        "pooler_type",
-        "max_sequence_length",
-        "n_special",
-    ),
-    *("output_past", "predict_special_tokens"),
+    *("classifier_dropout", "directionality", "encoder_stride", "is_llama_config"),
+    *("pooler_act", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_output_size", "pooler_size_per_head", "pooler_type"),
+    *("max_sequence_length", "n_special", "output_past", "predict_special_tokens"),
     *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
-    *("id2label", "initializer_range", "keys_to_ignore_at_inference", "label2id"),
-    *("max_window_layers", "model_type", "n_ctx", "output_attentions"),
+    *("id2label", "initializer_factor", "initializer_range", "keys_to_ignore_at_inference"),
+    *("label2id", "max_window_layers", "model_type", "n_ctx", "n_positions", "output_attentions"),
     *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
     *("reorder_and_upcast_attn", "return_dict", "summary_activation"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
@@ -50,6 +47,7 @@ OFF = {
 }
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
+OURS |= {"source_len", "target_len"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +64,14 @@ class Family:
       read, write: how config.json says what takes more than one field: positions and windows.
       prefix: of names, which some files leave out.
       buffers: a regex of tensors that are no parameters, or that no model here has.
-      kind: the class of its models' configs here.
-      init: ``(config, rng) -> params`` of such a model.
+      model: the class of our configs.
+      module: has ``init(config, rng)`` of them.
+      gated_rows: those that stand for others where the MLP has a gate.
+      settle: corrects a config by the names of the folder's tensors, which a function returns.
       others: architectures of other heads, with one and the same model.
       heads: a regex of the tensors of heads.
-      copies: tensors of a tied model that are others again: their names to those of the others.
+      copies: tensors that some files have, though they are others again: their names to those of
+        the others. A name that is a parameter's of a model is no copy there.
     """
 
     name: str
@@ -83,8 +84,10 @@ class Family:
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
     prefix: str = ""
     buffers: str = "$^"
-    kind: type = GPTConfig
-    init: Callable[[Any, jax.Array], Any] = gpt.init
+    model: type = GPTConfig
+    module: Any = gpt
+    gated_rows: tuple[Row, ...] = ()
+    settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
     others: tuple[str, ...] = ()
     heads: str = "$^"
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -93,6 +96,11 @@ class Family:
     def architectures(self) -> tuple[str, ...]:
         """All that are known."""
         return (self.architecture, *self.others)
+
+    @property
+    def stack(self) -> Stack:
+        """How the parameters of its models are stacked by layer."""
+        return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
 
     def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """Makes our config of the fields of a config.json.
@@ -126,7 +134,7 @@ class Family:
                 raise ValueError(f"{name}={value!r} is not known here, and may change the model")
         if ours.get("head_dim") and ours["head_dim"] * ours["heads"] == ours["width"]:
             ours["head_dim"] = None
-        return self.kind(**ours)
+        return self.model(**ours)
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """Returns the fields of config.json, of which :meth:`config` makes the same model.
@@ -134,6 +142,8 @@ class Family:
         Raises:
           ValueError: the family has no such model.
         """
+        if not isinstance(config, self.model):
+            raise ValueError(f"{self.name} has no {type(config).__name__}")
         theirs = {"architectures": [self.architecture], "model_type": self.name}
         block = dataclasses.asdict(config.block)
         for name, field in self.fields.items():
@@ -153,8 +163,9 @@ class Family:
 
     def rows_of(self, config: ModelConfig) -> tuple[dict[str, Row], Any]:
         """Returns the row of every parameter of a model by its path, and the tree of shapes."""
-        shapes = jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
+        shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
+        rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
 
     def stored(self, config: ModelConfig, name: str) -> str:
@@ -214,7 +225,7 @@ def family_for(config: ModelConfig, name: str | None = None) -> Family:
         raise ValueError(f"family is {name!r}: use one of {', '.join(FAMILIES)}")
     reasons = []
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
-        if not isinstance(config, family.kind):
+        if not isinstance(config, family.model):
             reasons.append(f"{family.name} has no {type(config).__name__}")
             continue
         try:
@@ -328,6 +339,32 @@ def _write_qwen(config: GPTConfig) -> dict[str, Any]:
     } | _write_rope(config)
 
 
+def _read_t5(theirs: dict[str, Any]) -> dict[str, Any]:
+    """One rate of dropout, and whether the head has weights of its own and a scaled input."""
+    rate, tied = theirs.pop("dropout_rate", 0.1), theirs.pop("tie_word_embeddings", True)
+    scaled, mlp = theirs.pop("scale_decoder_outputs", tied), theirs.get("feed_forward_proj", "relu")
+    form = ("gelu_new" if mlp == "gated-gelu" else mlp, mlp == "gated-gelu")
+    told = theirs.pop("dense_act_fn", form[0]), theirs.pop("is_gated_act", form[1])
+    if told != form:
+        raise ValueError(f"dense_act_fn, is_gated_act are {told} and feed_forward_proj={mlp!r}")
+    return {"dropout": rate, "attention_dropout": rate, "tied": tied, "scaled_head": scaled}
+
+
+def _write_t5(config: T5Config) -> dict[str, Any]:
+    if config.scaled_head and not config.tied:
+        raise ValueError("t5 has no scaled_head=True with tied=False")
+    tied = {"tie_word_embeddings": config.tied, "scale_decoder_outputs": config.scaled_head}
+    gated = config.mlp == "geglu"
+    form = {"dense_act_fn": "gelu_new" if gated else config.mlp, "is_gated_act": gated}
+    return tied | form | {"dropout_rate": config.dropout}
+
+
+def _settle_t5(config: T5Config, names: Callable[[], Collection[str]]) -> T5Config:
+    # Since its version 5 transformers calls every head tied, and shares it unless the file has it.
+    own = not config.scaled_head and config.tied and "lm_head.weight" in names()
+    return dataclasses.replace(config, tied=config.tied and not own)
+
+
 GPT2_ROWS = (
     Row("embed/tokens", "transformer.wte.weight", vocab=0),
     Row("embed/positions", "transformer.wpe.weight", shorter=True),
@@ -371,6 +408,45 @@ LLAMA_ROWS = (
     Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.down_proj.weight", T),
     Row("final_norm/scale", "model.norm.weight"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+_BIAS = "SelfAttention.relative_attention_bias.weight"
+
+T5_ROWS = (
+    Row("embed/tokens", "shared.weight", vocab=0),
+    Row("distance/encoder/table", f"encoder.block.0.layer.0.{_BIAS}"),
+    Row("encoder/attn/q/kernel", "encoder.block.{l}.layer.0.SelfAttention.q.weight", T),
+    Row("encoder/attn/k/kernel", "encoder.block.{l}.layer.0.SelfAttention.k.weight", T),
+    Row("encoder/attn/v/kernel", "encoder.block.{l}.layer.0.SelfAttention.v.weight", T),
+    Row("encoder/attn/out/kernel", "encoder.block.{l}.layer.0.SelfAttention.o.weight", T),
+    Row("encoder/norm_attn/scale", "encoder.block.{l}.layer.0.layer_norm.weight"),
+    Row("encoder/mlp/up/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi.weight", T),
+    Row("encoder/mlp/down/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wo.weight", T),
+    Row("encoder/norm_mlp/scale", "encoder.block.{l}.layer.1.layer_norm.weight"),
+    Row("encoder_norm/scale", "encoder.final_layer_norm.weight"),
+    Row("distance/decoder/table", f"decoder.block.0.layer.0.{_BIAS}"),
+    Row("decoder/attn/q/kernel", "decoder.block.{l}.layer.0.SelfAttention.q.weight", T),
+    Row("decoder/attn/k/kernel", "decoder.block.{l}.layer.0.SelfAttention.k.weight", T),
+    Row("decoder/attn/v/kernel", "decoder.block.{l}.layer.0.SelfAttention.v.weight", T),
+    Row("decoder/attn/out/kernel", "decoder.block.{l}.layer.0.SelfAttention.o.weight", T),
+    Row("decoder/norm_attn/scale", "decoder.block.{l}.layer.0.layer_norm.weight"),
+    Row("decoder/cross/q/kernel", "decoder.block.{l}.layer.1.EncDecAttention.q.weight", T),
+    Row("decoder/cross/k/kernel", "decoder.block.{l}.layer.1.EncDecAttention.k.weight", T),
+    Row("decoder/cross/v/kernel", "decoder.block.{l}.layer.1.EncDecAttention.v.weight", T),
+    Row("decoder/cross/out/kernel", "decoder.block.{l}.layer.1.EncDecAttention.o.weight", T),
+    Row("decoder/norm_cross/scale", "decoder.block.{l}.layer.1.layer_norm.weight"),
+    Row("decoder/mlp/up/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi.weight", T),
+    Row("decoder/mlp/down/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wo.weight", T),
+    Row("decoder/norm_mlp/scale", "decoder.block.{l}.layer.2.layer_norm.weight"),
+    Row("final_norm/scale", "decoder.final_layer_norm.weight"),
+    Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+T5_GATED_ROWS = (
+    Row("encoder/mlp/gate/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi_0.weight", T),
+    Row("encoder/mlp/up/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi_1.weight", T),
+    Row("decoder/mlp/gate/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi_0.weight", T),
+    Row("decoder/mlp/up/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi_1.weight", T),
 )
 
 GPT2 = Family(
@@ -481,8 +557,8 @@ BERT = Family(
     prefix="bert.",
     # What predicts the next sentence, and where it alone is left, the layer that pools for it.
     buffers=r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.",
-    kind=EncoderConfig,
-    init=encoder.init,
+    model=EncoderConfig,
+    module=encoder,
     others=tuple(encoders.BERT_HEADS)[1:],
     heads=encoders.OF_HEADS,
     copies={
@@ -519,12 +595,44 @@ VIT = Family(
     write=encoders.write_vit,
     prefix="vit.",
     buffers=r"(^|\.)pooler\.",
-    kind=ViTConfig,
-    init=vit.init,
+    model=ViTConfig,
+    module=vit,
     others=tuple(encoders.VIT_HEADS)[1:],
     heads=encoders.OF_HEADS,
 )
 
-FAMILIES = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, ROBERTA, VIT)
-}
+T5 = Family(
+    name="t5",
+    architecture="T5ForConditionalGeneration",
+    rows=T5_ROWS,
+    gated_rows=T5_GATED_ROWS,
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "d_model": Field("width"),
+        "d_kv": Field("head_dim"),
+        "d_ff": Field("mlp_width"),
+        "num_layers": Field("layers"),
+        "num_decoder_layers": Field("decoder_layers", None),
+        "num_heads": Field("heads"),
+        "relative_attention_num_buckets": Field("buckets", 32),
+        "relative_attention_max_distance": Field("max_distance", 128),
+        "layer_norm_epsilon": Field("norm_eps", 1e-6),
+        "feed_forward_proj": Field("mlp", "relu", {"relu": "relu", "gated-gelu": "geglu"}),
+    },
+    ours={"source_len": 512, "target_len": 114},
+    fixed={"is_encoder_decoder": True, "is_decoder": False, "decoder_start_token_id": 0},
+    read=_read_t5,
+    write=_write_t5,
+    # In some files, and never read.
+    buffers=r"EncDecAttention\.relative_attention_bias\.weight$",
+    model=T5Config,
+    module=encoder_decoder,
+    settle=_settle_t5,
+    copies=dict.fromkeys(
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+        "shared.weight",
+    ),
+)
+
+DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = {family.name: family for family in (*DECODERS, BERT, ROBERTA, VIT, T5)}

@@ -28,7 +28,9 @@ SPECIAL_TOKENS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Returns the model that a folder's config.json describes; ``seq_len`` is its longest row.
+    """Returns the model that a folder's config.json describes, as its family's config.
+
+    The lengths of its rows are the longest that it has.
 
     Raises:
       FileNotFoundError, ValueError: there is none, or it is of a model that is not known here.
@@ -54,7 +56,7 @@ def open_weights(
 
     Args:
       folder: with config.json and model.safetensors, or shards and their index.
-      config: the folder's model, perhaps with another ``seq_len``, dropout or rematerialisation,
+      config: the folder's model, perhaps with other lengths of rows, dropout or rematerialisation,
         or with another head, of which the tree then has what the folder has: ``init_state`` makes
         the rest. None means as it is.
       stack: how layers are cut; None means in natural order.
@@ -77,12 +79,12 @@ def open_weights(
     """
     folder = Path(folder)
     family, own = _read(folder)
-    config, stack = config or own, stack or Stack()
+    config, stack = config or own, stack or family.stack
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
-    numbers = np.arange(1, config.layers + 1)
-    natural = {part.key: numbers for part in stack.parts}
+    counts = {part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in stack.parts}
+    natural = {key: np.arange(1, count + 1) for key, count in counts.items()}
     cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 
     # A head that the folder has not is left out, and what it has of another is not read.
@@ -92,7 +94,7 @@ def open_weights(
         row = rows[path]
         inner = shape.shape[1:] if row.stacked else shape.shape
         wanted = row.their_shape(inner, config.vocab_size)
-        names = row.names(config.layers)
+        names = row.names(shape.shape[0])
         of_head = new_head and path.startswith("head/")
         if of_head and any(name not in tensors or tensors[name].shape != wanted for name in names):
             return None
@@ -110,9 +112,9 @@ def open_weights(
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
     found = map_named(weight, shapes)  # None is no leaf
-    for copy, original in family.copies.items():
-        if config.tied and copy in tensors:
-            _check_tied(folder, tensors, copy, original)
+    for copy, original in _copies(family, rows).items():
+        if copy in tensors:
+            _check_tied(folder, family, tensors, copy, original)
             used.add(copy)
     unread = f"{family.buffers}|{family.heads}" if new_head else family.buffers
     for name in tensors.keys() - used:
@@ -160,7 +162,7 @@ def save(
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens.
+    """Writes a folder that ``from_pretrained`` of transformers opens.
 
     One parameter at a time is on the host.
 
@@ -209,7 +211,7 @@ def save(
     for group in by_tensor(rows).values():  # of parts of one tensor, a dtype that has them all
         widest = np.dtype(jnp.result_type(*(dtypes[row.ours] for row in group)))
         dtypes |= {row.ours: widest for row in group}
-    for name, of, _ in _tensors(rows, config):
+    for name, of, _ in _tensors(rows, shapes):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
         name = chosen.stored(config, name)
         kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
@@ -249,7 +251,8 @@ def check(folder: str | Path) -> Iterator[Checked]:
     family, config = _read(folder)
     weights = named_leaves(open_weights(folder))
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
-    if family.config(family.config_json(config)) != config:
+    again = family.settle(family.config(family.config_json(config)), lambda: tensors)
+    if again != config:
         raise ValueError(f"the config.json of '{folder}' does not come back as it was")
     rows, _ = family.rows_of(config)
     for group in by_tensor(rows).values():
@@ -258,10 +261,10 @@ def check(folder: str | Path) -> Iterator[Checked]:
         back = dict(written({row.ours: row for row in group}, ours, config, dtypes))
         equal = all(_same_bits(tensors[name][...], value) for name, value in back.items())
         for row in group:
-            again = [back[name] for name in row.names(config.layers)]
+            again = [back[name] for name in row.names(len(ours[row.ours]))]
             weight = dataclasses.replace(weights[row.ours], tensors=again)
             equal &= _same_bits(np.asarray(weight), ours[row.ours])
-        names = tuple(group[0].names(config.layers))
+        names = tuple(group[0].names(len(ours[group[0].ours])))
         shapes, theirs = tuple(x.shape for x in ours.values()), tensors[names[0]]
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
 
@@ -270,8 +273,9 @@ def not_read(folder: str | Path) -> list[str]:
     """Returns the tensors of a folder that no parameter is made of: buffers, copies of the table of
     a tied model, and heads that the model of its config.json lacks."""
     family, config = _read(folder)
-    rows, _ = family.rows_of(config)
-    names = {name for row in rows.values() for name in row.names(config.layers)}
+    rows, shapes = family.rows_of(config)
+    layers = {path: leaf.shape[0] for path, leaf in named_leaves(shapes).items()}
+    names = {name for path, row in rows.items() for name in row.names(layers[path])}
     tensors = _named_as(family, config, safetensors.tensors_in(Path(folder)))
     return sorted(tensors.keys() - names)
 
@@ -301,7 +305,7 @@ def written(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
     held: tuple[Any, dict[str, np.ndarray]] = (None, {})
-    for name, group, l in _tensors(rows, config):
+    for name, group, l in _tensors(rows, leaves):
         if held[0] is not group:
             held = group, {row.ours: np.asarray(leaves[row.ours]) for row in group}
         layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
@@ -321,11 +325,11 @@ def _cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
 
 
 def _tensors(
-    rows: Mapping[str, Row], config: ModelConfig
+    rows: Mapping[str, Row], leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, Sequence[Row], int]]:
     """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
     for group in by_tensor(rows).values():
-        for l, name in enumerate(group[0].names(config.layers)):
+        for l, name in enumerate(group[0].names(leaves[group[0].ours].shape[0])):
             yield name, group, l
 
 
@@ -336,9 +340,10 @@ def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
     theirs = safetensors.read_json(path)
     try:
         family = family_of(theirs)
-        return family, family.config(theirs)
+        config = family.config(theirs)
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}': {error}") from None
+    return family, family.settle(config, lambda: safetensors.tensors_in(folder))
 
 
 def _head(config: ModelConfig) -> tuple[Any, ...]:
@@ -356,8 +361,8 @@ def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -
             family.prefix + name if name.split(".")[0] in bare else name: tensor
             for name, tensor in found.items()
         }
-    for copy, original in family.copies.items():
-        if config.tied and original not in found and copy in found:
+    for copy, original in _copies(family, family.rows_of(config)[0]).items():
+        if original not in found and copy in found:
             found[original] = found.pop(copy)
     return found
 
@@ -381,14 +386,23 @@ def _check_new(folder: Path) -> None:
         raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, Any], copy: str, original: str) -> None:
-    head, table = tensors[copy], tensors[original]
+def _copies(family: Family, rows: Mapping[str, Row]) -> dict[str, str]:
+    names = {row.theirs for row in rows.values()}
+    return {copy: original for copy, original in family.copies.items() if copy not in names}
+
+
+def _check_tied(
+    folder: Path, family: Family, tensors: Mapping[str, Any], name: str, original: str
+) -> None:
+    copy, table = tensors[name], tensors[original]
     parts = (slice(row, row + 4096) for row in range(0, table.shape[0], 4096))
-    same = head.shape == table.shape and head.dtype == table.dtype
-    if not same or not all(_same_bits(head[part], table[part]) for part in parts):
+    same = copy.shape == table.shape and copy.dtype == table.dtype
+    if not same or not all(_same_bits(copy[part], table[part]) for part in parts):
+        may_differ = any(row.theirs == name for row in family.rows)
+        mend = "say tie_word_embeddings=false, or " if may_differ else ""
         raise ValueError(
-            f"config.json of '{folder}' ties {copy} to {original}, and they differ: say "
-            f"tie_word_embeddings=false, or leave {copy} out"
+            f"config.json of '{folder}' ties {name} to {original}, and they differ: {mend}leave "
+            f"{name} out"
         )
 
 

@@ -26,7 +26,7 @@ class LayerFields:
         where ``mlp`` has a gate.
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
-      mlp: GELU in the tanh approximation, GELU itself, or SwiGLU.
+      mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh).
       bias: biases in dense layers and LayerNorm.
       qkv_bias: biases of queries, keys and values; None means as ``bias``.
       qk_norm: queries and keys are normed, head by head, before they are rotated.

@@ -9,6 +9,7 @@ heads, K features per head, V vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ class Cache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Sampling:
+class Sampling:
     """What :func:`generate` was asked for; None leaves a part out of the compiled loop."""
 
     temperature: float | None
@@ -88,22 +89,22 @@ def generate(
     lengths_B = lengths_B.astype(np.int32)
     if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > P:
         raise ValueError(f"prompt_lengths must be {B} numbers from 1 to {P}, not {lengths_B}")
-    _check(config, max_new_tokens, temperature, top_k, top_p, repetition_penalty)
+    sampling = choose_sampling(
+        config.vocab_size,
+        max_new_tokens=max_new_tokens,
+        rng=rng,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        eod=eod,
+    )
     total = int(lengths_B.max()) + max_new_tokens
     if config.positions == "learned" and max(P, total) > config.seq_len:
         raise ValueError(
             f"a prompt of {P} tokens and {max_new_tokens} new ones exceed the {config.seq_len} "
             "learned positions; shorten either"
         )
-    if rng is None and temperature > 0:
-        raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
-    sampling = _Sampling(
-        temperature=temperature if temperature > 0 else None,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
-        eod=eod,
-    )
     is_prompt = np.arange(P) < lengths_B[:, None]
     known = prompts_BP[is_prompt]
     if known.min() < 0 or known.max() >= config.vocab_size:
@@ -228,7 +229,32 @@ def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) ->
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(config, count, params, logits_BV, cache, lengths_B, seen_BV, rng, sampling):
-    """The new tokens [B, count], given the logits of the first."""
+    def read(cache, tokens_B, step):
+        return decode_step(config, params, cache, tokens_B, lengths_B + step - 1)
+
+    return write(read, count, logits_BV, cache, seen_BV, rng, sampling)
+
+
+def write(
+    read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    count: int,
+    logits_BV: jax.Array,
+    cache: Any,
+    seen_BV: jax.Array,
+    rng: jax.Array,
+    sampling: Sampling,
+) -> jax.Array:
+    """The new tokens [B, count]: one is chosen, then read, until all rows have ended.
+
+    Args:
+      read: ``(cache, tokens_B, step) -> (logits_BV, cache)``; new token 0 is read at step 1.
+      count: how many.
+      logits_BV: of the first.
+      cache: what ``read`` begins with.
+      seen_BV: which tokens the repetition penalty is for already.
+      rng: a key.
+      sampling: how tokens are chosen.
+    """
     rows = jnp.arange(logits_BV.shape[0])
     eod = -1 if sampling.eod is None else sampling.eod
 
@@ -243,8 +269,7 @@ def _decode(config, count, params, logits_BV, cache, lengths_B, seen_BV, rng, sa
 
     def advance(carry):
         step, chosen_B, cache, seen_BV, done_B, new_BN = carry
-        positions_B = lengths_B + step - 1
-        logits_BV, cache = decode_step(config, params, cache, chosen_B, positions_B)
+        logits_BV, cache = read(cache, chosen_B, step)
         chosen_B, seen_BV, done_B = choose(step, logits_BV, seen_BV, done_B)
         return step + 1, chosen_B, cache, seen_BV, done_B, new_BN.at[:, step].set(chosen_B)
 
@@ -254,7 +279,7 @@ def _decode(config, count, params, logits_BV, cache, lengths_B, seen_BV, rng, sa
     return jax.lax.while_loop(more, advance, carry)[-1]
 
 
-def _sample(rng, logits_BV, seen_BV, sampling: _Sampling) -> jax.Array:
+def _sample(rng, logits_BV, seen_BV, sampling: Sampling) -> jax.Array:
     if sampling.repetition_penalty is not None:
         logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
     if sampling.temperature is None:
@@ -265,14 +290,38 @@ def _sample(rng, logits_BV, seen_BV, sampling: _Sampling) -> jax.Array:
     return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
 
 
-def _check(config, max_new_tokens, temperature, top_k, top_p, repetition_penalty) -> None:
+def choose_sampling(
+    vocab_size: int,
+    *,
+    max_new_tokens: int,
+    rng: jax.Array | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float,
+    eod: int | None,
+) -> Sampling:
+    """Checks the arguments of :func:`generate`, and says what of them is in the compiled loop.
+
+    Raises:
+      ValueError: for settings out of range, or a missing key.
+    """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0")
-    if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {config.vocab_size}")
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {vocab_size}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     if repetition_penalty <= 0:
         raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0")
+    if rng is None and temperature > 0:
+        raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
+    return Sampling(
+        temperature=temperature if temperature > 0 else None,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
+        eod=eod,
+    )

@@ -26,8 +26,8 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
 from jaxtrain.models.remat import rematerialise
+from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
-from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import constrain
@@ -48,6 +48,7 @@ __all__ = [
     "init",
     "llama_1b",
     "llama_7b",
+    "log_probs",
     "logits",
     "loss_fn",
     "parameter_count",
@@ -235,7 +236,7 @@ def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     Args:
       params: the whole model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
     """
-    total, correct, z_total = cross_entropy(
+    total, correct, z_total = losses.cross_entropy(
         _final_norm(config, params, x_BTD),
         _head_kernel(config, params),
         batch["targets"],
@@ -247,6 +248,22 @@ def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     weight = batch["mask"].astype(total.dtype).sum()
     metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
     return WeightedLoss(total=total, weight=weight, metrics=metrics)
+
+
+def log_probs(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+    """Last stage of losses that are no sum over tokens: each target's log-probability, [B, T].
+
+    Args:
+      params, x_BTD: as for :func:`head_loss`.
+      batch: ``targets``.
+    """
+    return losses.log_probs(
+        _final_norm(config, params, x_BTD),
+        _head_kernel(config, params),
+        batch["targets"],
+        vocab_size=config.vocab_size,
+        chunk=config.loss_chunk,
+    )
 
 
 def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

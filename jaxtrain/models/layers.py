@@ -80,7 +80,7 @@ def block(
             segments_BT=segments_BT,
             dropout=config.attention_dropout,
             # The two residual branches fold in 0 and 1.
-            rng=_fold(rng, 2),
+            rng=fold(rng, 2),
             implementation=config.attention,
         )
         return out_BTHK, None
@@ -121,8 +121,8 @@ class Embed(nnx.Module):
         # Inside a pipeline it is gathered whole: there XLA's partitioner for TPU aborts on a lookup
         # that is split by vocabulary and by rows.
         rows = None if in_shard_map() else "vocab"
-        x_BTD = _look_up(tokens_BT, self.tokens, rows)
-        return x_BTD + _look_up(positions_BT, self.positions, None) if self.learned else x_BTD
+        x_BTD = look_up(tokens_BT, self.tokens, rows)
+        return x_BTD + look_up(positions_BT, self.positions, None) if self.learned else x_BTD
 
 
 class Dense(nnx.Linear):
@@ -151,17 +151,27 @@ class Attention(nnx.Module):
         self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
         self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
 
-    def __call__(self, x_BTD: jax.Array, angles, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_BTD: jax.Array, angles, attend: Attend, memory_BSD: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Attends from ``x_BTD`` to itself, or to another sequence."""
         B, T, D = x_BTD.shape
         # Every dense layer sees [N, D]: with [B, T, D] the weight's gradient transposes and copies
         # on CPU, at twice the time.
         x_ND = x_BTD.reshape(B * T, D)
+        memory_ND = x_ND if memory_BSD is None else memory_BSD.reshape(-1, D)
         _check_heads(self.heads)
+        parts = (
+            (self.q, x_ND, "heads"),
+            (self.k, memory_ND, "kv_heads"),
+            (self.v, memory_ND, "kv_heads"),
+        )
         q, k, v = (
             constrain(
-                dense(x_ND).reshape(B, T, -1, self.head_dim), "batch", "sequence", heads, None
+                dense(x).reshape(B, len(x) // B, -1, self.head_dim),
+                *("batch", "sequence", heads, None),
             )
-            for dense, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
+            for dense, x, heads in parts
         )
         if self.norm_q is not None:
             q, k = self.norm_q(q), self.norm_k(k)
@@ -231,14 +241,18 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, angles, attend: Attend, *, rng: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        def add(x_BTD, norm, branch, index):
-            branch_BTD, extra = branch(norm(x_BTD) if self.norm_first else x_BTD)
-            x_BTD += drop(branch_BTD, self.dropout, _fold(rng, index))
-            return x_BTD if self.norm_first else norm(x_BTD), extra
-
-        x_BTD, extra = add(x_BTD, self.norm_attn, lambda x: self.attn(x, angles, attend), 0)
-        x_BTD, _ = add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), 1)
+        attn = functools.partial(self.attn, angles=angles, attend=attend)
+        x_BTD, extra = self.add(x_BTD, self.norm_attn, attn, fold(rng, 0))
+        x_BTD, _ = self.add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), fold(rng, 1))
         return constrain(x_BTD, "batch", "sequence", None), extra
+
+    def add(
+        self, x_BTD: jax.Array, norm: Norm, branch: Callable[..., Any], rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """Adds a branch ``x -> (y, extra)`` to the residual stream, and hands on the extra."""
+        branch_BTD, extra = branch(norm(x_BTD) if self.norm_first else x_BTD)
+        x_BTD += drop(branch_BTD, self.dropout, rng)
+        return x_BTD if self.norm_first else norm(x_BTD), extra
 
 
 class Head(nnx.Module):
@@ -251,7 +265,8 @@ class Head(nnx.Module):
         self.kernel = nnx.Param(jnp.where(is_token, kernel_DV, 0.0))
 
 
-def _fold(rng: jax.Array | None, index: int) -> jax.Array | None:
+def fold(rng: jax.Array | None, index: int) -> jax.Array | None:
+    """Returns the key of one of several uses; None, which drops nothing, stays None."""
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
@@ -260,7 +275,7 @@ def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool, std: float 
     return Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def _look_up(indices: jax.Array, table: nnx.Param, rows: str | None) -> jax.Array:
+def look_up(indices: jax.Array, table: nnx.Param, rows: str | None) -> jax.Array:
     """Rows of a table, whose gradient is summed in float32 whatever the table's dtype."""
 
     def look_up(indices, table_VD):

@@ -42,12 +42,7 @@ def gelu(x: jax.Array):
     >>> [round(float(y), 4) for y in gelu(jnp.array([-1.0, 0.0, 1.0]))]
     [-0.1588, 0.0, 0.8412]
     """
-    large, root = x.astype(wide(x.dtype)), math.sqrt(2 / math.pi)
-    square = large * large
-    tanh = jnp.tanh(root * large * (1 + 0.044715 * square))
-    half = 0.5 * (1 + tanh)
-    slope = half + 0.5 * large * (1 - tanh * tanh) * root * (1 + 3 * 0.044715 * square)
-    return large * half, slope
+    return _gelu_and_slope(x.astype(wide(x.dtype)))
 
 
 @_activation
@@ -77,6 +72,41 @@ def swiglu(gate: jax.Array, up: jax.Array):
     return silu * up, by_gate, silu
 
 
+@_activation
+def geglu(gate: jax.Array, up: jax.Array):
+    """Returns ``gelu(gate) * up`` (Shazeer 2020), GELU in the tanh approximation.
+
+    >>> [round(float(y), 4) for y in geglu(jnp.array([0.0, 1.0]), jnp.array([1.0, 2.0]))]
+    [0.0, 1.6824]
+    """
+    y, slope = _gelu_and_slope(gate.astype(wide(gate.dtype)))
+    return y * up, slope * up, y
+
+
+@_activation
+def relu(x: jax.Array):
+    """Returns ``max(x, 0)``; the slope at 0 is 0.
+
+    >>> relu(jnp.array([-1.0, 2.0]))
+    Array([0., 2.], dtype=float32)
+    """
+    return jnp.maximum(x, 0), (x > 0).astype(x.dtype)
+
+
+def _gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    root, square = math.sqrt(2 / math.pi), x * x
+    tanh = jnp.tanh(root * x * (1 + 0.044715 * square))
+    half = 0.5 * (1 + tanh)
+    slope = half + 0.5 * x * (1 - tanh * tanh) * root * (1 + 3 * 0.044715 * square)
+    return x * half, slope
+
+
 # By the name that a model's configuration has for them; a gated one takes the gate first.
-ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "swiglu": swiglu}
-GATED = ("swiglu",)
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_exact": gelu_exact,
+    "relu": relu,
+    "swiglu": swiglu,
+    "geglu": geglu,
+}
+GATED = ("swiglu", "geglu")

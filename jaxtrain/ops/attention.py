@@ -41,12 +41,15 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     segments_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+    bias_HO: jax.Array | None = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
     implementation: str = "auto",
     block: int | None = None,
 ) -> jax.Array:
-    """Computes ``softmax(q k^T / sqrt(K)) v`` per head; H / G query heads share each key head.
+    """Computes ``softmax(q k^T / sqrt(K) + bias) v`` per head; H / G query heads share a key head.
 
     Args:
       q_BTHK: queries.
@@ -54,7 +57,13 @@ def attention(
       causal: position t sees positions up to t; needs S = T.
       window: with ``causal``, position t sees none before t - window + 1; None means all.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
-        sees padding, so that no row is empty. Needs S = T.
+        sees padding, so that no row is empty. Needs S = T, or ``key_segments_BS``.
+      key_segments_BS: int32 document numbers of the keys, where they are not those of the queries;
+        the xla form alone has them.
+      bias_HO: a number per head for every distance, O = S + T - 1: query t sees key s with
+        ``bias_HO[:, s - t + T - 1]`` added to its score. It has a gradient, and is never whole as
+        [T, S] but within a tile. The xla form alone has it.
+      scale: of the scores before the bias; None means ``1 / sqrt(K)``.
       dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
         forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
       rng: key for dropout; None means none.
@@ -75,16 +84,34 @@ def attention(
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} must be at least 1, and needs causal=True")
-    if (causal or segments_BT is not None) and T != S:
+    own = segments_BT is not None and key_segments_BS is None
+    if (causal or own) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
+    if key_segments_BS is not None and segments_BT is None:
+        raise ValueError("key_segments_BS needs segments_BT, the document numbers of the queries")
+    if bias_HO is not None and bias_HO.shape != (H, S + T - 1):
+        raise ValueError(
+            f"bias_HO has shape {bias_HO.shape}: give ({H}, {S + T - 1}), a number per head and "
+            "distance"
+        )
     dropout = 0.0 if rng is None else dropout
+    only_xla = {
+        "attention without a bias": bias_HO is not None,
+        "keys of the queries' own documents": key_segments_BS is not None,
+    }
+    only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
     packed = segments_BT is not None
-    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, window)
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, window, only_xla)
+    if scale is not None:
+        q_BTHK = q_BTHK * jnp.asarray(scale * q_BTHK.shape[-1] ** 0.5, q_BTHK.dtype)
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
         kernel = functools.partial(KERNELS[chosen].compute, causal=causal, window=window)
         return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    segments = None if segments_BT is None else (segments_BT, key_segments_BS)
+    if own:
+        segments = segments_BT, segments_BT
     with jax.named_scope(KERNEL_SCOPE):
         return tiled_attention(
             q_BTHK,
@@ -92,7 +119,8 @@ def attention(
             v_BSGK,
             causal=causal,
             window=window,
-            segments_BT=segments_BT,
+            segments=segments,
+            bias_HO=bias_HO,
             dropout=dropout,
             rng=rng,
             block=block,
@@ -172,12 +200,14 @@ def _obstacle(
     dropout: float = 0.0,
     sizes: tuple[int, int, int] | None = None,
     length: int | None = None,
+    only_xla: str | None = None,
     **shape,
 ) -> str | None:
     """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ...".
 
     Args:
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
+      only_xla: what is asked that no fused kernel has, as the end of the sentence.
       shape: ``dtype`` and ``head_dim``, and ``packed`` where rows hold several documents.
       kernel, backend, dropout, length: as for :func:`choose`.
     """
@@ -185,6 +215,8 @@ def _obstacle(
     if fused.platform != backend:
         chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[fused.platform]
         return f"{chip}, and the backend is {backend!r}"
+    if only_xla is not None:
+        return only_xla
     if dropout:
         return f"no dropout on attention weights, and its rate is {dropout}"
     need = fused.obstacle(length=length, **shape)
@@ -248,8 +280,11 @@ def cached_attention(
     k_BGSK: jax.Array,
     v_BGSK: jax.Array,
     *,
-    positions_B: jax.Array,
+    positions_B: jax.Array | None = None,
     window: int | None = None,
+    seen_BS: jax.Array | None = None,
+    bias_HS: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Attends from one new position per row to a cache of keys and values.
 
@@ -257,15 +292,19 @@ def cached_attention(
       q_BHK: queries.
       k_BGSK, v_BGSK: caches, filled up to and including ``positions_B``; the rest is not looked at.
       positions_B: int32, each row's own position.
-      window: as for :func:`attention`.
+      window, scale: as for :func:`attention`.
+      seen_BS: which keys are seen, instead of those up to ``positions_B``.
+      bias_HS: added to the scores.
 
     Returns:
       [B, H, K] in the dtype of ``q_BHK``.
     """
     (B, H, K), (_, G, S, _) = q_BHK.shape, k_BGSK.shape
     q_BGRK = q_BHK.reshape(B, G, H // G, K)
-    scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * K**-0.5
-    seen = jnp.arange(S) <= positions_B[:, None]
+    scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * (scale or K**-0.5)
+    if bias_HS is not None:
+        scores += bias_HS.reshape(G, H // G, S)
+    seen = jnp.arange(S) <= positions_B[:, None] if seen_BS is None else seen_BS
     if window is not None:
         seen &= jnp.arange(S) > positions_B[:, None] - window
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
@@ -273,7 +312,13 @@ def cached_attention(
 
 
 def _choose_here(
-    implementation: str, q_BTHK, k_BSGK, dropout: float, packed: bool, window: int | None
+    implementation: str,
+    q_BTHK,
+    k_BSGK,
+    dropout: float,
+    packed: bool,
+    window: int | None,
+    only_xla: str | None,
 ) -> str:
     B, T, H, K = q_BTHK.shape
     chosen, reason = _choose(
@@ -286,6 +331,7 @@ def _choose_here(
         packed=packed,
         window=window,
         sizes=(B, H, k_BSGK.shape[1]),
+        only_xla=only_xla,
     )
     if reason:
         _say_once(f"attention: xla, because {reason}")

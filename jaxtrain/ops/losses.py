@@ -68,23 +68,41 @@ def cross_entropy(
     >>> (total / 2).round(4)  # log 2
     Array(0.6931, dtype=float32)
     """
-    B, T, D = x_BTD.shape
-    columns = jax.eval_shape(matmul, jax.ShapeDtypeStruct((1, D), x_BTD.dtype), kernel_DV).shape[1]
-    tiles = _tiles(B, T, columns) if chunk is None else T // chunk
-    if T % tiles or (chunk is not None and tiles * chunk != T):
-        raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     mask_BT = mask_BT.astype(wide(x_BTD.dtype))
     compute = _plain_cross_entropy if isinstance(kernel_DV, Kernel) else _cross_entropy
     return compute(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT)
 
 
-def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
+def log_probs(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    vocab_size: int,
+    bias_V: jax.Array | None = None,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Returns ``log softmax(x @ kernel + bias)[target]`` of every token, float32 [B, T].
+
+    For losses that are no sum over tokens. Logits exist for one tile of tokens at a time, and for
+    gradients they are computed again. Arguments and errors are those of :func:`cross_entropy`.
+    """
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    return -_checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)[0]
+
+
+def _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT):
     @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
     def tile(_, parts):
         logits_NV = _biased(matmul_float32(parts[0], kernel_DV), bias_V)
         return None, _token_losses(vocab_size, logits_NV, parts[1])[0]
 
-    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, mask_BT)
+    return _over_tiles(tile, None, tiles, x_BTD, targets_BT)[1]
+
+
+def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
+    per_token = _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)
     total, hits, z_total = _sums(z_loss, mask_BT, *per_token)[0]
     return total, hits, jax.lax.stop_gradient(z_total)
 
@@ -165,14 +183,14 @@ def _token_losses(vocab_size, logits, targets_N):
     return (log_z - target, target >= peak, log_z), weights / total[:, None]
 
 
-def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
-    """Folds ``tile(sums, (x_ND, targets_N, mask_N)) -> (sums, per_token)`` over tiles of tokens.
+def _over_tiles(tile, start, tiles, x_BTD, *per_target):
+    """Folds ``tile(sums, (x_ND, *per_target)) -> (sums, per_token)`` over tiles of tokens.
 
     Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile
     on one device where the sequence is sharded, a cut of the flattened tokens where the batch is.
     """
     B, T, _ = x_BTD.shape
-    batch = (x_BTD, targets_BT, mask_BT)
+    batch = (x_BTD, *per_target)
     if tiles == 1:
         sums, per_token = tile(start, tuple(a.reshape(B * T, *a.shape[2:]) for a in batch))
         return sums, jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), per_token)
@@ -188,6 +206,16 @@ def _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT):
     return sums, jax.tree.map(
         lambda a: jnp.moveaxis(a, 0, 2).reshape(B, T, *a.shape[3:]), per_token
     )
+
+
+def _count_tiles(x_BTD: jax.Array, kernel_DV: jax.Array, chunk: int | None) -> int:
+    """Into how many tiles the positions are cut; see :func:`cross_entropy`."""
+    B, T, D = x_BTD.shape
+    columns = jax.eval_shape(matmul, jax.ShapeDtypeStruct((1, D), x_BTD.dtype), kernel_DV).shape[1]
+    tiles = _tiles(B, T, columns) if chunk is None else T // chunk
+    if T % tiles or (chunk is not None and tiles * chunk != T):
+        raise ValueError(f"chunk={chunk} does not divide the {T} positions of a row")
+    return tiles
 
 
 def _tiles(B: int, T: int, V: int) -> int:

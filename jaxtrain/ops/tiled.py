@@ -39,12 +39,15 @@ def tiled_attention(
     *,
     causal: bool,
     window: int | None,
-    segments_BT: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
+    bias_HO: jax.Array | None,
     dropout: float,
     rng: jax.Array | None,
     block: int | None,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, of checked shapes.
+
+    ``segments`` are the document numbers of the queries, [B, T], and of the keys, [B, S].
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``.
@@ -53,12 +56,12 @@ def tiled_attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    form = _Form(causal, window, block or _block(T), dropout, S)
+    block = block or _block(T)
+    short = -(-T // block) <= UNROLLED
+    form = _Form(causal, window, block, dropout, S, T if short else -(-T // block) * block)
     rng = rng if dropout else None
-    if -(-T // form.block) <= UNROLLED:
-        out_BGRTK = _tiled(form, q, k, v, segments_BT, rng)
-    else:
-        out_BGRTK = _long(form, q, k, v, segments_BT, rng)
+    bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
+    out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
@@ -76,10 +79,11 @@ class _Form(NamedTuple):
     block: int
     dropout: float
     keys: int
+    queries: int  # with those that fill up tiles
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
     """Attention tiled over queries.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
@@ -87,14 +91,14 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     weights are kept (``KEPT``). Both passes multiply in the dtype they were given with float32
     accumulation.
     """
-    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
+    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)[0]
 
 
-def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
-    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)
-    saved = (q_BGRTK, k_BGSK, v_BGSK, rng)
+def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
+    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)
+    saved = (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng)
     if not _keeps(form, q_BGRTK):
-        return out_BGRTK, (saved, (segments_BT, out_BGRTK, lse_BGRT1), None)
+        return out_BGRTK, (saved, (segments, out_BGRTK, lse_BGRT1), None)
     # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
     # and its log-sum-exp saved, they cost one product and one exponential.
     weights = [
@@ -111,13 +115,13 @@ def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
     return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
-def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
     """Returns the result, the log-sum-exp of each row, and the scores of each tile."""
     R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
     outs, lses, tiles = [], [], []
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
         q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
-        scores = _scores(form, q, k, rows.start, keys.start, segments_BT)
+        scores = _scores(form, q, k, (rows.start, keys.start), segments, bias_GRO)
         peak = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
@@ -132,10 +136,10 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
 
 
 def _backward(form, saved, d_out_BGRTK):
-    (q_BGRTK, k_BGSK, v_BGSK, rng), results, weights = saved
+    (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng), results, weights = saved
     whole_rows = (q_BGRTK, d_out_BGRTK)
     if weights is None:
-        segments_BT, out_BGRTK, lse_BGRT1 = results
+        segments, out_BGRTK, lse_BGRT1 = results
         whole_rows += (_delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
 
     def d_tile(tile, rows, keys, before):
@@ -147,18 +151,19 @@ def _backward(form, saved, d_out_BGRTK):
             # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
             # rematerialised layer has computed for its forward pass as well.
             of_rows, of_keys, _ = jax.lax.optimization_barrier((of_rows, of_keys, before))
-        return _d_tile(form, of_rows, of_keys, (rows.start, keys.start), segments_BT, rng, tile)
+        places = rows.start, keys.start
+        return _d_tile(form, of_rows, of_keys, places, segments, bias_GRO, rng, tile)
 
-    return _d_tiles(form, q_BGRTK, k_BGSK, d_tile)
+    return _d_tiles(form, q_BGRTK, k_BGSK, bias_GRO, d_tile)
 
 
-def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
+def _d_tiles(form, q_BGRTK, k_BGSK, bias_GRO, d_tile):
     """Puts the gradients together from ``d_tile(tile, rows, keys, before)``, those of each tile.
 
     ``before`` are the gradients of keys and values so far.
     """
     dtype = q_BGRTK.dtype
-    d_q = []
+    d_q, d_bias = [], None if bias_GRO is None else jnp.zeros_like(bias_GRO)
     d_k, d_v = (jnp.zeros(k_BGSK.shape, wide(dtype)) for _ in range(2))
 
     def to_all_keys(part, keys):
@@ -166,34 +171,37 @@ def _d_tiles(form, q_BGRTK, k_BGSK, d_tile):
         return jnp.pad(part, ((0, 0), (0, 0), (keys.start, form.keys - keys.stop), (0, 0)))
 
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
-        more_q, more_k, more_v = d_tile(tile, rows, keys, (d_k, d_v))
+        more_q, more_k, more_v, d_scores = d_tile(tile, rows, keys, (d_k, d_v))
         d_q.append(more_q.astype(dtype))
         d_k, d_v = d_k + to_all_keys(more_k, keys), d_v + to_all_keys(more_v, keys)
-    return jnp.concatenate(d_q, axis=3), d_k.astype(dtype), d_v.astype(dtype), None, None
+        d_bias = _add_to_bias(form, d_bias, d_scores, (rows.start, keys.start))
+    d_k, d_v = d_k.astype(dtype), d_v.astype(dtype)
+    return jnp.concatenate(d_q, axis=3), d_k, d_v, None, d_bias, None
 
 
 _tiled.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
     """Attention tiled over queries and keys, by a loop over the tiles in which any key is seen.
 
     The softmax is put together from tiles (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682):
     scores exist for one tile of ``block`` x ``block`` at a time.
     """
-    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng)[0]
+    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)[0]
 
 
-def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
+def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
     (R, T), dtype = q_BGRTK.shape[2:4], q_BGRTK.dtype
-    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+    inputs = (q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO)
+    q, k, v, segments, bias = _padded(form, *inputs)
 
     def step(sums, place):
         rows, keys, tile = place
         out, total, peak = (_merge(_cut(form, rows, x)) for x in sums)
         k_tile, v_tile = _cut(form, keys, k), _cut(form, keys, v)
-        scores = _scores(form, _cut(form, rows, q), k_tile, rows, keys, segments)
+        scores = _scores(form, _cut(form, rows, q), k_tile, (rows, keys), segments, bias)
         higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(peak - higher)
@@ -211,32 +219,37 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng):
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
     out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
     lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
-    return out_BGRTK, (q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1)
+    return out_BGRTK, (inputs, rng, out_BGRTK, lse_BGRT1)
 
 
 def _long_backward(form, saved, d_out_BGRTK):
-    q_BGRTK, k_BGSK, v_BGSK, segments_BT, rng, out_BGRTK, lse_BGRT1 = saved
-    T, dtype = q_BGRTK.shape[3], q_BGRTK.dtype
-    q, k, v, segments = _padded(form, q_BGRTK, k_BGSK, v_BGSK, segments_BT)
+    inputs, rng, out_BGRTK, lse_BGRT1 = saved
+    T, dtype = inputs[0].shape[3], inputs[0].dtype
+    q, k, v, segments, bias = _padded(form, *inputs)
     # Rows of padding have no gradient, so they add none, whatever their weights.
     others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
     whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
 
     def step(sums, place):
-        d_q, d_k, d_v = sums
+        (d_q, d_k, d_v), d_bias = sums
         rows, keys, tile = place
         of_rows = [_cut(form, rows, x) for x in whole_rows]
         of_keys = _cut(form, keys, k), _cut(form, keys, v)
-        more_q, more_k, more_v = _d_tile(form, of_rows, of_keys, (rows, keys), segments, rng, tile)
+        more_q, more_k, more_v, d_scores = _d_tile(
+            form, of_rows, of_keys, (rows, keys), segments, bias, rng, tile
+        )
         d_q = _put(rows, d_q, _cut(form, rows, d_q) + more_q)
         d_k = _put(keys, d_k, _cut(form, keys, d_k) + more_k)
         d_v = _put(keys, d_v, _cut(form, keys, d_v) + more_v)
-        return (d_q, d_k, d_v), None
+        return ((d_q, d_k, d_v), _add_to_bias(form, d_bias, d_scores, (rows, keys))), None
 
     start = _pin(tuple(jnp.zeros(x.shape, wide(dtype)) for x in (q, k, v)))
-    (d_q, d_k, d_v), _ = jax.lax.scan(step, start, _places(form, T))
+    start = start, None if bias is None else jnp.zeros_like(bias)
+    ((d_q, d_k, d_v), d_bias), _ = jax.lax.scan(step, start, _places(form, T))
     d_q, d_k, d_v = d_q[:, :, :, :T], d_k[:, :, : form.keys], d_v[:, :, : form.keys]
-    return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, None
+    if d_bias is not None:
+        d_bias = d_bias[..., form.queries - T :][..., : T + form.keys - 1]
+    return *(x.astype(dtype) for x in (d_q, d_k, d_v)), None, d_bias, None
 
 
 _long.defvjp(_long_forward, _long_backward)
@@ -247,10 +260,11 @@ def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
     return (out_BGRTK.astype(wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
 
 
-def _d_tile(form: _Form, of_rows, of_keys, starts, segments_BT, rng, tile):
-    """One tile's part of the gradients of its rows of q, and of its keys and values."""
+def _d_tile(form: _Form, of_rows, of_keys, starts, segments, bias_GRO, rng, tile):
+    """One tile's part of the gradients of its rows of q, and of its keys and values, and the
+    gradient of its scores."""
     q, d_out, delta, lse = of_rows
-    scores = _scores(form, q, of_keys[0], *starts, segments_BT)
+    scores = _scores(form, q, of_keys[0], starts, segments, bias_GRO)
     weights = jnp.exp(scores - _merge(lse))
     return _d_weighted(form, weights, q, d_out, delta, of_keys, rng, tile)
 
@@ -264,22 +278,24 @@ def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys
         delta = (weights * d_weights).sum(axis=-1, keepdims=True)
     else:
         delta = _merge(delta_BGRT1)
-    d_scores = (scale * weights * (d_weights - delta)).astype(dtype)
+    of_scores = weights * (d_weights - delta)
+    d_scores = (scale * of_scores).astype(dtype)
     weights = _drop(weights, form, rng, tile).astype(dtype)
     d_q = _split(wide_einsum("bgns,bgsk->bgnk", d_scores, k), q_BGRTK.shape[2])
     d_k = wide_einsum("bgns,bgnk->bgsk", d_scores, q_BGNK)
-    return d_q, d_k, wide_einsum("bgns,bgnk->bgsk", weights, d_out_BGNK)
+    return d_q, d_k, wide_einsum("bgns,bgnk->bgsk", weights, d_out_BGNK), of_scores
 
 
-def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> jax.Array:
+def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Array:
     """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
     (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
+    first_row, first_key = starts
     whole = isinstance(first_key, int)  # a tile that is written out sees all its keys
 
     # What is rematerialised, JAX does not compute ahead of loops. A mask is the same in every
     # layer: broadcast to the shape of the scores, one of each tile would be held through the step.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def masked(scores_BGNS, first_row, first_key, segments_BT):
+    def masked(scores_BGNS, first_row, first_key, segments):
         t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
         if form.causal:
             near = t_N1 >= s_S
@@ -287,15 +303,41 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, first_row, first_key, segments_BT) -> 
             scores_BGNS = jnp.where(near, scores_BGNS, MASKED)
         elif form.keys % form.block and not whole:
             scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
-        if segments_BT is not None:
-            row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments_BT, first_row, T, axis=1), R)
-            key_BS = jax.lax.dynamic_slice_in_dim(segments_BT, first_key, S, axis=1)
+        if segments is not None:
+            row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments[0], first_row, T, axis=1), R)
+            key_BS = jax.lax.dynamic_slice_in_dim(segments[1], first_key, S, axis=1)
             same_BNS = row_BN[:, :, None] == key_BS[:, None, :]
             scores_BGNS = jnp.where(same_BNS[:, None], scores_BGNS, MASKED)
         return scores_BGNS
 
     scores = wide_einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
-    return masked(scores, first_row, first_key, segments_BT)
+    if bias_GRO is not None:
+        scores += _bias_of_tile(bias_GRO, starts, form.queries, (T, S))
+    return masked(scores, first_row, first_key, segments)
+
+
+def _bias_of_tile(bias_GRO, starts, queries: int, shape: tuple[int, int]) -> jax.Array:
+    """The bias [G, R * T, S] of a tile of T rows and S keys that begins at ``starts``."""
+    (G, R, _), (T, S), (first_row, first_key) = bias_GRO.shape, shape, starts
+    # Of row t and key s: entry s - t + T - 1 of those that the tile needs. Copies of them, each one
+    # entry longer than what a row takes, are the rows, each moved by one: no gather, no scatter.
+    n = T + S - 1
+    first = first_key - first_row - T + queries
+    needed = jax.lax.dynamic_slice_in_dim(bias_GRO, first, n, axis=2)
+    copies = jnp.tile(jnp.pad(needed, ((0, 0), (0, 0), (0, 1))), T)
+    rows_GRTO = copies[..., : T * n].reshape(G, R, T, n)
+    return rows_GRTO[..., T - 1 :].reshape(G, R * T, S)
+
+
+def _add_to_bias(form: _Form, d_bias_GRO, d_scores_BGNS, starts):
+    """Adds what a tile's scores give to the gradient of the bias; None stays None."""
+    if d_bias_GRO is None:
+        return None
+    shape = d_scores_BGNS.shape[2] // d_bias_GRO.shape[1], d_scores_BGNS.shape[3]
+    back = jax.linear_transpose(
+        lambda bias: _bias_of_tile(bias, starts, form.queries, shape), d_bias_GRO
+    )
+    return d_bias_GRO + back(d_scores_BGNS.sum(axis=0))[0]
 
 
 def _merge(x_BGRTK: jax.Array) -> jax.Array:
@@ -335,10 +377,15 @@ def _places(form: _Form, T: int) -> jax.Array:
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 
 
-def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments_BT):
+def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO):
     q = _pad(form, q_BGRTK, axis=3)
     k, v = (_pad(form, x, axis=2) for x in (k_BGSK, v_BGSK))
-    return q, k, v, None if segments_BT is None else _pad(form, segments_BT, axis=1)
+    if segments is not None:
+        segments = tuple(_pad(form, x, axis=1) for x in segments)
+    if bias_GRO is not None:
+        more = (form.queries - q_BGRTK.shape[3], -form.keys % form.block)
+        bias_GRO = jnp.pad(bias_GRO, ((0, 0), (0, 0), more))
+    return q, k, v, segments, bias_GRO
 
 
 def _pad(form: _Form, x: jax.Array, *, axis: int) -> jax.Array:

@@ -1,26 +1,28 @@
-"""What a run of ``experiments.gpt`` or ``bert`` has trained: model, parameters and tokenizer."""
+"""What a run of a language model has trained: its model, parameters and tokenizer."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import encoder, gpt
-from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models import encoder, encoder_decoder, gpt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
 
-# By the experiment's name: what its models are, and what makes their parameters.
-MODELS = {"gpt": (GPTConfig, gpt.init), "bert": (EncoderConfig, encoder.init)}
-Model = GPTConfig | EncoderConfig
+# What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
+FORMS = {
+    "decoder": (gpt.GPTConfig, gpt),
+    "encoder": (encoder.EncoderConfig, encoder),
+    "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
+}
+Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 
 
 def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer]:
@@ -38,7 +40,8 @@ def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-        shapes = jax.eval_shape(lambda: _kind(stored)[1](model, jax.random.key(0)))
+        module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
+        shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
         params = checkpoints.restore_params(shapes, step)
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
@@ -84,7 +87,10 @@ def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
     Raises:
       ValueError: where that is no model's.
     """
-    sizes, (kind, _) = stored.get("model"), _kind(stored)
+    sizes, form = stored.get("model"), stored.get("form", "decoder")
+    if form not in FORMS:
+        raise ValueError(f"{where} has a model of the form {form!r}: known are {', '.join(FORMS)}")
+    kind, _ = FORMS[form]
     known = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(sizes, dict) or not sizes.keys() <= known:
         raise ValueError(f"{where} has no model with the sizes of a {kind.__name__}")
@@ -92,7 +98,3 @@ def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
         return kind(**sizes)
     except TypeError as error:  # one is missing
         raise ValueError(f"{where} has no whole model ({error})") from None
-
-
-def _kind(stored: Mapping[str, Any]) -> tuple[type, Callable[..., Any]]:
-    return MODELS.get(str(stored.get("experiment")), MODELS["gpt"])

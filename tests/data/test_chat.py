@@ -140,6 +140,15 @@ def test_templates_agree_with_transformers(family, tokenizer, theirs):
         assert counts.tolist() == found["assistant_masks"]
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama-3", "phi-3"])
+def test_a_prompt_s_special_tokens_are_those_of_transformers(name, tokenizer, theirs):
+    text = ChatTemplate(FAMILIES[name]).render(MESSAGES[:4], add_generation_prompt=True)
+    ids = data.encode_prompt(text, tokenizer)
+    assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) < len(tokenizer.encode(text))
+    assert data.encode_prompt("", tokenizer).tolist() == []
+
+
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*MARKED, "phi-3"}))
 def test_without_spans_what_an_assistant_turn_adds_counts(family):
     chat = ChatTemplate(FAMILIES[family], TOKENS)
@@ -194,7 +203,8 @@ def test_a_store_of_conversations_counts_what_the_assistant_says(
         seen += row["targets"][row["mask"] > 0].tolist()
     told = ByteTokenizer().decode(seen)
     assert told.count("<|im_end|>") == len(corpus.starts) <= len(rows)
-    assert set(told.replace("<|im_end|>", "")) == {"n"}
+    assert told.count("<|im_end|>\n") == len(corpus.starts)  # the way to the end counts
+    assert set(told.replace("<|im_end|>\n", "")) == {"n"}
     assert store.manifest["sets"]["train"]["counted"] == len(seen)
     held_out = store.held_out(10_000)
     assert held_out.counts.sum() == store.manifest["sets"]["held_out"]["counted"] > 0
@@ -220,9 +230,11 @@ def test_the_end_counts_once_where_the_assistant_has_the_last_word(tokenizer):
             0,
         ),
     ):
-        document = template.document("x", {"messages": MESSAGES[:3] + more}, "x")
+        (document,) = template.conversations("x", {"messages": MESSAGES[:3] + more})
         corpus = tokenize([document], encoder)
         assert (corpus.tokens[-1], corpus.counts[-1]) == (encoder.eod, counts)
+        # From the last word on without a gap: else what is generated would not get there.
+        assert corpus.counts[-3:].all() or not counts
     assert corpus.tokens[corpus.counts > 0].tolist().count(tokenizer.eod) == 1  # the template's
 
 
@@ -366,12 +378,13 @@ def test_preferences_are_two_conversations():
 def test_bad_records_are_one_sentence(template, record, message):
     chat = ChatTemplate(TEMPLATES.get(template, template))
     with pytest.raises(ValueError, match=rf"^row 1 .*{message}"):
-        chat.document("x", record, "row 1")
+        chat.conversations("x", record, "row 1")
 
 
 def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
     conversations(tmp_path / "chat.jsonl")
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": "a", "rejected": "b"}) + "\n")
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    (tmp_path / "same.jsonl").write_text(json.dumps(same) + "\n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
@@ -390,7 +403,7 @@ def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
         ("chat.jsonl", "bad.jinja", "the chat template is not Jinja (line 1: "),
         ("chat.jsonl", "none.jinja", "none.jinja' does not exist; give a file, or chatml or plain"),
         ("chat.jsonl", "tokenizer_config.json", "tokenizer_config.json' has no template"),
-        ("pairs.jsonl", "plain", "pairs.jsonl' line 1 prefers one conversation to another"),
+        ("same.jsonl", "plain", "same.jsonl' line 1 prefers a conversation to itself, or to its"),
         ("python", "plain", "'python' is source code, no conversations"),
     ):
         out = tmp_path / "store"

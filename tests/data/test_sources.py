@@ -197,6 +197,15 @@ def test_parquet_rows(tmp_path, kind):
     assert [d.name for d in split.train] == [n for n in expected if hash_fraction(n) >= 0.05]
 
 
+def test_both_forms_of_arrow_are_read(tmp_path):
+    table = pyarrow.table({"text": [f"row {n} ß" for n in range(50)]})
+    for name, writer in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
+        with writer(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table, 7)
+        rows = text_folder(tmp_path / f"{name}.arrow", held_out=0.0).train
+        assert [row.text.decode() for row in rows] == table["text"].to_pylist()
+
+
 def test_parquet_is_not_loaded_whole(tmp_path):
     texts = [f"{n:05d}" * 2000 for n in range(2000)]
     write_parquet(tmp_path / "d.parquet", {"text": texts}, row_group_size=100, use_dictionary=False)

@@ -375,6 +375,9 @@ def test_a_source_that_is_bad_or_empty_leaves_nothing(texts, tmp_path):
     (texts / "lines.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="there are no documents to tokenize; check the source"):
         data.write_store(data.text_folder(texts / "lines.jsonl"), BYTES, path)
+    (texts / "empty.jsonl").write_text('{"text": ""}\n' * 40)
+    with pytest.raises(ValueError, match="there are no documents with text to tokenize; check"):
+        data.write_store(data.text_folder(texts / "empty.jsonl"), BYTES, path)
     (texts / "00.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"00.txt' is not UTF-8"):
         data.write_store(data.text_folder(texts), BYTES, path)

@@ -120,9 +120,20 @@ def test_the_rate_is_of_the_products_that_are_said():
     assert products.flops == 2 * products.size**3 * products.count
     x = products._chain(products._matrix)
     assert x.dtype == "bfloat16"
-    # Rows sum to 1, so products of such matrices are that matrix again.
-    np.testing.assert_allclose(np.float32(x), 1 / products.size, rtol=0.02)
+    expected = np.linalg.matrix_power(np.float32(products._matrix), products.count + 1)
+    assert np.linalg.norm(np.float32(x) - expected) < 0.02 * np.linalg.norm(expected)
+    # Random numbers that stay as large as they are.
+    assert np.std(expected) == pytest.approx(products.size**-0.5, rel=0.05)
     assert products._chain.cost_analysis()["flops"] == pytest.approx(products.flops, rel=0.01)
+
+
+def test_tokens_are_as_frequent_as_words_are():
+    model, _ = row.model_and_rows("gpt2-124m")
+    counts = np.bincount(row.make_batch(model, 64)["tokens"].ravel(), minlength=model.vocab_size)
+    ranks = np.array([1, 2, 10])
+    share = 1 / ranks / (1 / np.arange(1, model.vocab_size + 1)).sum()
+    np.testing.assert_allclose(counts[ranks - 1] / counts.sum(), share, rtol=0.1)
+    assert len(counts) == model.vocab_size
 
 
 def test_facts_of_a_compiled_step():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from experiments.gpt import (
     model_config,
     outline,
 )
-from jaxtrain import data
+from jaxtrain import data, hf
 from jaxtrain.data.chat import Conversation
+from jaxtrain.models import gpt
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.loop import fit
 from jaxtrain.run.main import main, parse, run_to_resume
@@ -227,7 +229,10 @@ def test_unknown_names_list_what_is_allowed(flag, allowed, capsys):
 def test_simulated_devices_and_the_command_line_of_a_fresh_process(texts, tmp_path):
     command = [sys.executable, "-m", "experiments.gpt", *SMALL, "--data", texts]
     command += ["--simulate-devices", "4", "--mesh.tensor", "2", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    # tensorboardX would import PyTorch, which takes seconds.
+    (tmp_path / "torch.py").write_text("raise SystemExit('PyTorch was imported')")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "4 x cpu" in done.stdout
     assert "data 2 x tensor 2" in done.stdout
@@ -341,3 +346,37 @@ def test_a_store_gives_the_batches_of_its_text_with_its_own_tokenizer(texts, tmp
     jax.tree.map(np.testing.assert_array_equal, dict(fitted), wanted)
     with pytest.raises(ValueError, match="made with another tokenizer than '300': leave"):
         first("--data", path, "--tokenizer", "300")
+
+
+@pytest.mark.slow
+def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
+    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" * (n % 5)} for n in range(1, 90)]
+    lines = [json.dumps(line) + "\n" for line in lines if line["rejected"]]
+    (tmp_path / "pairs.jsonl").write_text("".join(lines))
+    split = data.text_folder(tmp_path / "pairs.jsonl", chat=data.load_template("plain"))
+    data.write_store(split, data.ByteTokenizer(), tmp_path / "store")
+    model = gpt.GPTConfig(vocab_size=257, seq_len=32, layers=1, width=16, heads=2)
+    hf.save(tmp_path / "model", model, gpt.init(model, jax.random.key(0)))
+    run, flags = tmp_path / "run", ["--tokenizer", "bytes", "--data", str(tmp_path / "store")]
+    begin = ["--init-from", str(tmp_path / "model")]
+    more = ["--steps", "6", "--global-batch", "8", "--sample-tokens", "4", "--eval-first"]
+    more += ["--eval-every", "6", "--optimizer.learning-rate", "0.01", "--no-save-frozen"]
+    main(Config, build, [*flags, *begin, *more, "--run-dir", str(run)])
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"held-out loss 0\.\d+ nats per preference, of which .*% are as the text", printed
+    )
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = [line["eval/loss"] for line in log if "eval/loss" in line]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
+    assert losses[-1] < losses[0]
+    generate.main(["--run", str(run), "--prompt", "7?", "--tokens", "3"])
+    assert capsys.readouterr().out.startswith("7?")
+    for given, message in (
+        (flags, "preferences refine a trained model: .* --init-from"),
+        ([*flags, *begin, "--dpo-beta", "0"], "--dpo-beta is 0.0: give a number above 0"),
+        ([*flags, *begin, "--z-loss", "0.1"], "--z-loss 0.1 is not for preferences"),
+        ([*begin, "--tokenizer", "bytes", "--dpo-beta", "1"], "--data has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            outline(parse(Config, given))

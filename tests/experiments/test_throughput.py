@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -241,14 +242,18 @@ def test_rematerialisation_is_tried_where_nothing_fits_without(capsys, monkeypat
 def test_a_variant_for_each_combination(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_already=1")
     config = dataclasses.replace(
-        TINY, remat=("full", "dots"), scan_unroll=(1, 4), xla_flags=("", "xla_a=1 --xla_b=2")
+        TINY,
+        remat=("full", "dots"),
+        scan_unroll=(1, 4),
+        loss_chunk=(8, 16),
+        xla_flags=("", "xla_a=1 --xla_b=2"),
     )
     model = throughput.make_model(config)
     lists = throughput.jaxtrain_contenders(config, model, backend="cpu", environment={})
     found = [contender for alike in lists for contender in alike]
-    assert len({contender.name for contender in found}) == 8
-    shapes = {(c.trial.model.remat, c.trial.model.scan_unroll) for c in found}
-    assert shapes == {("full", 1), ("full", 4), ("dots", 1), ("dots", 4)}
+    assert len({contender.name for contender in found}) == 16
+    shapes = {tuple(getattr(c.trial.model, name) for name in throughput.VARIED) for c in found}
+    assert shapes == set(itertools.product(("full", "dots"), (1, 4), (8, 16)))
     flags = {contender.facts()["xla_flags"] for contender in found}
     assert flags == {"--xla_already=1", "--xla_already=1 --xla_a=1 --xla_b=2"}
 
@@ -269,6 +274,7 @@ def test_a_gpu_is_jax_s_as_far_as_it_is_pytorch_s(monkeypatch):
         ({"seq_len": 0}, "seq_len=0"),
         ({"precision": "bf17"}, "precision 'bf17' is not known"),
         ({"scan_unroll": (5,)}, "--scan-unroll has 5: give 1 to 4"),
+        ({"loss_chunk": (5,)}, "--loss-chunk has 5: give a divisor of the 16 tokens"),
         ({"rounds": 0}, "--rounds is 0"),
         ({"timings": 1}, "--timings is 1"),
     ],

@@ -111,7 +111,7 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"head_dim": 5, "rope_theta": 1e4}, "head_dim=5 is odd; use an even head width"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number"),
         ({"norm_position": "sandwich"}, "norm_position='sandwich' is not one of pre, post"),
-        ({"mlp": "relu"}, "mlp='relu' is not one of gelu, gelu_exact, swiglu"),
+        ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
     ],
 )

@@ -71,6 +71,49 @@ def seen_by(causal):
 
 
 @pytest.mark.parametrize(
+    ("T", "S", "causal", "block"), [(7, 7, True, None), (9, 13, False, 3), (13, 10, False, 2)]
+)
+def test_a_bias_by_distance_and_other_keys_are_those_of_the_definition(T, S, causal, block):
+    """Tiles that are written out, and a loop over them; values and all gradients."""
+    r, H = np.random.default_rng(T), 4
+    shapes = [(2, T, H, 4), (2, S, 2, 4), (2, S, 2, 4), (H, S + T - 1), (2, T, H, 4)]
+    *args, w = (r.standard_normal(shape) for shape in shapes)
+    segments, keys = np.ones((2, T), int), (np.arange(S) < np.array([[S], [S - 3]])).astype(int)
+    keys = segments if causal else keys
+    form = {"segments_BT": segments, "key_segments_BS": keys, "scale": 1.0, "block": block}
+
+    def ours(q, k, v, bias):
+        return attention(q, k, v, causal=causal, bias_HO=bias, **form)
+
+    def defined(q, k, v, bias):
+        scores = jnp.einsum("bthk,bshk->bhts", q, jnp.repeat(k, 2, axis=2))
+        scores += bias[:, np.arange(S) - np.arange(T)[:, None] + T - 1]
+        seen = segments[:, :, None] == keys[:, None]
+        seen = jnp.tril(seen) if causal else seen
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
+        return jnp.einsum("bhts,bshk->bthk", weights, jnp.repeat(v, 2, axis=2))
+
+    with jax.enable_x64(True):
+        found, expected = (
+            jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * w).sum(), (0, 1, 2, 3)))(*args)
+            for f in (ours, defined)
+        )
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def test_no_fused_kernel_takes_a_bias():
+    shape = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 128}
+    said = explain_choice("auto", **shape, backend="tpu", only_xla="attention without a bias")
+    assert said == "xla (splash needs attention without a bias)"
+    q = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"bias_HO has shape \(2, 4\): give \(2, 7\)"):
+        attention(q, q, q, bias_HO=jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="key_segments_BS needs segments_BT"):
+        attention(q, q, q, key_segments_BS=jnp.ones((1, 4), int))
+
+
+@pytest.mark.parametrize(
     ("causal", "documents"), [(True, None), (True, 3), (False, None), (False, 3), (4, 2)]
 )
 def test_gradients_are_those_of_the_definition(causal, documents):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.activations import gelu, swiglu
+from jaxtrain.ops.activations import geglu, gelu, relu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.rotary import rotary_angles, rotate
 
@@ -38,6 +38,8 @@ CASES = {
     "rms_norm": (functools.partial(rms_norm, eps=EPS), plain_rms_norm, (WIDE, ROW)),
     "gelu": (gelu, plain_gelu, (WIDE,)),
     "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
+    "geglu": (geglu, lambda gate, up: plain_gelu(gate) * up, (WIDE, WIDE)),
+    "relu": (relu, jax.nn.relu, (WIDE,)),
 }
 
 

@@ -44,7 +44,7 @@ def flags_of(texts, run, *more):
 def launch(processes, devices, *command, timeout=300):
     line = [sys.executable, "-m", "jaxtrain", "launch", "--processes", str(processes)]
     line += ["--simulate-devices-per-process", str(devices), "--", sys.executable, *command]
-    environment = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT)}
+    environment = {**QUICK, **os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )

@@ -27,8 +27,16 @@ def need(text):
     return parse_target(text).devices()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    ("axis", "target"),
+    [
+        ("data", "h100:1x8"),
+        ("fsdp", "v5e:2x4"),
+        pytest.param("data", "v5e:2x4", marks=pytest.mark.slow),
+        pytest.param("fsdp", "h100:1x8", marks=pytest.mark.slow),
+        *[pytest.param("tensor", target, marks=pytest.mark.slow) for target in TARGETS],
+    ],
+)
 def test_each_axis_communicates_along_itself_alone(target, axis):
     devices = need(target)
     train, _, mesh = steps.compile_gpt(devices=devices, policy=jt.Policy.bf16(), **{axis: 8})
@@ -52,7 +60,7 @@ def test_a_mixed_mesh_is_read_without_a_question_left(target):
     assert unexpected_gathers(program, state.params, mesh, layers="blocks") == ()
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [pytest.param("v5e:2x4", marks=pytest.mark.slow), "h100:1x8"])
 def test_a_hidden_gather_is_reported(target):
     devices = need(target)
     change = steps.needing_whole("blocks", "mlp", "down", "kernel")

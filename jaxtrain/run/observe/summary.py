@@ -11,6 +11,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe.report.command import leave_report
 from jaxtrain.state import TrainState, local_bytes
 
 
@@ -79,6 +80,7 @@ def print_conclusion(
     terminal.print_lines(
         [
             *lines,
+            *(leave_report(run_dir) if jax.process_index() == 0 else ()),
             f"checkpoints  {run_dir}/checkpoints",
             f"TensorBoard  {run_dir}/tensorboard",
             f"JSONL log    {run_dir}/log.jsonl",

@@ -7,8 +7,9 @@ import logging
 import math
 import socket
 import struct
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -125,8 +126,9 @@ class TensorBoardWriter(_FileWriter):
         resume_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        # It imports PyTorch where there is one, which takes seconds.
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        # The package imports PyTorch where there is one, for seconds and nothing that is used here.
+        with _passing_for_absent("torch"):
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
@@ -314,6 +316,19 @@ def _lines_up_to(path: epath.Path, step: int) -> list[str]:
         if keep:
             kept.append(line + "\n")
     return kept
+
+
+@contextlib.contextmanager
+def _passing_for_absent(module: str) -> Iterator[None]:
+    """Hides a module from what is imported meanwhile, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def _checksum(data: bytes) -> bytes:

@@ -65,7 +65,7 @@ class Process:
         deadline = time.monotonic() + PATIENCE
         while not condition() and not self.ended():
             assert time.monotonic() < deadline, self.errors
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -111,6 +111,7 @@ def test_three_kills_one_of_them_during_a_save(texts, tmp_path):
     assert kills == 3
 
 
+@pytest.mark.slow
 def test_kills_of_a_run_with_many_steps_per_call(texts, tmp_path):
     moments, more = [kill_in_a_step, kill_during_a_save], ["--steps-per-call", "4"]
     # Not a multiple of 4: the last call is shorter.

@@ -1,0 +1,1 @@
+"""Training that begins with a trained model."""

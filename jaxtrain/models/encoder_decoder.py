@@ -1,0 +1,581 @@
+"""T5: an encoder and a decoder that attends to it, as pure functions of plain dicts.
+
+Raffel et al. 2020, https://arxiv.org/abs/1910.10683, and the form of v1.1 and Flan-T5. The blocks
+are those of all models; what is T5's own is here: RMSNorm before each branch, no biases in dense
+layers, scores that are not divided by sqrt(K), and a bias by distance that all layers of a stack
+share. The two stacks of layers are two stacks of one pipeline.
+
+A batch is a dict: ``source`` int32 [B, S]; ``tokens`` int32 [B, T], what the decoder reads;
+``targets`` int32 and ``mask`` float32 [B, T], what it is to say; and optionally
+``source_segments`` [B, S] and ``segments`` [B, T], int32 document numbers from 1, 0 for padding: a
+position sees its own document alone, of both sequences. With ``source_segments`` alone the target
+is document 1.
+
+Dropout is on the embeddings, the residual branches and the encoder's result, and on attention's
+weights by a rate of its own; T5's code has it within the MLP and before the head too.
+
+Shapes: B rows, S source positions, T target positions, D width, H heads, K features per head,
+V rows of the token table, R buckets of distances, O = S + T - 1 distances.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models import layers
+from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
+from jaxtrain.models.remat import REMAT, rematerialise
+from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.ops.attention import attention
+from jaxtrain.ops.linear import matmul_float32
+from jaxtrain.ops.losses import cross_entropy
+from jaxtrain.ops.numerics import drop
+from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
+from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.parallel.stack import Stack
+from jaxtrain.tree import map_named, named_leaves
+
+Params = Mapping[str, Any]
+Batch = Mapping[str, jax.Array]
+
+STACKS = ("encoder", "decoder")
+
+# Parameter path to logical axes; the first match decides.
+RULES = OptionalRules(
+    (
+        (r"^embed/tokens$", ("vocab", "embed")),
+        (r"^distance/(encoder|decoder)/table$", (None, "heads")),
+        (r"^(en|de)coder/(attn|cross)/q/kernel$", ("layers", "embed", "heads")),
+        (r"^(en|de)coder/(attn|cross)/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
+        (r"^(en|de)coder/(attn|cross)/out/kernel$", ("layers", "heads", "embed")),
+        (r"^(en|de)coder/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
+        (r"^(en|de)coder/mlp/down/kernel$", ("layers", "mlp", "embed")),
+        (r"^(en|de)coder/norm_(attn|cross|mlp)/scale$", ("layers", None)),
+        (r"^(encoder|final)_norm/scale$", (None,)),
+        (r"^head/kernel$", ("embed", "vocab")),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(LayerFields):
+    """The shape of a T5; the defaults are the first T5's.
+
+    Args:
+      vocab_size: number of tokens; the table's rows are ``padded_vocab``.
+      source_len, target_len: tokens per row of the two sequences in training.
+      layers: of the encoder.
+      decoder_layers: None means ``layers``.
+      tied: the output projection is the transposed token table.
+      scaled_head: what the head is given is divided by sqrt(D); None means where it is tied.
+      buckets, max_distance: distances between positions fall into so many buckets, the last of
+        which begins at the largest distance.
+      remat, scan_unroll, z_loss, vocab_multiple: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+      loss_chunk: target positions per tile of logits; None chooses.
+
+    The other arguments are those of each layer, :class:`~jaxtrain.models.config.LayerFields`.
+
+    >>> t5_small().head_dim, flan_t5_small().mlp
+    (64, 'geglu')
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    mlp: Literal[tuple(ACTIVATIONS)] = "relu"  # type: ignore[valid-type]
+    bias: bool = False
+    vocab_size: int
+    source_len: int
+    target_len: int
+    layers: int
+    decoder_layers: int | None = None
+    tied: bool = True
+    scaled_head: bool | None = None
+    buckets: int = 32
+    max_distance: int = 128
+    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
+    scan_unroll: int | None = None
+    loss_chunk: int | None = None
+    z_loss: float = 0.0
+    vocab_multiple: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in {"decoder_layers": self.layers, "scaled_head": self.tied}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.buckets % 2 or self.buckets < 4 or self.max_distance <= self.buckets // 2:
+            raise ValueError(
+                f"buckets={self.buckets} must be even and at least 4, and max_distance="
+                f"{self.max_distance} above half of it"
+            )
+        if self.rope_scaling is not None or self.window is not None:
+            raise ValueError("a T5 has neither rotary positions nor a window: leave both out")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
+        if self.loss_chunk is not None and self.target_len % self.loss_chunk:
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk} must be a divisor of target_len={self.target_len}, "
+                "or None"
+            )
+        _ = self.block  # It has checks of its own.
+
+    @functools.cached_property
+    def block(self) -> BlockConfig:
+        """One of the encoder's layers, which see both ways."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        return BlockConfig(**shared, causal=False)
+
+    @functools.cached_property
+    def decoder(self) -> BlockConfig:
+        """One of the decoder's layers."""
+        return dataclasses.replace(self.block, causal=True)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def positions(self) -> str:
+        """They are in the attention, and not in the embedding."""
+        return "relative"
+
+
+class DecoderBlock(layers.Block):
+    """One layer of a decoder that reads an encoder: a branch of attention to its result between
+    the two of a block."""
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.norm_cross = layers.Norm(config)
+        self.cross = layers.Attention(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        attend: layers.Attend,
+        attend_to_memory: layers.Attend,
+        *,
+        rng: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[Any, Any]]:
+        def attn(x):
+            return self.attn(x, None, attend)
+
+        def cross(x):
+            return self.cross(x, None, attend_to_memory, memory_BSD)
+
+        x_BTD, own = self.add(x_BTD, self.norm_attn, attn, layers.fold(rng, 0))
+        x_BTD, other = self.add(x_BTD, self.norm_cross, cross, layers.fold(rng, 3))
+        x_BTD, _ = self.add(
+            x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), layers.fold(rng, 1)
+        )
+        return constrain(x_BTD, "batch", "sequence", None), (own, other)
+
+
+class DistanceBias(nnx.Module):
+    """What is added to scores, by the bucket of the distance: a table [R, H]."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        shape = (config.buckets, config.heads)
+        self.table = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+    def __call__(self, buckets_O: jax.Array) -> jax.Array:
+        return constrain(layers.look_up(buckets_O, self.table, None).T, "heads", None)
+
+
+def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:
+    """Draws float32 parameters with T5's standard deviations; an untied head's is 1 / sqrt(D).
+
+    Returns:
+      A nested dict: ``embed``, ``distance``, ``encoder`` and ``decoder`` (each with a leading axis
+      of layers), ``encoder_norm``, ``final_norm`` and, untied, ``head``.
+
+    >>> params = jax.eval_shape(lambda: init(t5_small(), jax.random.key(0)))
+    >>> params["decoder"]["cross"]["q"]["kernel"].shape
+    (6, 512, 512)
+    """
+    rng_embed, rng_encoder, rng_decoder, rng_distance, rng_head = jax.random.split(rng, 5)
+
+    def stack(module, block, count, rng):
+        make = functools.partial(layers.pure, module, block)
+        return jax.vmap(make)(jax.random.split(rng, count))
+
+    def distance(index):
+        return layers.pure(DistanceBias, config, jax.random.fold_in(rng_distance, index))
+
+    params = {
+        "embed": layers.pure(layers.Embed, config, rng_embed),
+        "distance": {name: distance(i) for i, name in enumerate(STACKS)},
+        "encoder": stack(layers.Block, config.block, config.layers, rng_encoder),
+        "encoder_norm": layers.pure(layers.Norm, config.block, rng_head),
+        "decoder": stack(DecoderBlock, config.decoder, config.decoder_layers, rng_decoder),
+        "final_norm": layers.pure(layers.Norm, config.decoder, rng_head),
+    }
+    if not config.tied:
+        params["head"] = layers.pure(layers.Head, config, rng_head)
+    width, inner = config.width, config.heads * config.block.head_dim
+    inputs = {"q": width * config.block.head_dim, "out": inner, "down": config.mlp_width}
+
+    def scaled(path: str, x: jax.Array) -> jax.Array:
+        *_, layer, kind = path.split("/")
+        if kind in ("scale", "bias"):
+            return x
+        variance = 1.0 if kind == "tokens" else 1 / inputs.get(layer, width)
+        return x * (variance**0.5 / INIT_STD)
+
+    return map_named(scaled, params)
+
+
+def loss_fn(config: T5Config) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
+    """Returns ``loss(params, batch, rng)``: masked cross-entropy, summed over target tokens.
+
+    ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
+    the mask) and the metric ``accuracy``.
+    """
+    return loss_from_stages(stages(config))
+
+
+def stages(config: T5Config, *, virtual: int = 1) -> Stages:
+    """Returns the model as a pipeline takes it, with both stacks.
+
+    Args:
+      config: the model.
+      virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
+    """
+    return Stages(
+        embed=functools.partial(embed, config),
+        block=tuple(functools.partial(block, config) for block in (encode, decode)),
+        head_loss=functools.partial(head_loss, config),
+        stacked=Stack(STACKS, virtual=virtual),
+        scan_unroll=config.scan_unroll,
+        shared=("distance",),
+        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
+        between=(functools.partial(between, config),),
+    )
+
+
+def logits(
+    config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns float32 logits [B, T, vocab_size] of the next target token.
+
+    Args:
+      config, params: the model.
+      batch: without ``targets`` and ``mask``.
+      rng: key for dropout; None means none.
+    """
+    parts = stages(config)
+    x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
+    x = parts.enter(1, params, x, batch, rng)
+    x = run_layers(parts, params, x, batch, rng, config.layers, k=1)
+    return head_logits(config, params, x["target"])
+
+
+def encoded(
+    config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns the encoder's result [B, S, D] for ``source`` and ``source_segments``."""
+    batch = dict(batch) | {"tokens": batch["source"][:, :1]}
+    parts = stages(config)
+    x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
+    return parts.enter(1, params, x, batch, rng)["source"]
+
+
+def embed(
+    config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """First stage: the source's residual stream [B, S, D], and room for the target's [B, T, D]."""
+    source_BSD = embedded(config, params, batch["source"], rng, 0)
+    B, T = batch["tokens"].shape
+    target_BTD = jnp.zeros((B, T, config.width), source_BSD.dtype)
+    return {"source": source_BSD, "target": constrain(target_BTD, "batch", "sequence", None)}
+
+
+def encode(
+    config: T5Config,
+    layer: Params,
+    shared: Params,
+    x: dict[str, jax.Array],
+    batch: Batch,
+    rng: jax.Array | None = None,
+    index: Any = None,
+) -> dict[str, jax.Array]:
+    """One layer of the encoder.
+
+    Args:
+      layer: its parameters, without the leading axis.
+      shared: any dict with ``distance``.
+      x: the residual stream.
+      batch: ``source_segments`` is read, where present.
+      rng: the key of the layer; None means no dropout.
+      index: not read.
+    """
+    del index
+    S, segments = x["source"].shape[1], batch.get("source_segments")
+    bias_HO = distance_bias(config, shared, "encoder", S)
+    attend = attend_with(config.block, bias_HO, segments, None, layers.fold(rng, 2))
+    block = layers.apply(layers.Block, config.block, layer)
+    return x | {"source": block(x["source"], None, attend, rng=rng)[0]}
+
+
+def between(
+    config: T5Config,
+    params: Params,
+    x: dict[str, jax.Array],
+    batch: Batch,
+    rng: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """What comes between the stacks: the encoder's last norm, and the target's embedding."""
+    norm = layers.apply(layers.Norm, config.block, params["encoder_norm"])
+    rng_norm = layers.fold(rng, config.layers + config.decoder_layers + 2)
+    source_BSD = drop(norm(x["source"]), config.dropout, rng_norm)
+    target_BTD = embedded(config, params, batch["tokens"], rng, 1)
+    return {"source": constrain(source_BSD, "batch", "sequence", None), "target": target_BTD}
+
+
+def decode(
+    config: T5Config,
+    layer: Params,
+    shared: Params,
+    x: dict[str, jax.Array],
+    batch: Batch,
+    rng: jax.Array | None = None,
+    index: Any = None,
+) -> dict[str, jax.Array]:
+    """One layer of the decoder; the arguments are those of :func:`encode`."""
+    del index
+    segments, memory = batch.get("segments"), batch.get("source_segments")
+    to_memory = segments
+    if memory is not None and segments is None:
+        to_memory = jnp.ones(x["target"].shape[:2], jnp.int32)
+    if segments is not None and memory is None:
+        raise ValueError("a batch with segments needs source_segments, the source's own")
+    bias_HO = distance_bias(config, shared, "decoder", x["target"].shape[1])
+    other = dataclasses.replace(config.decoder, causal=False)
+    block = layers.apply(DecoderBlock, config.decoder, layer)
+    target_BTD, _ = block(
+        x["target"],
+        x["source"],
+        attend_with(config.decoder, bias_HO, segments, None, layers.fold(rng, 2)),
+        attend_with(other, None, to_memory, memory, layers.fold(rng, 4)),
+        rng=rng,
+    )
+    return x | {"target": target_BTD}
+
+
+def head_loss(
+    config: T5Config, params: Params, x: dict[str, jax.Array], batch: Batch
+) -> WeightedLoss:
+    """Last stage: final norm, output projection and masked cross-entropy."""
+    total, correct, z_total = cross_entropy(
+        _before_head(config, params, x["target"]),
+        _head_kernel(config, params),
+        batch["targets"],
+        batch["mask"],
+        vocab_size=config.vocab_size,
+        chunk=config.loss_chunk,
+        z_loss=config.z_loss,
+    )
+    weight = batch["mask"].astype(total.dtype).sum()
+    metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
+    return WeightedLoss(total=total, weight=weight, metrics=metrics)
+
+
+def head_logits(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:
+    """Final norm and output projection: float32 [B, T, vocab_size]."""
+    x_ND = _before_head(config, params, x_BTD).reshape(-1, config.width)
+    logits_NV = matmul_float32(x_ND, _head_kernel(config, params))
+    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+
+
+def distance_bias(config: T5Config, params: Params, stack: str, length: int) -> jax.Array:
+    """Returns [H, 2 length - 1], what rows of that length add to the scores, by distance.
+
+    Args:
+      config: the model.
+      params: any dict with ``distance``.
+      stack: ``"encoder"`` or ``"decoder"``.
+      length: positions of a row.
+    """
+    table = layers.apply(DistanceBias, config, params["distance"][stack])
+    buckets_O = bucket(
+        np.arange(1 - length, length),
+        both_ways=stack == "encoder",
+        buckets=config.buckets,
+        max_distance=config.max_distance,
+    )
+    return table(jnp.asarray(buckets_O))
+
+
+def bucket(distance: np.ndarray, *, both_ways: bool, buckets: int, max_distance: int) -> np.ndarray:
+    """Returns T5's bucket of each distance, key minus query.
+
+    Half of the buckets are one distance each; the others grow with the logarithm of the distance up
+    to ``max_distance``. Both ways, half are for keys behind the query; else these are distance 0.
+
+    >>> bucket(np.array([-9, -1, 0, 1]), both_ways=True, buckets=32, max_distance=128)
+    array([ 8,  1,  0, 17], dtype=int32)
+    """
+    if both_ways:
+        buckets //= 2
+        first, distance = np.where(distance > 0, buckets, 0), np.abs(distance)
+    else:
+        first, distance = 0, np.maximum(-distance, 0)
+    exact = buckets // 2
+    # In float32, as everywhere: which bucket a distance is in hangs on the last bit.
+    share = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+    share = share / np.float32(math.log(max_distance / exact)) * np.float32(buckets - exact)
+    far = np.minimum(exact + share.astype(np.int32), buckets - 1)
+    return (first + np.where(distance < exact, distance, far)).astype(np.int32)
+
+
+@functools.lru_cache
+def parameter_count(config: T5Config) -> int:
+    """Counts the parameters, without the padding of the token tables.
+
+    >>> parameter_count(t5_small()), parameter_count(flan_t5_small())
+    (60506624, 76961152)
+    """
+    padding = (config.padded_vocab - config.vocab_size) * config.width
+    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+
+
+# Of :func:`flops_per_row`.
+FLOPS_FORMULA = "6 N of each sequence's own parameters + 12 H K (L S S + M T (T + S))"
+
+
+def flops_per_row(config: T5Config) -> int:
+    """Floating-point operations of a forward and backward pass of one row of full length.
+
+    As :func:`jaxtrain.models.gpt.flops_per_token` counts: the encoder's parameters, and those of
+    the decoder that read the source, by S; the decoder's others and the head by T; attention of L
+    and M layers.
+    """
+    S, T, sizes = config.source_len, config.target_len, _sizes(config)
+    reads_source = re.compile("encoder|decoder/cross/(k|v)/")
+    of_source = sum(size for path, size in sizes.items() if reads_source.match(path))
+    of_target = sum(size for path, size in sizes.items() if re.match("decoder|final", path))
+    of_target += config.vocab_size * config.width
+    of_target -= sum(size for path, size in sizes.items() if re.match("decoder/cross/(k|v)", path))
+    attend = config.layers * S * S + config.decoder_layers * T * (T + S)
+    return 6 * (of_source * S + of_target * T) + 12 * config.heads * config.block.head_dim * attend
+
+
+def tiny() -> T5Config:
+    """Trains on a laptop's CPU; the vocabulary is the tokenizer's."""
+    return T5Config(
+        vocab_size=4096,
+        source_len=128,
+        target_len=32,
+        layers=2,
+        width=192,
+        heads=3,
+        mlp="geglu",
+        mlp_width=384,
+    )
+
+
+def t5_small() -> T5Config:
+    """T5 small (Raffel et al. 2020): 60,506,624 parameters."""
+    return _t5(width=512, layers=6, heads=8, mlp_width=2048)
+
+
+def t5_base() -> T5Config:
+    """T5 base: 222,903,552 parameters."""
+    return _t5(width=768, layers=12, heads=12, mlp_width=3072)
+
+
+def flan_t5_small() -> T5Config:
+    """Flan-T5 and v1.1 small (Chung et al. 2022): 76,961,152 parameters."""
+    return _t5(width=512, layers=8, heads=6, mlp_width=1024, **_FLAN)
+
+
+def flan_t5_base() -> T5Config:
+    """Flan-T5 and v1.1 base: 247,577,856 parameters."""
+    return _t5(width=768, layers=12, heads=12, mlp_width=2048, **_FLAN)
+
+
+def flan_t5_xl() -> T5Config:
+    """Flan-T5 and v1.1 XL: 2,849,757,184 parameters."""
+    return _t5(width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots")
+
+
+_FLAN = {"mlp": "geglu", "tied": False}
+
+
+def _t5(**shape: Any) -> T5Config:
+    return T5Config(vocab_size=32128, source_len=512, target_len=114, head_dim=64, **shape)
+
+
+# Names on the command line.
+PRESETS: Mapping[str, Callable[[], T5Config]] = {
+    "tiny": tiny,
+    "t5-small": t5_small,
+    "t5-base": t5_base,
+    "flan-t5-small": flan_t5_small,
+    "flan-t5-base": flan_t5_base,
+    "flan-t5-xl": flan_t5_xl,
+}
+
+
+def attend_with(
+    config: BlockConfig,
+    bias_HO: jax.Array | None,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    rng: jax.Array | None = None,
+) -> layers.Attend:
+    """Returns a layer's attention, which hands out its keys and values too."""
+
+    def attend(q_BTHK, k_BSGK, v_BSGK):
+        out_BTHK = attention(
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
+            causal=config.causal,
+            segments_BT=segments,
+            key_segments_BS=key_segments,
+            bias_HO=bias_HO,
+            scale=1.0,
+            dropout=config.attention_dropout,
+            rng=rng,
+            implementation=config.attention,
+        )
+        return out_BTHK, (k_BSGK, v_BSGK)
+
+    return attend
+
+
+def embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int) -> jax.Array:
+    x = layers.apply(layers.Embed, config, params["embed"])(tokens, None)
+    # Layers fold in the numbers before these.
+    rng = layers.fold(rng, config.layers + config.decoder_layers + use)
+    return constrain(drop(x, config.dropout, rng), "batch", "sequence", None)
+
+
+def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:
+    x_BTD = layers.apply(layers.Norm, config.decoder, params["final_norm"])(x_BTD)
+    return x_BTD * jnp.asarray(config.width**-0.5, x_BTD.dtype) if config.scaled_head else x_BTD
+
+
+def _head_kernel(config: T5Config, params: Params) -> jax.Array:
+    return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
+
+
+def _sizes(config: T5Config) -> dict[str, int]:
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}

@@ -1,0 +1,354 @@
+"""Generation from a :mod:`jaxtrain.models.encoder_decoder`: sampling as from a decoder, and beams.
+
+The source is read once: its keys and values, of every layer of the decoder, stay as they are.
+
+Shapes: B sources, S source positions, T target positions, M layers of the decoder, G key and value
+heads, K features per head, N beams, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models import layers
+from jaxtrain.models.encoder_decoder import (
+    DecoderBlock,
+    Params,
+    T5Config,
+    attend_with,
+    distance_bias,
+    embedded,
+    encoded,
+    head_logits,
+)
+from jaxtrain.models.generate import choose_sampling, penalise, write
+from jaxtrain.ops.attention import cached_attention
+
+# What a target begins with: T5's token of padding.
+START = 0
+
+# A score below that of any sequence, which a sum of such scores does not overflow.
+WORST = -1e9
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the target, [M, B, G, T, K], and of the source, [M, B, G, S, K]; which
+    source positions are seen, [B, S]."""
+
+    k: jax.Array
+    v: jax.Array
+    source_k: jax.Array
+    source_v: jax.Array
+    seen: jax.Array
+
+
+def generate(
+    config: T5Config,
+    params: Params,
+    source: Any,
+    *,
+    max_new_tokens: int,
+    rng: jax.Array | None = None,
+    source_lengths: Any = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    eod: int | None = 1,
+) -> jax.Array:
+    """Writes a target for each source.
+
+    Args:
+      config, params: the model; it computes in the dtype of ``params``.
+      source: int [B, S]; shorter ones are padded on the right with anything.
+      max_new_tokens: how many.
+      rng: key for sampling; not needed at temperature 0.
+      source_lengths: int [B]; None means S for all.
+      temperature, top_k, top_p: as for :func:`jaxtrain.models.generate.generate`.
+      repetition_penalty: of tokens of the target, and not of the source.
+      eod: after this token a row is filled with it; None goes on to the end.
+
+    Returns:
+      int32 [B, max_new_tokens].
+
+    Raises:
+      ValueError: for settings out of range, a missing key, or tokens beyond the vocabulary.
+    """
+    source_BS, lengths_B = _checked(config, source, source_lengths)
+    sampling = choose_sampling(
+        config.vocab_size,
+        max_new_tokens=max_new_tokens,
+        rng=rng,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        eod=eod,
+    )
+    rng = jax.random.key(0) if rng is None else rng
+    logits_BV, cache = prefill(config, params, source_BS, lengths_B, cache_len=max_new_tokens)
+    return _sampled(config, max_new_tokens, params, logits_BV, cache, rng, sampling)
+
+
+def beam_search(
+    config: T5Config,
+    params: Params,
+    source: Any,
+    *,
+    max_new_tokens: int,
+    beams: int = 4,
+    source_lengths: Any = None,
+    length_penalty: float = 1.0,
+    repetition_penalty: float = 1.0,
+    eod: int | None = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Searches the most probable target of each source among ``beams`` at a time.
+
+    The search is that of transformers' ``generate(num_beams=..., early_stopping=False)``: of twice
+    as many continuations those that end are kept aside, by their log probability divided by
+    ``length ** length_penalty``, and the best of the others go on while they may still be better.
+
+    Args:
+      config, params, source, max_new_tokens, source_lengths, eod: as for :func:`generate`.
+      beams: N; 1 is the greedy choice.
+      length_penalty: above 0 favours longer targets.
+      repetition_penalty: as for :func:`generate`, of log probabilities.
+
+    Returns:
+      int32 [B, max_new_tokens], filled with ``eod``, and the scores [B].
+
+    Raises:
+      ValueError: as :func:`generate`.
+    """
+    source_BS, lengths_B = _checked(config, source, source_lengths)
+    if not 1 <= beams <= config.vocab_size // 2:
+        raise ValueError(f"beams={beams} must be from 1 to half of the vocabulary")
+    choose_sampling(
+        config.vocab_size,
+        max_new_tokens=max_new_tokens,
+        rng=None,
+        temperature=0.0,
+        top_k=None,
+        top_p=None,
+        repetition_penalty=repetition_penalty,
+        eod=eod,
+    )
+    logits_BV, cache = prefill(config, params, source_BS, lengths_B, cache_len=max_new_tokens)
+    form = _Form(beams, max_new_tokens, -1 if eod is None else eod)
+    return _searched(config, form, params, logits_BV, cache, length_penalty, repetition_penalty)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
+def prefill(
+    config: T5Config,
+    params: Params,
+    source_BS: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    cache_len: int,
+) -> tuple[jax.Array, Cache]:
+    """Reads sources and the start of a target: the logits of its first token, and the cache.
+
+    Args:
+      source_BS: int32, padded on the right.
+      lengths_B: int32, tokens of each source.
+      cache_len: T, the most tokens to be read, with the start.
+    """
+    B, S = source_BS.shape
+    seen_BS = jnp.arange(S) < lengths_B[:, None]
+    segments = seen_BS.astype(jnp.int32)
+    memory_BSD = encoded(config, params, {"source": source_BS, "source_segments": segments})
+    bias_HO = distance_bias(config, params, "decoder", 1)
+    to_memory = dataclasses.replace(config.decoder, causal=False)
+
+    def layer(x_B1D, layer_params):
+        block = layers.apply(DecoderBlock, config.decoder, layer_params)
+        return block(
+            x_B1D,
+            memory_BSD,
+            attend_with(config.decoder, bias_HO, None, None),
+            attend_with(to_memory, None, jnp.ones((B, 1), jnp.int32), segments),
+        )
+
+    x_B1D = embedded(config, params, jnp.full((B, 1), START, jnp.int32), None, 1)
+    x_B1D, (own, source) = jax.lax.scan(layer, x_B1D, params["decoder"])
+    own, source = jax.tree.map(lambda x: x.transpose(0, 1, 3, 2, 4), (own, source))
+    room = ((0, 0), (0, 0), (0, 0), (0, cache_len - 1), (0, 0))
+    cache = Cache(*(jnp.pad(x, room) for x in own), *source, seen_BS)
+    return head_logits(config, params, x_B1D)[:, 0], cache
+
+
+def decode_step(
+    config: T5Config, params: Params, cache: Cache, tokens_B: jax.Array, position: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Reads one token per row: the logits after it, [B, V] float32, and the cache with it.
+
+    Args:
+      cache: filled below ``position``.
+      tokens_B: int32.
+      position: int32, the same for all rows; the start of the target has 0.
+    """
+    T = cache.k.shape[3]
+    bias_HO = distance_bias(config, params, "decoder", T)
+    # Key s is s - position away.
+    bias_HT = jax.lax.dynamic_slice_in_dim(bias_HO, T - 1 - position, T, axis=1)
+    seen_1T = (jnp.arange(T) <= position)[None]
+
+    def layer(carry, params_and_index):
+        x_B1D, cache = carry
+        layer_params, l = params_and_index
+
+        def attend(q_B1HK, k_B1GK, v_B1GK):
+            k = cache.k.at[l, :, :, position].set(k_B1GK[:, 0])
+            v = cache.v.at[l, :, :, position].set(v_B1GK[:, 0])
+            form = {"seen_BS": seen_1T, "bias_HS": bias_HT, "scale": 1.0}
+            out_BHK = cached_attention(q_B1HK[:, 0], k[l], v[l], **form)
+            return out_BHK[:, None], dataclasses.replace(cache, k=k, v=v)
+
+        def attend_to_source(q_B1HK, k_B1GK, v_B1GK):
+            del k_B1GK, v_B1GK  # Of the token: XLA computes nothing that is not read.
+            source = cache.source_k[l], cache.source_v[l]
+            out_BHK = cached_attention(q_B1HK[:, 0], *source, seen_BS=cache.seen, scale=1.0)
+            return out_BHK[:, None], None
+
+        block = layers.apply(DecoderBlock, config.decoder, layer_params)
+        x_B1D, (cache, _) = block(x_B1D, x_B1D, attend, attend_to_source)
+        return (x_B1D, cache), None
+
+    x_B1D = embedded(config, params, tokens_B[:, None], None, 1)
+    # The cache is carried, not scanned over: updated in place, where a scan would copy it.
+    xs = (params["decoder"], jnp.arange(config.decoder_layers))
+    (x_B1D, cache), _ = jax.lax.scan(layer, (x_B1D, cache), xs)
+    return head_logits(config, params, x_B1D)[:, 0], cache
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sampled(config, count, params, logits_BV, cache, rng, sampling):
+    def read(cache, tokens_B, step):
+        return decode_step(config, params, cache, tokens_B, step)
+
+    seen_BV = jnp.zeros(logits_BV.shape, bool).at[:, START].set(True)
+    return write(read, count, logits_BV, cache, seen_BV, rng, sampling)
+
+
+class _Form(NamedTuple):
+    """What of a search is known while it is traced."""
+
+    beams: int
+    count: int
+    eod: int
+
+
+class _Search(NamedTuple):
+    """The state of a search after ``step`` tokens: beams that go on, and the best that ended.
+
+    Logits, caches and tokens seen are of B * N rows, the beams of a source side by side.
+    """
+
+    step: jax.Array
+    logits: jax.Array
+    cache: Cache
+    seen: jax.Array  # [B * N, V]
+    tokens: jax.Array  # [B, N, T]
+    scores: jax.Array  # [B, N], falling
+    ended_tokens: jax.Array  # [B, N, T]
+    ended_scores: jax.Array  # [B, N], falling
+    ended: jax.Array  # [B, N]
+    hopeful: jax.Array  # [B]
+    running: jax.Array  # []
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _searched(config, form, params, logits_BV, cache, length_penalty, repetition_penalty):
+    (B, V), N = logits_BV.shape, form.beams
+    repeat = functools.partial(jnp.repeat, repeats=N)
+    cache = Cache(
+        *(repeat(x, axis=1) for x in (cache.k, cache.v, cache.source_k, cache.source_v)),
+        repeat(cache.seen, axis=0),
+    )
+    tokens = jnp.full((B, N, form.count), form.eod, jnp.int32)
+    worst = jnp.full((B, N), WORST)
+    start = _Search(
+        step=jnp.int32(0),
+        logits=repeat(logits_BV, axis=0),
+        cache=cache,
+        seen=jnp.zeros((B * N, V), bool).at[:, START].set(True),
+        tokens=tokens,
+        # All beams are alike at first: the others would be the first one again.
+        scores=worst.at[:, 0].set(0.0),
+        ended_tokens=tokens,
+        ended_scores=worst,
+        ended=jnp.zeros((B, N), bool),
+        hopeful=jnp.ones(B, bool),
+        running=jnp.array(True),
+    )
+
+    def advance(now: _Search) -> _Search:
+        logs = penalise(jax.nn.log_softmax(now.logits), now.seen, repetition_penalty)
+        sums = (logs.reshape(B, N, V) + now.scores[..., None]).reshape(B, N * V)
+        # Twice as many as go on: each beam has one continuation that ends.
+        sums, places = jax.lax.top_k(sums, 2 * N)
+        beam, chosen = places // V, places % V
+        tokens = _take(now.tokens, beam).at[:, :, now.step].set(chosen)
+        length = now.step + 1
+        ends = (chosen == form.eod) | (length >= form.count)
+        scores, on = jax.lax.top_k(sums + jnp.where(ends, WORST, 0.0), N)
+
+        # Ends count among the best N alone, and where they can still be better than what there is.
+        counts = ends & (jnp.arange(2 * N) < N)
+        new = sums / length**length_penalty
+        new += jnp.where(counts, 0.0, WORST) + jnp.where(now.hopeful[:, None], 0.0, WORST)
+        ended_scores, best = jax.lax.top_k(jnp.concatenate([now.ended_scores, new], 1), N)
+        ended = _take(jnp.concatenate([now.ended, counts], 1), best)
+        lowest = jnp.where(ended, ended_scores.min(1, keepdims=True), WORST)
+        hopeful = (scores[:, :1] / length**length_penalty > lowest).any(1) & now.hopeful
+
+        parents, chosen = _take(beam, on), _take(chosen, on).reshape(-1)
+        rows = (N * jnp.arange(B)[:, None] + parents).reshape(-1)
+        cache = dataclasses.replace(now.cache, k=now.cache.k[:, rows], v=now.cache.v[:, rows])
+        logits, cache = decode_step(config, params, cache, chosen, length)
+        return _Search(
+            step=length,
+            logits=logits,
+            cache=cache,
+            seen=now.seen[rows].at[jnp.arange(B * N), chosen].set(True),
+            tokens=_take(tokens, on),
+            scores=scores,
+            ended_tokens=_take(jnp.concatenate([now.ended_tokens, tokens], 1), best),
+            ended_scores=ended_scores,
+            ended=ended,
+            hopeful=hopeful,
+            running=hopeful.any() & ~ends.all(),
+        )
+
+    found = jax.lax.while_loop(lambda now: now.running, advance, start)
+    return found.ended_tokens[:, 0], found.ended_scores[:, 0]
+
+
+def _take(x: jax.Array, indices_BN: jax.Array) -> jax.Array:
+    """Rows of each source's own."""
+    return jax.vmap(lambda x, indices: x[indices])(x, indices_BN)
+
+
+def _checked(config: T5Config, source: Any, source_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    source_BS = np.asarray(source, np.int32)
+    if source_BS.ndim != 2 or 0 in source_BS.shape:
+        raise ValueError(f"source must be [B, S], not of shape {source_BS.shape}")
+    B, S = source_BS.shape
+    lengths_B = np.full(B, S) if source_lengths is None else np.asarray(source_lengths)
+    lengths_B = lengths_B.astype(np.int32)
+    if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > S:
+        raise ValueError(f"source_lengths must be {B} numbers from 1 to {S}, not {lengths_B}")
+    known = source_BS[np.arange(S) < lengths_B[:, None]]
+    if known.min() < 0 or known.max() >= config.vocab_size:
+        raise ValueError(
+            f"source tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
+            f"{config.vocab_size}; use the model's own tokenizer"
+        )
+    return source_BS, lengths_B

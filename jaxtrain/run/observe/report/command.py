@@ -1,0 +1,61 @@
+"""The command ``jaxtrain report``, and the report that a run leaves in its folder."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import tyro
+from etils import epath
+
+from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run.observe.report.page import make_page
+from jaxtrain.run.observe.report.picture import save_png
+from jaxtrain.run.observe.report.records import read
+
+REPORT = "report.html"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Writes one HTML file that says whether runs are well: curves, throughput, updates left out,
+    configuration. It needs no network and no server, and may be made while a run goes on."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs; several are overlaid, with what their configurations differ in."""
+    out: str | None = None
+    """File to write; left out, report.html in the run's folder, of several in the current one."""
+    png: str | None = None
+    """Also save the curves of losses, rate, gradient norm and throughput in this PNG file."""
+
+
+def run_report(options: ReportOptions, rest: list[str]) -> int:
+    """Writes the report and names it."""
+    del rest
+    if not options.runs:
+        raise ValueError("name the folder of a run, such as runs/gpt-1")
+    records = read(options.runs)
+    folder = as_path(options.runs[0]) if len(records) == 1 else as_path(".")
+    out = folder / REPORT if options.out is None else as_path(options.out)
+    if options.png is not None:  # Where that cannot be, nothing is written.
+        save_png(records, options.png)
+        print(options.png)
+    write_whole(out, make_page(records))
+    print(out)
+    return 0
+
+
+def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
+    """Writes the report of a run into its folder; what keeps it from that is said and no more.
+
+    Returns:
+      The line that names it; none where there is none.
+    """
+    try:
+        path = as_path(run_dir) / REPORT
+        write_whole(path, make_page(read([run_dir])))
+    except Exception as error:  # The run is done and saved: nothing told about it may end it.
+        logger.warning("no report of %s: %s: %s", run_dir, type(error).__name__, error)
+        return []
+    return [f"report       {path}"]

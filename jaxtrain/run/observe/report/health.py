@@ -1,0 +1,190 @@
+"""Whether a run is well: what its log says against it, in sentences, the worst first."""
+
+import dataclasses
+import time
+
+import numpy as np
+
+from jaxtrain.run.observe.report.records import Record
+
+# From the least to the most serious.
+LEVELS = ("good", "look", "bad")
+
+# A run is told to be silent after so many of its own intervals between lines, and so many seconds.
+SILENT_INTERVALS, SILENT_SECONDS = 10.0, 120.0
+# The last part of a run that is compared with what came before.
+RECENT = 0.1
+# Held-out loss above its best by so much, for so many evaluations, is called rising.
+RISING, RISING_EVALUATIONS = 0.01, 2
+# Throughput that has fallen below this part of its median, and time waited for data above this part
+# of a step.
+SLOW, WAITING = 0.8, 0.2
+# Updates left out that are more than the ordinary course of things.
+LEFT_OUT = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+      level: one of ``LEVELS``.
+      text: a sentence.
+    """
+
+    level: str
+    text: str
+
+
+def examine(record: Record, *, now: float | None = None) -> list[Finding]:
+    """Looks at one run.
+
+    Args:
+      record: the run.
+      now: seconds since 1970; None for the clock's.
+
+    Returns:
+      What was found, the worst first; at least one finding.
+    """
+    if not record.times.steps.size:
+        return [Finding("look", "Nothing has been logged yet.")]
+    now = time.time() if now is None else now
+    found = [
+        _progress(record, now),
+        *_loss(record),
+        *_left_out(record),
+        *_held_out(record),
+        *_speed(record),
+    ]
+    if record.unreadable:
+        is_ = "is" if record.unreadable == 1 else "are"
+        text = f"{_count(record.unreadable, 'line')} of the log {is_} damaged."
+        found.append(Finding("look", text))
+    return sorted(found, key=lambda each: -LEVELS.index(each.level))
+
+
+def _progress(record: Record, now: float) -> Finding:
+    step, total, times = record.step, record.total, record.times.values
+    if total is not None and step >= total:
+        return Finding("good", f"All {total:,} steps are done.")
+    at = f"step {step:,}" + (f" of {total:,}" if total else "")
+    silent = now - times.max()
+    interval = np.diff(times).clip(0).mean() if times.size > 1 else 0.0
+    if silent > max(SILENT_SECONDS, SILENT_INTERVALS * interval):
+        return Finding("bad", f"Nothing has been logged for {duration(silent)}, since {at}.")
+    return Finding("good", f"The run is at {at}; its last line is {duration(silent)} old.")
+
+
+def _loss(record: Record) -> list[Finding]:
+    series = record.series.get("train/loss")
+    if series is None:
+        return []
+    found, values = [], record.values("train/loss")
+    # A step that was left out has no loss, and is told elsewhere.
+    left_out = set(_positive(record, "train/skipped"))
+    broken = [s for s in series.steps[~np.isfinite(series.values)].tolist() if s not in left_out]
+    if broken:
+        text = f"The loss is not finite in {_count(len(broken), 'logged step')}, first in step "
+        found.append(Finding("bad", text + f"{broken[0]:,}."))
+    if values.size < 20:
+        return found
+    n = recent(values.size)
+    last, before = values[-n:].mean(), values[-2 * n : -n].mean()
+    spread = values[-2 * n :].std() / np.sqrt(n)
+    text = f"The loss went from {values[0]:#.4g} to {last:#.4g} (mean of the last {n:,} lines)"
+    if last > values[: max(1, n // 2)].mean():
+        found.append(Finding("bad", f"{text}: the run has learned nothing."))
+    elif last - before > max(4 * spread, 0.02 * abs(before)):
+        found.append(Finding("look", f"{text}: it rises, from {before:#.4g} just before."))
+    else:
+        found.append(Finding("good", f"{text}."))
+    return found
+
+
+def _left_out(record: Record) -> list[Finding]:
+    found = []
+    for name, what in (
+        ("train/skipped", "was not finite"),
+        ("train/spike", "was a spike"),
+    ):
+        steps = _positive(record, name)
+        if not steps:
+            continue
+        many = len(steps) > LEFT_OUT * record.step
+        found.append(
+            Finding(
+                "bad" if many else "look",
+                f"{_count(len(steps), 'update')} left out because a step {what}, last step "
+                f"{steps[-1]:,}.",
+            )
+        )
+    return found
+
+
+def _positive(record: Record, name: str) -> list[int]:
+    series = record.series.get(name)
+    return [] if series is None else series.steps[series.values > 0].tolist()
+
+
+def _held_out(record: Record) -> list[Finding]:
+    found = []
+    for name in held_out_losses(record):
+        series = record.series[name].finite()
+        if not series.steps.size:
+            continue
+        best = int(series.values.argmin())
+        last, least, at = series.values[-1], series.values[best], series.steps[best]
+        since = series.steps.size - 1 - best
+        called = "Held-out loss" if name == "eval/loss" else f"Held-out {name[5:]}"
+        if since >= RISING_EVALUATIONS and last > least + RISING * abs(least):
+            text = f"{called} rises: {last:#.4g} now, {least:#.4g} at its best in step {at:,}."
+            found.append(Finding("look", text))
+        else:
+            found.append(Finding("good", f"{called} is {last:#.4g}; its best is {least:#.4g}."))
+    return found
+
+
+def recent(lines: int) -> int:
+    """How many of so many lines are the last part of a run."""
+    return max(min(5, lines), int(RECENT * lines))
+
+
+def held_out_losses(record: Record) -> list[str]:
+    """The names of the held-out losses that a run has logged."""
+    return [n for n in record.series if n.startswith("eval/") and n.split("/")[-1] == "loss"]
+
+
+def _speed(record: Record) -> list[Finding]:
+    found = []
+    for name in record.series:
+        if not (name.startswith("time/") and name.endswith("_per_second")):
+            continue
+        rates = record.values(name)
+        part = 1 - np.median(rates[-recent(rates.size) :]) / np.median(rates) if rates.size else 0.0
+        if rates.size > 20 and part > 1 - SLOW:
+            item = name[5:].removesuffix("_per_second")
+            found.append(Finding("look", f"{item.capitalize()}/s fell by {part:.0%} of late."))
+    waited, taken = record.values("time/data_seconds"), record.values("time/step_seconds")
+    if waited.size and taken.size and waited.mean() > WAITING * taken.mean():
+        part = waited.mean() / taken.mean()
+        found.append(Finding("look", f"Waiting for data takes {part:.0%} of a step's time."))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Writes a time in the two largest units.
+
+    >>> duration(7.4), duration(3 * 3600 + 120), duration(200_000)
+    ('7 s', '3 h 2 min', '2 d 7 h')
+    """
+    left, parts = round(max(0.0, seconds)), []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        if left >= size or parts:
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    # A zero in second place says nothing.
+    return " ".join(part for part in parts[:2] if part[0] != "0" or len(parts) == 1) or "0 s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

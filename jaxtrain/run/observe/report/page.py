@@ -1,0 +1,195 @@
+"""The page: what is drawn of one or several runs, as data for the hand-kept script of page.html."""
+
+import datetime
+import html
+import importlib.resources
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.run.observe.report.health import LEVELS, examine, held_out_losses, recent
+from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
+
+# Numbers on a page in all, of some 8 bytes each: it is to stay below 2 MB.
+NUMBERS = 150_000
+BUCKETS = (100, 1000)
+# Marks (skipped steps, spikes) of one kind at most; the number of all is told in words.
+MARKS = 500
+HISTOGRAM_BINS = 60
+
+
+def make_page(records: Sequence[Record], *, now: float | None = None) -> str:
+    """Draws runs as one HTML page that needs nothing else.
+
+    Args:
+      records: the runs, overlaid in this order.
+      now: seconds since 1970; None for the clock's.
+
+    Returns:
+      The page, below 2 MB whatever the runs have logged.
+    """
+    each = sum(len(record.series) for record in records) * 4 or 1
+    buckets = int(np.clip(NUMBERS // each, *BUCKETS))
+    shared: dict[tuple, int] = {}
+    made = datetime.datetime.now(datetime.UTC) if now is None else _utc(now)
+    data = {
+        "made": f"{made:%Y-%m-%d %H:%M} UTC",
+        "runs": [_run(record, buckets, shared, now) for record in records],
+        "charts": _charts(records),
+        "table": _table(records),
+        "steps": list(map(list, shared)),
+    }
+    # No text of a run can end the script that holds it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    title = ", ".join(record.name for record in records)
+    page = importlib.resources.files(__package__).joinpath("page.html").read_text()
+    return page.replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", text)
+
+
+def _utc(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[str, Any]:
+    findings = examine(record, now=now)
+    series = {name: _packed(each, buckets, shared) for name, each in record.series.items()}
+    times = record.times
+    if times.steps.size:
+        hours = Series(times.steps, (times.values - times.values[0]) / 3600)
+        series["hours"] = _packed(hours, buckets, shared)
+    return {
+        "name": record.name,
+        "path": record.path,
+        "verdict": max((f.level for f in findings), key=LEVELS.index),
+        "findings": [{"level": f.level, "text": f.text} for f in findings],
+        "tiles": _tiles(record),
+        "series": {name: each for name, each in series.items() if each["n"]},
+        "marks": {
+            "not finite": _marks(record, "train/skipped"),
+            "spike": _marks(record, "train/spike"),
+        },
+        "histogram": _histogram(record),
+        "changes": [
+            {"step": step, "name": name, "then": _word(then), "now": _word(new)}
+            for step, name, then, new in record.changes
+        ],
+    }
+
+
+def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str, Any]:
+    """A series as numbers of five digits; the steps, which many share, by their place in a list."""
+    points = downsample(series, buckets)
+    steps = tuple(points.pop("x").tolist())
+    packed = {name: [significant(v) for v in values] for name, values in points.items()}
+    return {"n": len(steps), "x": shared.setdefault(steps, len(shared)), **packed}
+
+
+def _marks(record: Record, name: str) -> list[int]:
+    series = record.series.get(name)
+    steps = [] if series is None else series.steps[series.values > 0].tolist()
+    return steps[:: max(1, -(-len(steps) // MARKS))]
+
+
+def _tiles(record: Record) -> list[dict[str, str]]:
+    """The few numbers that are read first."""
+    of = f" of {record.total:,}" if record.total else ""
+    tiles = [{"name": "step", "value": f"{record.step:,}", "note": of.strip()}]
+    if (losses := record.values("train/loss")).size:
+        n = recent(losses.size)
+        note = f"mean of {n:,} lines" if n > 1 else ""
+        tiles.append({"name": "loss", "value": f"{losses[-n:].mean():#.4g}", "note": note})
+    for name in held_out_losses(record):
+        if (values := record.values(name)).size:
+            best = f"best {values.min():#.4g}"
+            value = f"{values[-1]:#.4g}"
+            tiles.append({"name": f"held-out {name[5:]}", "value": value, "note": best})
+    for name in record.series:
+        if name.startswith("time/") and name.endswith("_per_second"):
+            rates = record.values(name)
+            item = name[5:].removesuffix("_per_second")
+            note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
+            value = human_count(float(rates[-1])) if rates.size else "-"
+            tiles.append({"name": f"{item}/s", "value": value, "note": note})
+    if (mfu := record.values("time/mfu")).size:
+        tiles.append({"name": "MFU", "value": f"{mfu[-1]:.1%}", "note": f"best {mfu.max():.1%}"})
+    if (peak := record.values("memory/peak")).size:
+        tiles.append({"name": "memory peak", "value": human_bytes(peak.max()), "note": ""})
+    return tiles
+
+
+def _histogram(record: Record) -> dict[str, list] | None:
+    values = record.values("time/step_seconds")
+    values = values[values > 0]
+    if values.size < 10:
+        return None
+    low, high = np.quantile(values, [0.0, 1.0])
+    bins = min(HISTOGRAM_BINS, max(10, values.size // 5))
+    counts, edges = np.histogram(values, np.geomspace(low, high * (1 + 1e-9) + 1e-12, bins + 1))
+    return {"counts": counts.tolist(), "edges": [significant(edge) for edge in edges.tolist()]}
+
+
+def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What is drawn, in order; a chart without a series in any run is left out."""
+    names = sorted({name for record in records for name in record.series})
+    held_out = sorted({name for record in records for name in held_out_losses(record)})
+    rates = [name for name in names if name.startswith("time/") and name.endswith("_per_second")]
+    charts = [
+        _chart("Loss", ["train/loss", *held_out], wide=True, smooth=True, marks=True),
+        _chart("Gradient norm", ["train/grad_norm"], log=True, smooth=True, marks=True),
+        _chart("Learning rate", ["train/learning_rate"], zero=True),
+        *(_chart(f"{n[5:-11].capitalize()} per second", [n], zero=True) for n in rates),
+        _chart("Seconds per step", ["time/step_seconds", "time/data_seconds"], zero=True),
+        _chart("Model FLOPs utilisation", ["time/mfu"], zero=True),
+        _chart("Device memory", ["memory/in_use", "memory/peak"], zero=True, unit="bytes"),
+        _chart("Parameter norm", ["train/param_norm"]),
+        _chart("Update norm", ["train/update_norm"], log=True, smooth=True),
+        _chart("Loss scale", ["train/loss_scale"], log=True),
+    ]
+    known = {name for chart in charts for name in chart["series"]}
+    known |= {"train/skipped", "train/spike", "train/weight"}
+    for name in names:
+        # An evaluation goes with the same metric of training, where there is one.
+        if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
+            continue
+        pair = [name, f"eval/{name[6:]}"] if name.startswith("train/") else [name]
+        title = name.removeprefix("train/").replace("_", " ")
+        charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=True))
+    there = set(names)
+    for chart in charts:
+        chart["series"] = [name for name in chart["series"] if name in there]
+    return [chart for chart in charts if chart["series"]]
+
+
+def _chart(title: str, series: list[str], **options: Any) -> dict[str, Any]:
+    return {"title": title, "series": series, **options}
+
+
+def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The configurations and environments side by side: what differs first."""
+    sections = []
+    for title, flat in (
+        ("Configuration", [record.config for record in records]),
+        ("Environment", [record.environment for record in records]),
+    ):
+        names = dict.fromkeys(name for each in flat for name in each)
+        rows = [[name, *(_word(each.get(name, "-")) for each in flat)] for name in names]
+        differs = [len(set(row[1:])) > 1 for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: not differs[i])
+        sections.append(
+            {
+                "title": title,
+                "rows": [rows[i] for i in order],
+                "differ": sum(differs),
+            }
+        )
+    return [section for section in sections if section["rows"]]
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "left out"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,64 @@
+"""The curves of runs as a PNG file, for a message or a paper."""
+
+from collections.abc import Sequence
+
+from etils import epath
+
+from jaxtrain.host.paths import as_path
+from jaxtrain.run.observe.report.health import held_out_losses
+from jaxtrain.run.observe.report.records import Record, downsample
+
+BUCKETS = 1000
+
+
+def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
+    """Draws losses, gradient norm, learning rate and throughput.
+
+    Args:
+      records: the runs, overlaid in this order.
+      path: the file, on a disk or in a bucket.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ImportError("a PNG needs matplotlib: pip install 'jaxtrain[plot]'") from None
+    figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
+    loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
+    rates = sorted({n for r in records for n in r.series if n.endswith("_per_second")})
+    held_out = sorted({name for record in records for name in held_out_losses(record)})
+    panels = [
+        (loss, "loss", ["train/loss", *held_out]),
+        (small[0], "gradient norm", ["train/grad_norm"]),
+        (small[1], "learning rate", ["train/learning_rate"]),
+        (small[2], " and ".join(n[5:].replace("_", " ") for n in rates), rates),
+    ]
+    for axes, title, names in panels:
+        for i, record in enumerate(records):
+            for name in names:
+                if name not in record.series:
+                    continue
+                points = downsample(record.series[name], BUCKETS)
+                held = name in held_out
+                label = record.name + (f", held-out {name[5:]}" if held else "")
+                style = {"marker": ".", "linestyle": "--"} if held else {}
+                color = f"C{i + len(records) * held}"
+                axes.plot(
+                    points["x"], points["y"], color=color, linewidth=1.2, label=label, **style
+                )
+                if "lo" in points:
+                    band = {"color": color, "alpha": 0.2, "linewidth": 0}
+                    axes.fill_between(points["x"], points["lo"], points["hi"], **band)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("step", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    small[0].set_yscale("log")
+    small[2].set_ylim(bottom=0)
+    if loss.lines:
+        loss.legend(frameon=False, fontsize=9)
+    path = as_path(path)
+    with path.open("wb") as file:
+        figure.savefig(file, format="png")

@@ -1,0 +1,224 @@
+"""What the folder of a run says of it, read as it is: cut off, half written, or still growing."""
+
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from jaxtrain.host import storage
+from jaxtrain.host.paths import as_path
+from jaxtrain.run.folder import OWNER
+from jaxtrain.run.provenance import CHANGES, CONFIG, flatten
+
+LOG = "log.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A metric over the steps that have logged it.
+
+    Args:
+      steps: int64 [n], rising.
+      values: float64 [n]; what was not finite is as it was.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def finite(self) -> "Series":
+        """The points whose value is finite."""
+        keep = np.isfinite(self.values)
+        return Series(self.steps[keep], self.values[keep])
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is known of one run.
+
+    Args:
+      path: its folder.
+      name: what a page calls it.
+      series: metrics of one number, by name.
+      times: when each step was logged, in seconds since 1970.
+      config: the flags and what else it was configured with, by dotted name.
+      environment: versions, mesh and data, by name.
+      changes: of later starts, (step, name, then, now).
+      unreadable: lines of the log, before the last, that are no record.
+    """
+
+    path: str
+    name: str
+    series: dict[str, Series]
+    times: Series
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    changes: list[tuple[int, str, Any, Any]]
+    unreadable: int
+
+    @property
+    def step(self) -> int:
+        """The last step that has been logged; 0 before any."""
+        return int(self.times.steps[-1]) if self.times.steps.size else 0
+
+    @property
+    def total(self) -> int | None:
+        """The steps that it is to have; None where its config does not say."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
+
+    def values(self, name: str) -> np.ndarray:
+        """The finite values of a metric; none where it is not logged."""
+        return self.series[name].finite().values if name in self.series else np.zeros(0)
+
+
+def read(runs: Sequence[epath.PathLike]) -> list[Record]:
+    """Reads the folders of runs, and names them by as much of their paths as tells them apart.
+
+    Raises:
+      ValueError: one is no run's folder, or is named twice.
+      StorageError: one cannot be read.
+    """
+    paths = [as_path(run) for run in runs]
+    parts = [path.parts for path in paths]
+    if len(set(parts)) < len(parts):
+        twice = next(path for path, each in zip(paths, parts, strict=True) if parts.count(each) > 1)
+        raise ValueError(f"{twice} is named twice: name each run once")
+    long = max(map(len, parts))
+    size = next(n for n in range(1, long + 1) if len({each[-n:] for each in parts}) == len(parts))
+    names = ["/".join(each[-size:]) for each in parts]
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def read_run(path: epath.Path, name: str) -> Record:
+    """Reads one folder; see :func:`read`."""
+    texts = storage.retrying(lambda: _texts(path), f"the run {path}")
+    lines, unreadable = _lines(texts[LOG])
+    # A later line of a step has other names, or is of a later attempt and comes in its place.
+    points: dict[str, dict[int, float]] = {}
+    times: dict[int, float] = {}
+    for line in lines:
+        step = line["step"]
+        if (when := _time(line.get("time"))) is not None:
+            times[step] = when
+        for key, value in line.items():
+            if key not in ("step", "time") and (number := _number(value)) is not None:
+                points.setdefault(key, {})[step] = number
+    config = _json(texts[CONFIG])
+    changes = []
+    for line in filter(None, texts[CHANGES].split("\n")):
+        change = _json(line)
+        config = change.get("record") if isinstance(change.get("record"), dict) else config
+        told = change.get("changes") if isinstance(change.get("changes"), dict) else {}
+        for what, pair in told.items():
+            if isinstance(pair, list) and len(pair) == 2:
+                changes.append((change.get("from_step", 0), what, *pair))
+    flags = config.get("flags", config)
+    return Record(
+        path=str(path),
+        name=name or str(path),
+        series={key: _series(each) for key, each in sorted(points.items())},
+        times=_series(times),
+        config=flatten({k: v for k, v in flags.items() if k != "provenance"}),
+        environment=flatten(config.get("provenance", {})),
+        changes=changes,
+        unreadable=unreadable,
+    )
+
+
+def _texts(path: epath.Path) -> dict[str, str]:
+    """The files of a run; those that are not there yet are empty."""
+    if not path.is_dir() or not any((path / name).exists() for name in (LOG, OWNER)):
+        raise ValueError(
+            f"{path} holds no run: name the folder that a run has written, with its {LOG}"
+        )
+    # A line that is being written may end within a character.
+    return {
+        name: (path / name).read_bytes().decode(errors="replace") if (path / name).exists() else ""
+        for name in (LOG, CONFIG, CHANGES)
+    }
+
+
+def _lines(text: str) -> tuple[list[dict[str, Any]], int]:
+    """The records in a log, and how many lines before the last one are none."""
+    records, unreadable = [], 0
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        record = _json(line)
+        if isinstance(record.get("step"), int):
+            records.append(record)
+        elif line.strip():
+            unreadable += i < len(lines) - 1
+    return records, unreadable
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    return float(value) if not isinstance(value, str) or value in ("nan", "inf", "-inf") else None
+
+
+def _time(text: Any) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def _series(points: dict[int, float]) -> Series:
+    steps = np.array(sorted(points), np.int64)
+    return Series(steps, np.array([points[step] for step in steps.tolist()], float))
+
+
+def downsample(series: Series, buckets: int) -> dict[str, np.ndarray]:
+    """Takes the finite points of a series together, so that no spike is lost.
+
+    Args:
+      series: any number of points.
+      buckets: equal ranges of steps, at most so many points.
+
+    Returns:
+      ``x`` the last step of each bucket that holds a point, ``y`` its mean, and where a bucket
+      holds several points ``lo`` and ``hi``, its smallest and largest value.
+
+    >>> points = Series(np.arange(6), np.array([1.0, 9.0, 2.0, 4.0, math.nan, 6.0]))
+    >>> {name: each.tolist() for name, each in downsample(points, 3).items()}
+    {'x': [1, 3, 5], 'y': [5.0, 3.0, 6.0], 'lo': [1.0, 2.0, 6.0], 'hi': [9.0, 4.0, 6.0]}
+    """
+    series = series.finite()
+    steps, values = series.steps, series.values
+    if steps.size <= buckets:
+        return {"x": steps, "y": values}
+    width = (steps[-1] - steps[0] + 1) / buckets
+    bucket = ((steps - steps[0]) / width).astype(int)
+    first = np.flatnonzero(np.diff(bucket, prepend=-1))
+    number = np.diff(first, append=steps.size)
+    return {
+        "x": steps[first + number - 1],
+        "y": np.add.reduceat(values, first) / number,
+        "lo": np.minimum.reduceat(values, first),
+        "hi": np.maximum.reduceat(values, first),
+    }
+
+
+def significant(value: float, digits: int = 5) -> float | int:
+    """Rounds a number to significant digits, as the shortest text that JSON has for it.
+
+    >>> significant(2.3456789), significant(123456.7), significant(8.0)
+    (2.3457, 123460, 8)
+    """
+    rounded = float(f"{value:.{digits}g}")
+    whole = math.isfinite(rounded) and rounded == int(rounded) and abs(rounded) < 1e15
+    return int(rounded) if whole else rounded

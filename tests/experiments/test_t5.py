@@ -1,0 +1,144 @@
+"""The encoder-decoder experiment, small: rows of both tasks, a run, its way out and in again."""
+
+import ast
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.t5 import (
+    NOISE,
+    Config,
+    NameRows,
+    SpanRows,
+    build,
+    functions,
+    outline,
+    row,
+    sentinels,
+    token_f1,
+)
+from jaxtrain import data, hf
+from jaxtrain.hf import command
+from jaxtrain.models import encoder_decoder as t5
+from jaxtrain.run.main import main
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--source-len", "40", "--target-len"]
+SMALL += ["24", "--steps", "3", "--global-batch", "8", "--tokenizer", "bytes", "--examples", "8"]
+MODEL = t5.T5Config(vocab_size=400, source_len=40, target_len=24, layers=1, width=16, heads=2)
+CODE = '''
+class A:
+    def half(self, x: int = 2, *rest) -> float:
+        """Halves it.
+
+        More."""
+        y = x / 2
+        return y or self.half(y)
+
+    def nothing(self):
+        """Only this."""
+
+    def plain(self):
+        return 1
+
+async def go(path):
+    "Goes there."
+    await path
+'''
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """Files of Python, on both sides of the split."""
+    folder = tmp_path_factory.mktemp("code")
+    for number in range(12):
+        (folder / f"{number}.py").write_text(CODE.replace("half", f"half_{number}"))
+    return str(folder)
+
+
+def test_spans_put_back_are_the_text():
+    tokenizer = data.ByteTokenizer()
+    text = bytes(np.random.default_rng(0).integers(97, 123, 500).astype(np.uint8))
+    rows = SpanRows(data.tokenize([data.Document("a", text)], tokenizer), tokenizer, MODEL)
+    whole = tokenizer.encode(text)
+    seen, marks = set(), set(sentinels(tokenizer).tolist())
+    assert len(rows) == 4 * (501 // rows.length)
+    for index in range(len(rows)):
+        found = rows[index]
+        source = found["source"][found["source_segments"] > 0].tolist()
+        target = found["targets"][found["mask"] > 0].tolist()
+        assert (source[-1], target[-1]) == (256, 256)
+        assert found["tokens"].tolist() == [0, *found["targets"][:-1]]
+        parts = {}
+        for token in target[:-1]:
+            parts.setdefault(token, []) if token in marks else parts[max(parts)].append(token)
+        filled = [t for token in source[:-1] for t in parts.get(token, [token])]
+        place = index % (len(rows) // 4) * rows.length
+        assert filled == whole[place : place + rows.length].tolist()[: len(filled)]
+        assert len(filled) == rows.length
+        seen.add(tuple(source))
+    assert len(seen) > 0.9 * len(rows)
+    assert abs(rows.cut / rows.length - NOISE) < 0.02
+
+
+def test_functions_lose_their_names_and_docstrings():
+    found = list(functions([data.Document("a", CODE.encode()), data.Document("b", b"def '''(")]))
+    assert [pair.target for pair in found] == ["go: Goes there.", "half: Halves it."]
+    source = found[1].source
+    assert source == "(self, x: int=2, *rest)\ny = x / 2\nreturn y or self._(y)"
+    ast.parse("def f" + source.replace("\n", ":\n  ", 1).replace("\nreturn", "\n  return"))
+    rows = NameRows(found, data.ByteTokenizer(), MODEL)
+    assert bytes(rows[0]["targets"][:15].tolist()) == b"go: Goes there."
+    assert rows[0]["targets"][15] == 256
+    # What is too long keeps its end.
+    assert row(MODEL, [7] * 50 + [256], [1])["source"].tolist() == [7] * 39 + [256]
+
+
+def test_token_f1_is_that_of_its_definition():
+    assert token_f1("getName: Reads it", "get_name: Reads") == pytest.approx(2 * 2 / (4 + 3))
+    assert token_f1("a", "b") == 0.0
+    assert token_f1("same: words", "same: words") == 1.0
+
+
+def test_a_small_run_names_functions_beside_the_most_frequent_name(code, tmp_path, capsys):
+    flags = ["--task", "name", "--data", code, "--run-dir", str(tmp_path / "run")]
+    main(Config, build, [*SMALL, *flags])
+    printed = capsys.readouterr().out
+    assert re.search(r"\d+ held-out functions +exact name +token F1", printed)
+    assert re.search(r"always (go|half_\d+) +\d+\.\d%", printed)
+    assert "  it is     go: Goes there." in printed
+
+
+@pytest.mark.slow
+def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    flags = ["--data", texts, "--tokenizer", "300", "--run-dir", str(run)]
+    main(Config, build, [*SMALL, *flags])
+    printed = capsys.readouterr().out
+    assert re.search(r"held-out tokens of spans: \d+\.\d% right", printed)
+    assert "<0>" in printed
+    main(Config, build, [*SMALL, *flags, "--resume"])
+    assert "resum" in capsys.readouterr().out
+    assert command._export(command.ExportOptions(run=str(run), out=out)) == 0
+    assert hf.family_name(out) == "t5"
+    model = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
+    kept = ["--steps", "--global-batch", "--examples", "--source-len", "--target-len"]
+    begin = [flag for name in kept for flag in (name, model[name])]
+    more = ["--task", "name", "--data", code, "--init-from", str(out), "--beams", "2"]
+    main(Config, build, [*begin, *more, "--run-dir", str(tmp_path / "name")])
+    assert "exact name" in capsys.readouterr().out
+
+
+def test_flags_that_do_not_fit_are_refused(texts):
+    small = {"source_len": 40, "data": texts, "tokenizer": "bytes"}
+    with pytest.raises(ValueError, match="--target-len 6 is too short for the spans of --source-"):
+        build(Config(**small, target_len=6))
+    with pytest.raises(ValueError, match="--task name finds no function with a docstring in the"):
+        build(Config(**small, target_len=24, task="name"))
+    with pytest.raises(ValueError, match=r"--mesh.tensor 2 does not divide 3 heads"):
+        outline(Config(mesh=Config().mesh.__class__(tensor=2)))
+    planned = outline(Config(model="flan-t5-small"))
+    assert planned.batch["source"].shape == (32, 512)
+    shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))
+    assert shapes["encoder"]["mlp"]["gate"]["kernel"].shape == (8, 512, 1024)

@@ -1,0 +1,220 @@
+"""DPO is the paper's formula, of whole conversations, on every mesh and however rows are packed."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import data
+from jaxtrain.agreement import record_gradients, worst
+from jaxtrain.data.chat import TEMPLATES
+from jaxtrain.experiment import Experiment, build_step, make_experiment_mesh, make_state
+from jaxtrain.finetune import preferences
+from jaxtrain.models import gpt
+from jaxtrain.parallel.sharding import Rules
+
+# Most of the time of these tests is LLVM's; its optimisations are not what is tested.
+FAST = {"xla_backend_optimization_level": 0}
+BETA, T, ROWS, STEPS = 0.4, 32, 8, 2
+MODEL = gpt.GPTConfig(vocab_size=257, seq_len=T, layers=2, width=16, heads=2)
+LOG_PROBS = functools.partial(gpt.log_probs, MODEL)
+
+
+def definition(policy, reference, beta):
+    """Equation 7 of the paper, of log-probabilities [pairs, 2] in float64."""
+    (chosen, rejected), (was_chosen, was_rejected) = policy.T, reference.T
+    h = beta * (chosen - was_chosen - rejected + was_rejected)
+    return -np.log(1 / (1 + np.exp(-h)))
+
+
+@functools.cache
+def packed():
+    """Preferences of such lengths that a row holds from one to several of them, and a batch."""
+    r, plain, documents = np.random.default_rng(3), data.ChatTemplate(TEMPLATES["plain"]), []
+    for n in range(24):
+        longest = (5, 20, 20) if n % 3 else (3, 4, 4)
+        texts = ["".join(r.choice(list("abcdé"), r.integers(1, most))) for most in longest]
+        texts = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+        documents += plain.conversations(str(n), texts | {"chosen": texts["chosen"] + "!"})
+    rows = data.PairedTokens(data.tokenize(documents, data.ByteTokenizer()), T)
+    return rows, data.Batches(rows, global_batch=ROWS, seed=1)
+
+
+def params_of(rng):
+    """Policy and reference, which differ."""
+    ours, theirs = (gpt.init(MODEL, key) for key in jax.random.split(rng))
+    return preferences.without_reference(preferences.with_reference(ours)), theirs
+
+
+def both(rng):
+    ours, theirs = params_of(rng)
+    theirs = preferences.with_reference(theirs)
+    ours = ours | {"reference": theirs["reference"]}
+    return ours | {"blocks": ours["blocks"] | {"reference": theirs["blocks"]["reference"]}}
+
+
+def sums_of(params, corpus, pairs):
+    """Log-probabilities [pairs, 2] of what counts, each conversation a row of its own."""
+    tokens, counts = np.zeros((2, 2 * len(pairs), T + 1), np.int32)
+    for row, index in enumerate(2 * pair + side for pair in pairs for side in (0, 1)):
+        own, start = corpus.document(index), int(corpus.starts[index])
+        tokens[row, : len(own)] = own
+        counts[row, : len(own)] = corpus.counts[start : start + len(own)]
+    logits = gpt.logits(MODEL, params, tokens[:, :-1])
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], 2)[..., 0]
+    return (found * counts[:, 1:]).sum(axis=1).reshape(-1, 2)
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_paper():
+    torch = pytest.importorskip("torch")
+    r = np.random.default_rng(0)
+    policy, reference = r.normal(-2, 1, (2, 3, 2, 7)).astype(np.float32)
+    segments = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 3, 3, 3]])
+    segments = np.stack([segments, [[1] * 7, [1, 1, 0, 0, 0, 0, 0]], np.zeros((2, 7), int)])
+    mask = (r.random(segments.shape) < 0.7) * (segments > 0).astype(np.float32)
+    batch = {"mask": mask, "segments": segments}
+
+    ours = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
+    gains, pairs = (ours - torch.tensor(reference, dtype=torch.float64)) * torch.tensor(mask), []
+    for row, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
+        pairs.append([gains[row, side][segments[row, side] == s].sum() for side in (0, 1)])
+    pairs = torch.stack([torch.stack(pair) for pair in pairs])
+    margins = BETA * (pairs[:, 0] - pairs[:, 1])
+    losses = -torch.nn.functional.logsigmoid(margins)
+    losses.sum().backward()
+    numbers = pairs.detach().numpy()
+    np.testing.assert_allclose(
+        losses.detach(), definition(numbers, np.zeros_like(numbers), BETA), rtol=1e-12
+    )
+
+    def loss(policy):
+        return preferences.dpo(policy - reference, batch, beta=BETA)
+
+    found = loss(policy)
+    np.testing.assert_allclose(found.total, losses.sum().item(), rtol=1e-5)
+    means = found.means()
+    assert found.weight == 4
+    rewards = BETA * numbers.mean(axis=0)
+    np.testing.assert_allclose([means["reward_chosen"], means["reward_rejected"]], rewards, 1e-4)
+    np.testing.assert_allclose(means["margin"], rewards[0] - rewards[1], 1e-4)
+    assert means["accuracy"] == (numbers[:, 0] > numbers[:, 1]).mean()
+    gradient = jax.grad(lambda policy: loss(policy).total)(policy)
+    np.testing.assert_allclose(gradient, ours.grad, rtol=1e-4, atol=1e-6)
+
+
+def experiment_of(batch, **given):
+    stages = preferences.dpo_stages(gpt.stages(MODEL), LOG_PROBS, beta=BETA)
+    optimizer = optax.chain(
+        record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=preferences.FREEZE)
+    )
+    given = {"gather": "model", "pipeline": {"microbatches": 4, "schedule": "1f1b"}} | given
+    return Experiment(
+        name="dpo",
+        init_fn=both,
+        loss_fn=jt.loss_from_stages(stages),
+        stages=stages,
+        optimizer=optimizer,
+        rules=Rules(preferences.reference_rules(gpt.RULES)),
+        batch=batch,
+        train_batches=None,
+        steps=STEPS,
+        **given,
+    )
+
+
+@functools.cache
+def trained(axes=(), accumulate=1):
+    """Metrics, gradients, moments and parameters after some steps on a batch."""
+    batch = packed()[1].batch(0)
+    experiment = experiment_of(batch, mesh=dict(axes), accumulate=accumulate)
+    mesh = make_experiment_mesh(experiment, jax.devices()[: math.prod(dict(axes).values())])
+    state = make_state(experiment, mesh)
+    step = build_step(experiment, state, mesh)
+    train = jt.compile_step(
+        step, state, batch, mesh=mesh, rules=experiment.rules, compiler_options=FAST
+    )
+    for _ in range(STEPS):
+        state, metrics = train(state, batch)
+    metrics = {name: metrics[name] for name in ("loss", "weight", "accuracy", "margin")}
+    return jax.device_get((metrics, state.opt_state, state.params))
+
+
+def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
+    rows, batches = packed()
+    corpus, batch = rows.corpus, batches.batch(0)
+    counts = batch["segments"].max(axis=(1, 2))
+    assert (counts.min(), counts.max() > 2) == (1, True)
+    begins = [
+        rows._begin[slice(*rows._first[row : row + 2]), 0]
+        for row in map(batches.source_index, range(ROWS))
+    ]
+    pairs = np.searchsorted(corpus.starts, np.concatenate(begins)) // 2
+    ours, theirs = params_of(jax.random.key(5))
+    reference = np.asarray(sums_of(theirs, corpus, pairs), np.float64)
+
+    def mean(ours):
+        h = BETA * (sums_of(ours, corpus, pairs) - reference.astype(np.float32))
+        return jax.nn.softplus(h[:, 1] - h[:, 0]).mean()
+
+    expected = jax.grad(mean)(ours)
+    policy = np.asarray(sums_of(ours, corpus, pairs), np.float64)
+    losses = definition(policy, reference, BETA)
+    alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
+    flat = {name: x.reshape(-1, T) for name, x in batch.items()}
+    known = batch | {"reference": np.asarray(alone(theirs, flat)).reshape(ROWS, 2, T)}
+    by_batch = preferences.dpo_loss(alone, beta=BETA)
+    by_weights = preferences.dpo_loss(
+        alone, reference=lambda params, rows: alone(theirs, rows), beta=BETA
+    )
+    np.testing.assert_allclose(by_batch(ours, known, None).means()["loss"], losses.mean(), 1e-5)
+    step = jt.build_train_step(by_weights, record_gradients(), accumulate=2)
+    state = jt.init_state(lambda rng: ours, record_gradients(), jax.random.key(0))
+    state, metrics = jax.jit(step)(state, batch)
+    assert metrics["weight"] == len(pairs) == counts.sum()
+    np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-5)
+    assert worst(state.opt_state, expected)[0] < 1e-4
+    with pytest.raises(ValueError, match=r"no array 'reference' .* or give dpo_loss"):
+        by_batch(ours, batch, None)
+
+
+def log_probs(params, rows):
+    x = gpt.embed(MODEL, params, rows)
+    return LOG_PROBS(params, gpt.blocks(MODEL, params["blocks"], x, rows), rows)
+
+
+def test_what_is_the_reference_stays():
+    _, opt_state, params = trained()
+    before = jax.device_get(make_state(experiment_of(packed()[1].shapes), None).params)
+    kept = [both["reference"] for both in (params, params["blocks"])]
+    was = [both["reference"] for both in (before, before["blocks"])]
+    jax.tree.map(np.testing.assert_array_equal, kept, was)
+    assert not any("reference" in name for name in jt.tree.named_leaves(opt_state[1]))
+
+
+@pytest.mark.parametrize(
+    ("axes", "accumulate"),
+    [
+        pytest.param((), 4, marks=pytest.mark.slow),
+        ((("data", 2), ("fsdp", 2), ("tensor", 2)), 2),
+        pytest.param((("pipe", 2), ("data", 2)), 1, marks=pytest.mark.slow),
+        pytest.param((("data", 4), ("tensor", 2)), 1, marks=pytest.mark.slow),
+        pytest.param((("fsdp", 4),), 2, marks=pytest.mark.slow),
+        pytest.param((("pipe", 2), ("fsdp", 2), ("tensor", 2)), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulate):
+    for found, expected in zip(trained(axes, accumulate), trained(), strict=True):
+        error, where = worst(found, expected)[:2]
+        assert error < 1e-5, where
+
+
+def test_models_of_several_stacks_are_refused():
+    stages = dataclasses.replace(gpt.stages(MODEL), shared=())
+    with pytest.raises(ValueError, match="one stack of layers that share no parameters: use dpo_l"):
+        preferences.dpo_stages(stages, LOG_PROBS)

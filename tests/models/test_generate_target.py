@@ -1,0 +1,99 @@
+"""Generation from an encoder-decoder: the caches against the uncached forward, and beams of all."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.models import encoder_decoder as t5
+from jaxtrain.models.generate_target import beam_search, decode_step, generate, prefill
+
+CONFIG = t5.T5Config(
+    vocab_size=7,
+    source_len=8,
+    target_len=8,
+    layers=2,
+    width=16,
+    heads=4,
+    buckets=4,
+    max_distance=6,
+    mlp="geglu",
+    tied=False,
+)
+SOURCE = np.array([[3, 1, 4, 1, 5], [5, 2, 0, 0, 0]], np.int32)
+LENGTHS = np.array([5, 2], np.int32)
+
+
+@functools.cache
+def params():
+    return jax.jit(lambda: jax.tree.map(lambda x: 2.0 * x, t5.init(CONFIG, jax.random.key(0))))()
+
+
+@jax.jit
+def logits(params, source, lengths, tokens):
+    segments = (jnp.arange(source.shape[1]) < lengths[:, None]).astype(jnp.int32)
+    batch = {"source": source, "source_segments": segments, "tokens": tokens}
+    return t5.logits(CONFIG, params, batch)
+
+
+def uncached(*batch):
+    return np.asarray(logits(params(), *batch))
+
+
+def test_cached_logits_are_the_uncached_ones():
+    tokens = np.random.default_rng(0).integers(0, 7, (2, 6)).astype(np.int32)
+    tokens[:, 0] = 0
+    expected = uncached(SOURCE, LENGTHS, tokens)
+    z, cache = prefill(CONFIG, params(), SOURCE, LENGTHS, cache_len=6)
+    np.testing.assert_allclose(z, expected[:, 0], atol=1e-5)
+    step = jax.jit(functools.partial(decode_step, CONFIG))
+    for position in range(1, 6):
+        z, cache = step(params(), cache, tokens[:, position], position)
+        np.testing.assert_allclose(z, expected[:, position], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_model_s_probabilities():
+    rows = [np.repeat(x, 4000, axis=0) for x in (SOURCE[1:], LENGTHS[1:])]
+    found = generate(
+        CONFIG, params(), rows[0], source_lengths=rows[1], max_new_tokens=1, rng=jax.random.key(0),
+        temperature=2.0, top_k=4,
+    )  # fmt: skip
+    z = uncached(SOURCE[1:], LENGTHS[1:], np.zeros((1, 1), np.int32))[0, 0] / 2
+    kept = np.argsort(z)[-4:]
+    expected = np.zeros(7)
+    expected[kept] = np.exp(z[kept]) / np.exp(z[kept]).sum()
+    np.testing.assert_allclose(np.bincount(found[:, 0], minlength=7) / 4000, expected, atol=0.03)
+
+
+@pytest.mark.slow
+def test_many_beams_find_the_best_of_all_targets():
+    count, eod = 3, 6
+    found, scores = beam_search(
+        CONFIG, params(), SOURCE, source_lengths=LENGTHS, max_new_tokens=count, beams=3, eod=eod
+    )
+    targets = np.array(list(itertools.product(range(7), repeat=count)), np.int32)
+    read = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+    for row in range(2):
+        alike = [np.repeat(x[row : row + 1], len(targets), axis=0) for x in (SOURCE, LENGTHS)]
+        logs = np.asarray(jax.nn.log_softmax(uncached(*alike, read)))
+        logs = np.take_along_axis(logs, targets[..., None], 2)[..., 0]
+        lengths = np.where((targets == eod).any(1), (targets == eod).argmax(1) + 1, count)
+        sums = np.where(np.arange(count) < lengths[:, None], logs, 0).sum(1) / lengths
+        best = targets[sums.argmax()]
+        ended = np.cumsum(best == eod) > 0
+        np.testing.assert_allclose(scores[row], sums.max(), atol=1e-5)
+        np.testing.assert_array_equal(found[row], np.where(ended, eod, best))
+
+
+def test_mistakes_are_refused():
+    write = functools.partial(generate, CONFIG, params(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="source tokens from 1 to 9 do not fit a vocabulary of 7"):
+        write(SOURCE + 4 * (SOURCE == 5), temperature=0.0, source_lengths=LENGTHS)
+    with pytest.raises(ValueError, match="sampling needs rng"):
+        write(SOURCE)
+    with pytest.raises(ValueError, match="beams=4 must be from 1 to half of the vocabulary"):
+        beam_search(CONFIG, params(), SOURCE, max_new_tokens=2)

@@ -1,0 +1,200 @@
+"""The report: what it reads, what it says of a run, and that a browser draws it."""
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.run.observe.report import health, page, records
+from jaxtrain.run.observe.report.records import Series
+
+START = 1_700_000_000.0
+
+
+def write_run(folder, lines, *, config=None, end=""):
+    folder.mkdir(parents=True)
+    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    (folder / "log.jsonl").write_text(text + end)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def line(step, loss=None, **values):
+    time = f"2026-01-01T00:{step // 60 % 60:02d}:{step % 60:02d}+00:00"
+    return {"step": step, "time": time, "train/loss": 3 - step / 100 if loss is None else loss} | {
+        name.replace("__", "/"): value for name, value in values.items()
+    }
+
+
+def data_of(text):
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def record_of(steps, series):
+    steps = np.arange(1, steps + 1)
+    return records.Record(
+        path="runs/x",
+        name="x",
+        series={name: Series(steps, values) for name, values in series.items()},
+        times=Series(steps, START + steps),
+        config={"steps": int(steps[-1])},
+        environment={},
+        changes=[],
+        unreadable=0,
+    )
+
+
+def test_a_hundred_thousand_steps_of_many_metrics_fit_into_two_megabytes_with_their_extremes():
+    rng, n = np.random.default_rng(0), 100_000
+    series = {f"train/metric{i}": rng.normal(size=n) for i in range(24)}
+    series["train/loss"] = rng.normal(3, 0.1, n)
+    series["train/loss"][[31_415, 80_000]] = 17.25, np.nan
+    series["train/skipped"] = np.zeros(n)
+    series["train/skipped"][80_000] = 1
+    runs = [dataclasses.replace(record_of(n, series), name=name) for name in "abcd"]
+    text = page.make_page(runs, now=START + n)
+    assert len(text.encode()) < 2_000_000
+    drawn = data_of(text)["runs"][2]
+    loss = drawn["series"]["train/loss"]
+    finite = series["train/loss"][np.isfinite(series["train/loss"])]
+    assert (max(loss["hi"]), drawn["marks"]["not finite"]) == (17.25, [80_001])
+    assert min(loss["lo"]) == pytest.approx(finite.min(), rel=1e-4)
+    assert min(loss["lo"]) <= min(loss["y"]) <= max(loss["y"]) <= max(loss["hi"])
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ({}, "good"),
+        ({"train/skipped": lambda x: np.where(np.arange(400) == 7, 1, 0)}, "1 update left out"),
+        ({"train/spike": lambda x: (np.arange(400) % 9 == 8) * 1.0}, "44 updates left out"),
+        ({"train/loss": lambda x: np.where(np.arange(400) == 7, np.nan, x)}, "not finite in 1 "),
+        ({"train/loss": lambda x: np.where(np.arange(400) > 350, x + 0.5, x)}, "it rises"),
+        ({"train/loss": lambda x: x[::-1] + 4}, "learned nothing"),
+        (
+            {"eval/loss": lambda x: np.where(np.arange(400) > 300, x + 0.4, x)},
+            "Held-out loss rises",
+        ),
+        ({"time/tokens_per_second": lambda x: np.where(np.arange(400) > 340, 600, x)}, "by 40%"),
+        ({"time/data_seconds": lambda x: x * 50}, "Waiting for data takes 50%"),
+        ({"now": 400 + 600}, "Nothing has been logged for 10 min"),
+    ],
+)
+def test_each_fault_is_named_and_a_run_without_one_is_well(what, text):
+    rng, what = np.random.default_rng(1), dict(what)
+    falling = 2 + 3 * np.exp(-np.arange(400) / 80) + rng.normal(0, 0.05, 400)
+    series = {
+        "train/loss": falling,
+        "eval/loss": 2 + 3 * np.exp(-np.arange(400) / 80),
+        "time/tokens_per_second": rng.normal(1000, 10, 400),
+        "time/step_seconds": np.full(400, 1.0),
+        "time/data_seconds": np.full(400, 0.01),
+    }
+    now = START + what.pop("now", 401)
+    for name, change in what.items():
+        series[name] = change(series.get(name))
+    record = dataclasses.replace(record_of(400, series), config={"steps": 500})
+    found = health.examine(record, now=now)
+    if text == "good":
+        assert {each.level for each in found} == {"good"}
+    else:
+        (fault,) = [each for each in found if each.level != "good"]
+        assert text in fault.text
+        assert found[0] is fault
+
+
+def test_what_is_cut_off_not_finite_or_hostile_is_read_as_it_is(tmp_path, capsys):
+    config = {"flags": {"steps": 9, "data": "</script><script>alert(1)</script>"}}
+    lines = [line(1), line(2, "nan", train__load=[1.0, 2.0]), "no json\n", line(3, 2.5)]
+    run = write_run(tmp_path / "a", lines, config=config, end='{"step": 4, "train/lo')
+    assert cli.main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert text.count("</script>") == 2
+    assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", text)
+    data = data_of(text)
+    loss = data["runs"][0]["series"]["train/loss"]
+    assert (loss["y"], data["steps"][loss["x"]]) == ([2.99, 2.5], [1, 3])
+    told = " ".join(each["text"] for each in data["runs"][0]["findings"])
+    assert "1 line of the log is damaged" in told
+    assert "not finite in 1 logged step, first in step 2" in told
+
+
+def test_what_is_no_run_is_refused_and_an_empty_log_is_said(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for folder in ("texts", "nowhere"):
+        with pytest.raises(SystemExit):
+            cli.main(["report", str(tmp_path / folder)])
+        assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["report"])
+    assert "name the folder of a run" in capsys.readouterr().err
+    empty = write_run(tmp_path / "empty", [])
+    (record,) = records.read([empty])
+    assert [each.text for each in health.examine(record)] == ["Nothing has been logged yet."]
+    with pytest.raises(ValueError, match="named twice"):
+        records.read([empty, empty])
+
+
+def test_runs_side_by_side_show_what_differs_first(tmp_path):
+    runs = [
+        write_run(tmp_path / name / "r", [line(1)], config={"flags": {"steps": 5, "rate": rate}})
+        for name, rate in (("a", 0.1), ("b", 0.2))
+    ]
+    data = data_of(page.make_page(records.read(runs)))
+    assert [run["name"] for run in data["runs"]] == ["a/r", "b/r"]
+    (table,) = data["table"]
+    assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+
+class _Drawn(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.paths, self.text = [], ""
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "path":
+            self.paths.append(dict(attributes)["d"])
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
+def test_a_browser_draws_every_chart(tmp_path):
+    runs = [
+        write_run(
+            tmp_path / name,
+            [line(i, train__grad_norm=1 / i, time__step_seconds=0.1) for i in range(1, 40)]
+            + [line(40, eval__loss=2.5)],
+        )
+        for name in "ab"
+    ]
+    out = tmp_path / "page.html"
+    out.write_text(page.make_page(records.read(runs)))
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        f"file://{out}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    drawn = _Drawn()
+    drawn.feed(done.stdout)
+    assert "NaN" not in "".join(drawn.paths)
+    lines = [d for d in drawn.paths if d.count("L") >= 38]
+    assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
+    for title in ("Loss", "Gradient norm", "Seconds per step", "Step time", "2 runs"):
+        assert title in drawn.text
