@@ -263,12 +263,16 @@ def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Ste
             engine=experiment.engine,
             norms=True,
         )
-    own = experiment.engine is not plain
-    if experiment.stages is None or experiment.has_model_state or own:
+    if experiment.engine is not plain:
         raise ValueError(
             f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
-            "cannot be pipelined: it needs Experiment(stages=...), no model state and no engine of "
-            "its own"
+            "has an engine of its own, which takes the gradients of a whole loss, where a pipeline "
+            "takes them stage by stage: use a mesh without 'pipe'"
+        )
+    if experiment.stages is None or experiment.has_model_state:
+        raise ValueError(
+            f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
+            "cannot be pipelined: it needs Experiment(stages=...) and no model state"
         )
     if experiment.accumulate != 1:
         raise ValueError(

@@ -46,6 +46,7 @@ MAY_CHANGE = {
     "remat": ROUNDED,
     "scan_unroll": ROUNDED,
     "attention": ROUNDED,
+    "sequence_parallel": ROUNDED,
     # Where they lie; what they hold has a fingerprint.
     "data": SAME,
     "field": SAME,
@@ -86,6 +87,9 @@ class Config(jt.Config):
     unrolled and others are not."""
     attention: str | None = None
     """Attention kernel: auto, xla, cudnn or pallas (GPUs), splash (TPUs)."""
+    sequence_parallel: bool = True
+    """Between blocks, split rows over the tensor axis too, where their length divides: what a block
+    keeps for its backward pass, and the work of norms, shrink by it."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
@@ -212,7 +216,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         optimizer=make_optimizer(config.optimizer, steps=config.steps, stacked=stack.axes),
         batch=data.packed_shapes(config.global_batch, model.seq_len),
         train_batches=no_batches,
-        rules=Rules(gpt.RULES),
+        rules=Rules(gpt.RULES, axes={} if config.sequence_parallel else {"residual": "context"}),
         gather="model",
         stages=stages,
         pipeline=pipeline,

@@ -20,23 +20,62 @@ from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
-ModelConfig = GPTConfig | EncoderConfig | ViTConfig | T5Config
+ModelConfig = GPTConfig | EncoderConfig | T5Config | ViTConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
-    *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
-    *("bos_token_id", "cls_token_id", "mask_token_id", "sep_token_id"),
-    *("classifier_dropout", "directionality", "encoder_stride", "is_llama_config"),
-    *("pooler_act", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
-    *("pooler_output_size", "pooler_size_per_head", "pooler_type"),
-    *("max_sequence_length", "n_special", "output_past", "predict_special_tokens"),
-    *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
-    *("id2label", "initializer_factor", "initializer_range", "keys_to_ignore_at_inference"),
-    *("label2id", "max_window_layers", "model_type", "n_ctx", "n_positions", "output_attentions"),
-    *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
-    *("reorder_and_upcast_attn", "return_dict", "summary_activation"),
-    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "cls_token_id",
+    "directionality",
+    "dtype",
+    "encoder_stride",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_factor",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "mask_token_id",
+    "max_sequence_length",
+    "max_window_layers",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "n_special",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "pad_token_id",
+    "pooler_act",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_output_size",
+    "pooler_size_per_head",
+    "pooler_type",
+    "predict_special_tokens",
+    "pretraining_tp",
+    "problem_type",
+    "reorder_and_upcast_attn",
+    "return_dict",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 }
 # Fields that change nothing at this value alone.
 OFF = {
@@ -584,23 +623,6 @@ ROBERTA = dataclasses.replace(
     },
 )
 
-VIT = Family(
-    name="vit",
-    architecture="ViTForImageClassification",
-    rows=encoders.VIT_ROWS,
-    fields=encoders.VIT_FIELDS,
-    ours={"norm": "layernorm", "bias": True},
-    fixed={"is_encoder_decoder": False},
-    read=encoders.read_vit,
-    write=encoders.write_vit,
-    prefix="vit.",
-    buffers=r"(^|\.)pooler\.",
-    model=ViTConfig,
-    module=vit,
-    others=tuple(encoders.VIT_HEADS)[1:],
-    heads=encoders.OF_HEADS,
-)
-
 T5 = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
@@ -632,6 +654,23 @@ T5 = Family(
         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
         "shared.weight",
     ),
+)
+
+VIT = Family(
+    name="vit",
+    architecture="ViTForImageClassification",
+    rows=encoders.VIT_ROWS,
+    fields=encoders.VIT_FIELDS,
+    ours={"norm": "layernorm", "bias": True},
+    fixed={"is_encoder_decoder": False},
+    read=encoders.read_vit,
+    write=encoders.write_vit,
+    prefix="vit.",
+    buffers=r"(^|\.)pooler\.",
+    model=ViTConfig,
+    module=vit,
+    others=tuple(encoders.VIT_HEADS)[1:],
+    heads=encoders.OF_HEADS,
 )
 
 DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)

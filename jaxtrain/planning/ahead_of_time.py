@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
-from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
+from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
+    TRACE_WARNINGS,
     Estimate,
     estimate_traced,
     on_critical_path,
@@ -162,7 +163,8 @@ def plan_step(
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
     with ahead_of_time(True), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AheadOfTimeWarning)
+        for category in TRACE_WARNINGS:
+            warnings.simplefilter("always", category)
         shortage, train = 0, None
         try:
             train = compile_step(called, state, given, mesh=mesh, rules=rules)
@@ -357,7 +359,7 @@ def _platform(compiled: Any) -> str:
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return issubclass(warning.category, AheadOfTimeWarning)
+    return issubclass(warning.category, TRACE_WARNINGS)
 
 
 def _peak(flops: Flops, chip: Chip) -> float | None:
