@@ -2,7 +2,9 @@
 
 By default BatchNorm and dropout on the 8x8 digits bundled with scikit-learn: 1,797 images, a fifth
 held out. It takes seconds on 2 CPU cores and reaches 98 % or more; ``--optimizer.name lars`` does
-too. ``--model vit --optimizer.name adamw`` trains a vision transformer instead.
+too. ``--model vit --optimizer.name adamw`` trains a vision transformer instead, which so few images
+teach less: 83.3 % with ``--steps 200``.
+
 Others: ``--data FOLDER`` with a folder of images for each class, a .parquet, or an .npz.
 """
 
