@@ -27,6 +27,7 @@ from jaxtrain.precision import POLICIES
 from jaxtrain.run.folder import runs
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.loop import fit
+from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.options import (
     MAY_CHANGE,
@@ -189,7 +190,7 @@ def main(
         if not experiment.may_change:
             experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
         try:
-            fit(experiment, config.run, hooks=hooks, writers=writers)
+            fit(experiment, config.run, hooks=hooks, writers=writers, began=process_began())
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None
