@@ -68,7 +68,8 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
 def _progress(record: Record, now: float) -> Finding:
     step, total, times = record.step, record.total, record.times.values
     if total is not None and step >= total:
-        return Finding("good", f"All {total:,} steps are done.")
+        done = f"All {total:,} steps are" if total > 1 else "The only step is"
+        return Finding("good", f"{done} done.")
     at = f"step {step:,}" + (f" of {total:,}" if total else "")
     if record.stopped is not None:
         return Finding("good", f"The run was stopped on purpose at {at}: {record.stopped}.")
