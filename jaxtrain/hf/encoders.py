@@ -1,9 +1,13 @@
-"""The tables of encoders: those of BERT, RoBERTa and ViT."""
+"""The families of encoders: BERT, RoBERTa and ViT."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtrain.hf.family import Family
 from jaxtrain.hf.table import Field, Row, T
+from jaxtrain.models import encoder, vit
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.vit import ViTConfig
 
@@ -198,3 +202,67 @@ def write_vit(config: ViTConfig) -> dict[str, Any]:
     height, width, channels = config.image
     size = height if height == width else [height, width]
     return write_head(VIT_HEADS, config) | {"image_size": size, "num_channels": channels}
+
+
+BERT = Family(
+    name="bert",
+    architecture="BertForMaskedLM",
+    rows=BERT_ROWS,
+    fields=FIELDS | {"max_position_embeddings": Field("seq_len", 512)},
+    ours={"norm": "layernorm", "bias": True},
+    fixed={
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "tie_word_embeddings": True,
+    },
+    read=functools.partial(read_head, BERT_HEADS),
+    write=functools.partial(write_head, BERT_HEADS),
+    prefix="bert.",
+    # What predicts the next sentence, and where it alone is left, the layer that pools for it.
+    buffers=r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.",
+    model=EncoderConfig,
+    module=encoder,
+    others=tuple(BERT_HEADS)[1:],
+    heads=OF_HEADS,
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+)
+
+ROBERTA = dataclasses.replace(
+    BERT,
+    name="roberta",
+    architecture="RobertaForMaskedLM",
+    rows=ROBERTA_ROWS,
+    fields=FIELDS,
+    read=read_roberta,
+    write=write_roberta,
+    prefix="roberta.",
+    buffers=r"\.position_ids$|(^|\.)pooler\.",
+    others=tuple(ROBERTA_HEADS)[1:],
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+)
+
+VIT = Family(
+    name="vit",
+    architecture="ViTForImageClassification",
+    rows=VIT_ROWS,
+    fields=VIT_FIELDS,
+    ours={"norm": "layernorm", "bias": True},
+    fixed={"is_encoder_decoder": False},
+    read=read_vit,
+    write=write_vit,
+    prefix="vit.",
+    buffers=r"(^|\.)pooler\.",
+    model=ViTConfig,
+    module=vit,
+    others=tuple(VIT_HEADS)[1:],
+    heads=OF_HEADS,
+)
+
+ENCODERS = (BERT, ROBERTA, VIT)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.hf import safetensors
-from jaxtrain.hf.families import INERT, OFF, Family, ModelConfig, family_for, family_of
+from jaxtrain.hf.families import family_for, family_of
+from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jaxtrain import hf
-from jaxtrain.hf.families import _LLAMA3, family_of
+from jaxtrain.hf.decoders import _LLAMA3
+from jaxtrain.hf.families import family_of
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.

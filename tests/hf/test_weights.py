@@ -13,7 +13,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.hf import safetensors
-from jaxtrain.hf.families import FAMILIES, REQUIRED, family_for
+from jaxtrain.hf.families import FAMILIES, family_for
+from jaxtrain.hf.table import REQUIRED
 from jaxtrain.models import gpt
 from jaxtrain.tree import named_leaves
 from tests.hf import models

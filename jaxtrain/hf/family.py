@@ -1,0 +1,233 @@
+"""A family of models: names of tensors and fields of ``config.json``, read both ways."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.hf.table import REQUIRED, Field, Row
+from jaxtrain.models import gpt
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder_decoder import T5Config
+from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models.vit import ViTConfig
+from jaxtrain.ops.activations import GATED
+from jaxtrain.parallel.stack import Stack
+from jaxtrain.tree import named_leaves
+
+ModelConfig = GPTConfig | EncoderConfig | T5Config | ViTConfig
+
+# Fields of config.json that change no logits, no loss and no gradient.
+INERT = {
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "cls_token_id",
+    "directionality",
+    "dtype",
+    "encoder_stride",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_factor",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "mask_token_id",
+    "max_sequence_length",
+    "max_window_layers",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "n_special",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "pad_token_id",
+    "pooler_act",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_output_size",
+    "pooler_size_per_head",
+    "pooler_type",
+    "predict_special_tokens",
+    "pretraining_tp",
+    "problem_type",
+    "reorder_and_upcast_attn",
+    "return_dict",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+# Fields that change nothing at this value alone.
+OFF = {
+    "position_embedding_type": "absolute",
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
+# Our fields that no other model tells: of training and of speed.
+OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
+OURS |= {"source_len", "target_len"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Args:
+      name: ``model_type`` in config.json.
+      architecture: as in config.json.
+      rows: its tensors; those of parameters that a model lacks do not count.
+      fields: of config.json, by their names.
+      ours: what all its models have in common here.
+      fixed: fields of config.json that have one value, which is meant where they are absent too.
+      read, write: how config.json says what takes more than one field: positions and windows.
+      prefix: of names, which some files leave out.
+      buffers: a regex of tensors that are no parameters, or that no model here has.
+      model: the class of our configs.
+      module: has ``init(config, rng)`` of them.
+      gated_rows: those that stand for others where the MLP has a gate.
+      settle: corrects a config by the names of the folder's tensors, which a function returns.
+      others: architectures of other heads, with one and the same model.
+      heads: a regex of the tensors of heads.
+      copies: tensors that some files have, though they are others again: their names to those of
+        the others. A name that is a parameter's of a model is no copy there.
+    """
+
+    name: str
+    architecture: str
+    rows: tuple[Row, ...]
+    fields: Mapping[str, Field]
+    ours: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda theirs: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
+    prefix: str = ""
+    buffers: str = "$^"
+    model: type = GPTConfig
+    module: Any = gpt
+    gated_rows: tuple[Row, ...] = ()
+    settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
+    others: tuple[str, ...] = ()
+    heads: str = "$^"
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All that are known."""
+        return (self.architecture, *self.others)
+
+    @property
+    def stack(self) -> Stack:
+        """How the parameters of its models are stacked by layer."""
+        return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
+
+    def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
+        """Makes our config of the fields of a config.json.
+
+        Raises:
+          ValueError: a field is missing, or unknown, or has a value that no model here has.
+        """
+        theirs, ours = dict(theirs), dict(self.ours)
+        for name, value in self.fixed.items():
+            if theirs.pop(name, value) != value:
+                raise ValueError(f"only {name}={value!r} is known here of {self.architecture}")
+        ours |= self.read(theirs)
+        for name, field in self.fields.items():
+            value = theirs.pop(name, field.default)
+            if value is REQUIRED:
+                raise ValueError(f"it has no {name}, which {self.architecture} needs")
+            if field.ours == "norm_eps":
+                check_positive(name, value)
+            if field.values is not None and value not in list(field.values):  # it may be a list
+                known = ", ".join(map(str, field.values))
+                raise ValueError(f"{name}={value!r} is not known here: only {known}")
+            value = value if field.values is None else field.values[value]
+            if ours.setdefault(field.ours, value) != value:
+                raise ValueError(
+                    f"{name}={value!r} differs from the other fields that are {field.ours} here, "
+                    f"{ours[field.ours]!r}: no model here has both"
+                )
+        for name, value in theirs.items():
+            off = name in OFF and value == OFF[name]
+            if name not in INERT and value is not None and not off:
+                raise ValueError(f"{name}={value!r} is not known here, and may change the model")
+        if ours.get("head_dim") and ours["head_dim"] * ours["heads"] == ours["width"]:
+            ours["head_dim"] = None
+        return self.model(**ours)
+
+    def config_json(self, config: ModelConfig) -> dict[str, Any]:
+        """Returns the fields of config.json, of which :meth:`config` makes the same model.
+
+        Raises:
+          ValueError: the family has no such model.
+        """
+        if not isinstance(config, self.model):
+            raise ValueError(f"{self.name} has no {type(config).__name__}")
+        theirs = {"architectures": [self.architecture], "model_type": self.name}
+        block = dataclasses.asdict(config.block)
+        for name, field in self.fields.items():
+            value = block.get(field.ours, getattr(config, field.ours))
+            if field.values is not None:
+                words = [word for word, ours in field.values.items() if ours == value]
+                if not words:
+                    raise ValueError(f"{self.name} has no {field.ours}={value!r}")
+                value = words[0]
+            theirs[name] = value
+        theirs |= self.write(config) | self.fixed
+        wanted, got = _essence(config), _essence(self.config(theirs))
+        for name, value in wanted.items():
+            if got[name] != value:
+                raise ValueError(f"{self.name} has {name}={got[name]!r} and the model {value!r}")
+        return theirs
+
+    def rows_of(self, config: ModelConfig) -> tuple[dict[str, Row], Any]:
+        """Returns the row of every parameter of a model by its path, and the tree of shapes."""
+        shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
+        rows = {row.ours: row for row in self.rows}
+        rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}
+        return {path: rows[path] for path in named_leaves(shapes)}, shapes
+
+    def stored(self, config: ModelConfig, name: str) -> str:
+        """The name in a file: where there is no head, nothing has a prefix."""
+        return name.removeprefix(self.prefix) if getattr(config, "head", "") == "none" else name
+
+    def parameter_count(self, config: ModelConfig) -> int:
+        """Counts what is in the tensors of a model."""
+        rows, shapes = self.rows_of(config)
+        sizes = 0
+        for path, leaf in named_leaves(shapes).items():
+            row, inner = rows[path], leaf.shape[rows[path].stacked :]
+            times = leaf.shape[0] if row.stacked else 1
+            sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
+        return sizes
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises where a field of a config.json is no number above 0."""
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number above 0")
+
+
+def _essence(config: ModelConfig) -> dict[str, Any]:
+    """What makes the function that a model is."""
+    fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
+    if config.positions == "learned":
+        del fields["rope_theta"]
+    return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}
