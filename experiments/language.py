@@ -32,7 +32,7 @@ from jaxtrain.run.trained import TOKENIZER_FILE
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
-    **dict.fromkeys(("remat", "scan_unroll", "attention"), ROUNDED),
+    **dict.fromkeys(("remat", "scan_unroll", "attention", "sequence_parallel"), ROUNDED),
     # Where they lie; what they hold has a fingerprint.
     **dict.fromkeys(("data", "field", "tokenizer", "init_from"), SAME),
     # Of what is said when training is over.
@@ -294,7 +294,6 @@ def outline(
         ),
         batch=batch,
         train_batches=no_batches,
-        rules=Rules(module.RULES),
         gather="model",
         stages=stages,
         pipeline=pipeline,
@@ -302,8 +301,7 @@ def outline(
         item="tokens",
         flops_formula=module.FLOPS_FORMULA,
         config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
-        **start,
-        **given,
+        **{"rules": Rules(module.RULES)} | start | given,
     )
 
 

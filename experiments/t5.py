@@ -6,8 +6,8 @@ and docstring, and writes both: the name, and the first line of the docstring. F
 train and held-out by a hash of their path. Minutes on 2 CPU cores.
 
     python -m experiments.t5 --run-dir runs/spans
-    jaxtrain hf export --run runs/spans --out spans
-    python -m experiments.t5 --task name --init-from spans
+    python -m experiments.t5 --task name --init-from runs/spans
+    python -m experiments.t5 --task name --init-from FLAN-T5
 """
 
 import ast
@@ -140,12 +140,12 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
 
 def model_config(config: Config, vocab_size: int) -> t5.T5Config:
     """The preset, or the model that the run begins with, changed by the flags that were given."""
-    own, source = {}, config.source
-    if source is None:
+    own = {}
+    if config.source is None:
         own["vocab_size"] = vocab_size + SENTINELS
         if config.layers is not None:
             own["decoder_layers"] = None
-    elif not source.is_run:  # whose folder says nothing of lengths
+    else:  # whose lengths are no part of the model
         for name in ("source_len", "target_len"):
             own[name] = getattr(config, name) or getattr(t5.tiny(), name)
     return language.model_config(config, vocab_size, **own)
@@ -200,7 +200,7 @@ def conclude_spans(
         f"held-out tokens of spans: {means['accuracy']:.1%} right, given those before them; always "
         f"the most frequent token: {right / weight:.1%}"
     ]
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return lines
     shown = held_out[len(held_out) // 2]
     (written,) = write(config, model, stack, state, [shown], eod=tokenizer.eod)
@@ -316,7 +316,7 @@ def conclude_names(
 ) -> list[str]:
     """Says how well held-out functions were named, next to the most frequent name, with samples."""
     del means
-    if not config.examples or jax.process_index():
+    if not config.examples:
         return []
     chosen = language.spread(len(held_out), config.examples)
     rows = [held_out[index] for index in chosen]
@@ -350,15 +350,17 @@ def name_of(target: str) -> str:
 def token_f1(found: str, wanted: str) -> float:
     """Returns the harmonic mean of precision and recall of words, those within names too.
 
-    >>> token_f1("get_name: Return it.", "set_name: Return it.")
+    >>> token_f1("getName: Returns it.", "set_name: Returns it.")
     0.75
     """
-    a, b = (
-        collections.Counter(re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text))
-        for text in (found, wanted)
-    )
+    a, b = map(_words, (found, wanted))
     both = (a & b).total()
     return 2 * both / (a.total() + b.total()) if both else 0.0
+
+
+def _words(text: str) -> collections.Counter:
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
+    return collections.Counter(part.lower() for part in parts)
 
 
 def until(tokens: np.ndarray, eod: int) -> np.ndarray:
@@ -370,7 +372,10 @@ def until(tokens: np.ndarray, eod: int) -> np.ndarray:
 def write(
     config: Config, model: t5.T5Config, stack: Stack, state: TrainState, rows: list, *, eod: int
 ) -> np.ndarray:
-    """Writes the targets of rows, a batch at a time: int32 [rows, target_len]."""
+    """Writes the targets of rows, a batch at a time: int32 [rows, target_len].
+
+    All processes call it: the parameters lie on all of them.
+    """
     params = jax.jit(stack.natural)(state.params)
     out = []
     for start in range(0, len(rows), config.global_batch):

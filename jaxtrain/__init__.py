@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import Last, Max, Sum, WeightedLoss
+from jaxtrain.gradients import Last, Max, Sum, WeightedLoss, row_wise
 from jaxtrain.optim import averaged, make_optimizer, schedules
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
@@ -81,6 +81,7 @@ __all__ = [
     "optim",
     "pipeline",
     "pipeline_eval_step",
+    "row_wise",
     "scan_steps",
     "schedules",
     *_LAZY,

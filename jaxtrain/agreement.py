@@ -151,7 +151,7 @@ def parity(
     stages: Stages | None = None,
     pipeline: Mapping[str, Any] | None = None,
     has_model_state: bool = False,
-    gather: Gather = "step",
+    gather: Gather | None = None,
     steps: int = STEPS,
     seed: int = 0,
     policy: Literal["f32", "bf16"] = "f32",

@@ -46,12 +46,15 @@ class CompiledStep:
       compiled: the ``jax.stages.Compiled``, for its text and analyses.
       checks: what was promised and what was found.
       compile_seconds: wall time of lowering and compiling.
+      told: what the step said of its program while it was traced (how gradients are reduced), which
+        is among the checks too.
     """
 
     def __init__(self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds):
         self.compiled = compiled
         self.checks = tuple(checks)
         self.compile_seconds = compile_seconds
+        self.told: Mapping[str, str] = {}
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
@@ -181,7 +184,8 @@ def compile_step(
             donate_argnums=donated,
         )
     start = time.perf_counter()
-    with tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext():
+    placed = tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext({})
+    with placed as told:
         if donate:
             _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
         traced = jitted.trace(state_shapes, batch_shapes)
@@ -191,8 +195,10 @@ def compile_step(
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
+    checks += [Check(what, found, True) for what, found in told.items()]
     checks += _check_products(traced.jaxpr.jaxpr)
     result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
+    result.told = told
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result

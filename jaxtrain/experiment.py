@@ -5,6 +5,7 @@ what was planned is what is trained.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,14 +17,23 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import GradientEngine, LossFn, WeightedLoss, plain
+from jaxtrain.host.memory import human_bytes
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
-from jaxtrain.parallel.pipeline import Stages, pipeline, pipeline_eval_step
-from jaxtrain.parallel.placement import Gather, constrain_tree
+from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
+from jaxtrain.parallel.placement import Gather, constrain_tree, tell
+from jaxtrain.parallel.reduction import kept_by_gathering, why_not
 from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.parallel.stack import Stack
+from jaxtrain.planning.chips import chip_of
 from jaxtrain.precision import Policy, as_policy
-from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state
+from jaxtrain.state import (
+    TrainState,
+    abstract_state,
+    gradient_shardings,
+    init_state,
+    local_bytes,
+)
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 
 PyTree = Any
@@ -73,7 +83,10 @@ class Experiment:
         without the frozen ones (``RunOptions.save_frozen``).
       mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
       rules: sharding rules.
-      gather: as for :func:`jaxtrain.build_train_step`.
+      gather: as for :func:`jaxtrain.build_train_step`; ``"model"`` says that the model can gather
+        its weights layer by layer.
+      gather_once: True gathers weights once per step all the same, False leaves it to ``gather``;
+        None does what memory allows (:func:`choose_gather`).
       policy: dtypes; a policy's name will do.
       accumulate: microbatches per step.
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
@@ -120,7 +133,8 @@ class Experiment:
     params: Callable[[], PyTree] | None = None
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=Rules)
-    gather: Gather = "step"
+    gather: Gather | None = None
+    gather_once: bool | None = None
     policy: Policy = dataclasses.field(default_factory=Policy)
     accumulate: int = 1
     steps_per_call: int = 1
@@ -249,7 +263,80 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
     return step
 
 
+def choose_gather(
+    experiment: Experiment, state: TrainState, mesh: Mesh
+) -> tuple[Gather | None, str]:
+    """Says when a train step gathers its weights, and why.
+
+    Unless the experiment says so, it is once per step where several microbatches share them, the
+    model could do it layer by layer as well, and the state with all that is then kept takes at most
+    half of a device's memory. The other half is for activations.
+
+    Args:
+      experiment: what is trained.
+      state: on the mesh; shapes with shardings suffice.
+      mesh: its kind of device says how much memory there is.
+
+    Returns:
+      ``gather`` as :func:`jaxtrain.build_train_step` takes it, and the reason; none where there is
+      nothing to choose.
+
+    Raises:
+      ValueError: ``gather_once`` is asked of a loss that is no sum over rows.
+    """
+    piped = mesh.shape.get("pipe", 1) > 1 and experiment.stages is not None
+    obstacle = why_not(
+        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
+        has_model_state=experiment.has_model_state,
+        own_engine=experiment.engine is not plain,
+    )
+    if experiment.gather_once and obstacle is not None:
+        raise ValueError(
+            f"weights cannot be gathered once per step in experiment {experiment.name!r}, "
+            f"{obstacle}: leave gather_once out"
+        )
+    if experiment.gather_once is not None:
+        once = experiment.gather_once
+        when = "once per step" if once else "layer by layer"
+        return "step" if once else experiment.gather, f"{when}, as asked for"
+    microbatches = experiment.pipeline.get("microbatches", 1) if piped else experiment.accumulate
+    shardings = gradient_shardings(state, zero=experiment.zero)
+    more = 0
+    if experiment.gather == "model" and obstacle is None and isinstance(mesh, Mesh):
+        more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
+    if more == 0:
+        return experiment.gather, ""
+    if microbatches == 1:
+        return "model", "layer by layer: there is one microbatch"
+    kind = mesh.devices.flat[0].device_kind
+    chip = chip_of(kind)
+    if chip is None or chip.memory_bytes is None:
+        return "model", f"layer by layer: the memory of {kind!r} is not known"
+    needed = local_bytes(state) + more
+    sizes = (
+        f"with the state {human_bytes(needed)} of {human_bytes(chip.memory_bytes)} would be kept"
+    )
+    if 2 * needed <= chip.memory_bytes:
+        return "step", f"once per step: {sizes}, at most half"
+    return "model", f"layer by layer: {sizes}, more than half"
+
+
 def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
+    gather, reason = choose_gather(experiment, state, mesh)
+    step = _step_that_gathers(experiment, state, mesh, gather)
+
+    @functools.wraps(step)
+    def told(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        if reason:
+            tell("weights are gathered", reason)
+        return step(state, batch)
+
+    return told
+
+
+def _step_that_gathers(
+    experiment: Experiment, state: TrainState, mesh: Mesh, gather: Gather | None
+) -> Step:
     shardings = gradient_shardings(state, zero=experiment.zero)
     if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
@@ -259,16 +346,20 @@ def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Ste
             accumulate=experiment.accumulate,
             has_model_state=experiment.has_model_state,
             gradient_shardings=shardings,
-            gather=experiment.gather,
+            gather=gather,
             engine=experiment.engine,
             norms=True,
         )
-    own = experiment.engine is not plain
-    if experiment.stages is None or experiment.has_model_state or own:
+    if experiment.engine is not plain:
         raise ValueError(
             f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
-            "cannot be pipelined: it needs Experiment(stages=...), no model state and no engine of "
-            "its own"
+            "has an engine of its own, which takes the gradients of a whole loss, where a pipeline "
+            "takes them stage by stage: use a mesh without 'pipe'"
+        )
+    if experiment.stages is None or experiment.has_model_state:
+        raise ValueError(
+            f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
+            "cannot be pipelined: it needs Experiment(stages=...) and no model state"
         )
     if experiment.accumulate != 1:
         raise ValueError(
@@ -280,7 +371,7 @@ def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Ste
         mesh=mesh,
         policy=experiment.policy,
         gradient_shardings=shardings,
-        gather=experiment.gather,
+        gather=gather,
         **experiment.pipeline,
     )
     return build_update(

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.mesh import BATCH_AXES
+from jaxtrain.parallel.placement import free_axes, manual_batch_axes
 from jaxtrain.tree import combine, named_leaves, partition
 
 PyTree = Any
@@ -154,6 +155,42 @@ LossFn = Callable[..., Any]
 GradientEngine = Callable[..., GradientSums]
 
 
+def row_wise(loss_fn: LossFn) -> LossFn:
+    """Declares a loss to be a sum over the rows of its batch.
+
+    The loss of some rows plus that of others, added as ``WeightedLoss`` adds, must be the loss of
+    all of them: total, weight and metrics. Cross-entropy of tokens is so. A mean over the batch, a
+    contrastive loss, a penalty on parameters or a norm over the batch is not. On a mesh the
+    gradients of such a loss are summed on each device over the microbatches of a step and reduced
+    once (:mod:`jaxtrain.parallel.reduction`); those of any other are reduced in every microbatch.
+
+    Nobody checks the declaration; :func:`jaxtrain.parity` shows where it is false. A loss may draw
+    with its key by :func:`jaxtrain.ops.numerics.drop`; one that draws in another way is found out
+    and left as it is.
+
+    Args:
+      loss_fn: as for :func:`jaxtrain.build_train_step`.
+
+    Returns:
+      The same function, marked.
+
+    >>> is_row_wise(row_wise(lambda params, batch, rng: WeightedLoss((params * batch).sum(), 1.0)))
+    True
+    """
+
+    @functools.wraps(loss_fn)
+    def marked(*args, **kwargs):
+        return loss_fn(*args, **kwargs)
+
+    marked.is_row_wise = True
+    return marked
+
+
+def is_row_wise(loss_fn: LossFn) -> bool:
+    """Whether a loss has been declared :func:`row_wise`."""
+    return getattr(loss_fn, "is_row_wise", False)
+
+
 def trainable(params: PyTree, frozen: Collection[str] = ()) -> tuple[PyTree, PyTree]:
     """Splits parameters into what has a gradient and the rest: the frozen ones and integers.
 
@@ -185,7 +222,11 @@ def plain(loss_fn: LossFn) -> GradientEngine:
             return loss.total, (loss, new_state)
 
         total, vjp, (loss, new_state) = jax.vjp(forward, training, has_aux=True)
-        seed, factor = seed_and_factor(loss.weight, loss_scale, total.dtype)
+        weight = loss.weight
+        if loss_scale is not None and (taken_over := manual_batch_axes()):
+            # What overflows is not to depend on how many devices share the rows.
+            weight = jax.lax.psum(widen(weight), taken_over)
+        seed, factor = seed_and_factor(weight, loss_scale, total.dtype)
         (grads,) = vjp(seed)
         return GradientSums(scaled(grads, factor), widen(loss), new_state)
 
@@ -216,7 +257,7 @@ def accumulated(
     def accumulating(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         one = functools.partial(run, each, frozen=frozen)
         slices = split_microbatches(batch, microbatches)
-        _check_shared(batch, microbatches)
+        check_shared(batch, microbatches)
 
         def add(sums, j_and_slice):
             j, microbatch = j_and_slice
@@ -326,10 +367,10 @@ def split_microbatches(batch: PyTree, microbatches: int, argument: str = "accumu
     return jax.tree.map(split, batch)
 
 
-def _check_shared(batch: PyTree, microbatches: int) -> None:
+def check_shared(batch: PyTree, microbatches: int) -> None:
     """Raises where microbatches have rows that the devices of the ambient mesh cannot share."""
     mesh = jax.sharding.get_abstract_mesh()
-    parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    parts = math.prod(mesh.shape[axis] for axis in free_axes(mesh) if axis in BATCH_AXES)
     for name, leaf in named_leaves(batch).items():
         rows = jnp.shape(leaf)[0] // microbatches if jnp.ndim(leaf) else 0
         if rows % parts:

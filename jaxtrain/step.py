@@ -31,6 +31,7 @@ from jaxtrain.gradients import (
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
+from jaxtrain.parallel.reduction import reduced_once, why_not
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves, partition
@@ -47,7 +48,7 @@ def build_train_step(
     accumulate: int = 1,
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
-    gather: Gather = "step",
+    gather: Gather | None = None,
     engine: Callable[[LossFn], GradientEngine] = gradients.plain,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
@@ -64,10 +65,13 @@ def build_train_step(
         the whole batch's weight, and applied in one update.
       has_model_state: which of the two forms ``loss_fn`` has.
       gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin how gradients lie.
-      gather: who makes weights whole over ``data`` and ``fsdp`` on meshes that need it
-        (:func:`jaxtrain.parallel.placement.entered_specs` says which and why): ``"step"``, all as
-        they enter the loss, or ``"model"``, which calls :func:`jaxtrain.gather` layer by layer or
-        :func:`jaxtrain.constrain` on its activations.
+      gather: when weights that ``data`` and ``fsdp`` split are made whole. ``"step"``: all, once
+        for all microbatches, in the compute dtype; gradients are whole too until the step ends.
+        That takes a loss that is declared :func:`jaxtrain.row_wise`; weights of any other are made
+        whole as they enter it, on meshes that need it
+        (:func:`jaxtrain.parallel.placement.entered_specs` says which and why), and so they are
+        where ``gather`` is left out. ``"model"``: by the model, which calls :func:`jaxtrain.gather`
+        layer by layer or :func:`jaxtrain.constrain` on its activations.
       engine: makes a gradient engine (:mod:`jaxtrain.gradients`) of a loss ``(params, model_state,
         batch, rng) -> (WeightedLoss, model_state)``, which brings ``policy`` and ``gather`` along;
         it is called once per microbatch.
@@ -104,7 +108,7 @@ def build_engine(
     policy: Policy | str | None,
     accumulate: int,
     has_model_state: bool,
-    gather: Gather,
+    gather: Gather | None,
     engine: Callable[[LossFn], GradientEngine],
     gradient_shardings: PyTree | None = None,
 ) -> GradientEngine:
@@ -116,13 +120,26 @@ def build_engine(
             f"engine is {engine!r}: give a function of a loss that returns a gradient engine, as "
             "jaxtrain.gradients.plain is"
         )
+    own = engine is not gradients.plain
+    obstacle = why_not(loss_fn, has_model_state=has_model_state, own_engine=own)
+    policy = as_policy(policy)
     loss_fn = with_policy(
-        normalize_loss(loss_fn, has_model_state), as_policy(policy), gather, gradient_shardings
+        normalize_loss(loss_fn, has_model_state), policy, gather, gradient_shardings
     )
-    if accumulate == 1:
-        return engine(loss_fn)
-    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
-    return gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
+    built = engine(loss_fn)
+    if accumulate > 1:
+        pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
+        pinned = {} if pins is None else {"constrain": pins}
+        built = gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
+    return reduced_once(
+        built,
+        loss_fn,
+        cast=policy.cast_to_compute,
+        microbatches=accumulate,
+        gather=gather,
+        shardings=gradient_shardings,
+        obstacle=obstacle,
+    )
 
 
 def build_update(
@@ -257,7 +274,7 @@ def build_eval_step(
     *,
     policy: Policy | str | None = None,
     has_model_state: bool = False,
-    gather: Gather = "step",
+    gather: Gather | None = None,
 ) -> Callable[[TrainState, PyTree], WeightedLoss]:
     """Builds ``evaluate(state, batch) -> WeightedLoss``, sums that can be added over batches.
 
@@ -320,7 +337,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
 def with_policy(
     loss_fn: Callable[..., Any],
     policy: Policy,
-    gather: Gather = "step",
+    gather: Gather | None = None,
     shardings: PyTree | None = None,
 ) -> Callable[..., Any]:
     """Brings parameters into a normalized loss: in the compute dtype, placed for the computation.
@@ -334,12 +351,12 @@ def with_policy(
     Raises:
       ValueError: for another ``gather``.
     """
-    if gather not in ("step", "model"):
+    if gather not in (None, "step", "model"):
         raise ValueError(f"gather is {gather!r}: use 'step' or 'model'")
 
     def entered(params, model_state, batch, rng):
         params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
-        if gather == "step":
+        if gather != "model":
             return loss_fn(enter_loss(params, shardings), model_state, batch, rng)
         with model_gathers():
             return loss_fn(params, model_state, batch, rng)

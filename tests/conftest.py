@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
@@ -36,6 +37,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
+# Programs that the tests start find this package from any folder.
+paths = [str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
 # A shell ignores SIGINT in what it starts in the background, and so would all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,6 +69,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # By their number of tests, files that start processes for a minute each would come last, and
+    # one of two workers would wait for the other.
+    config.option.loadscopereorder = False
     if not hasattr(config, "workerinput") and hasattr(config, "cache"):
         config.pluginmanager.register(_Skipped(config.cache))
 

@@ -1,9 +1,11 @@
 """The train step through the real TPU and GPU compilers, on a machine that has neither chip."""
 
+import collections
 import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import re
 
 import jax
@@ -20,6 +22,8 @@ from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.step import build_update
 from tests import forms
+from tests.parallel import test_two_stacks as two_stacks
+from tests.planning import steps
 
 # Attention says that it cannot be cuDNN here.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxtrain.ops.attention.AheadOfTimeWarning")
@@ -84,6 +88,62 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
     assert jt.float32_products(step, state, batch) == []
+
+
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_branches_gather_rows_and_scatter_their_sums_over_tensor(target):
+    config = dataclasses.replace(LLAMA, kv_heads=4, remat="full")
+    train, _, mesh = steps.compile_gpt(
+        devices=target(), policy=jt.Policy.bf16(), config=config, fsdp=2, tensor=4
+    )
+    B, T, D, layers = steps.ROWS // 2, config.seq_len, config.width, config.layers
+    program = read_program(train.compiled.as_text(), mesh)
+    over_tensor = [c for c in program.collectives if "tensor" in c.axes]
+    executions = collections.Counter()
+    for c in over_tensor:
+        if c.payload >= 2 * B * T * D:
+            # Several of these may travel as one.
+            executions[c.kind] += c.executions * len(c.shapes)
+    # Each layer gathers two inputs, forward and again backward, and two cotangents; it scatters two
+    # sums forward, one more when it is computed again, and two backward. The rest are the head and
+    # the table.
+    assert executions == {"all-gather": 6 * layers + 2, "reduce-scatter": 5 * layers + 2}
+    kept = f"bf16[{layers},{B},{T // 4},{D}]"
+    assert kept in train.compiled.as_text()
+    assert f"bf16[{layers},{B},{T},{D}]" not in train.compiled.as_text()
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=["accumulated", "pipelined"])
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
+    mesh = jt.make_mesh(**axes, fsdp=2, tensor=2, devices=target())
+    given, optimizer = {"policy": "bf16", "gather": "step"}, optax.sgd(1e-3)
+    init = functools.partial(gpt.init, GPT2)
+    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=gpt.RULES, policy="bf16")
+    given["gradient_shardings"] = jt.gradient_shardings(state)
+    tokens = jax.ShapeDtypeStruct((32, GPT2.seq_len), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    if "pipe" in axes:
+        engine = jt.pipeline(gpt.stages(GPT2), mesh=mesh, microbatches=4, **given)
+        step = build_update(engine, optimizer, policy="bf16")
+    else:
+        step = jt.build_train_step(gpt.loss_fn(GPT2), optimizer, accumulate=4, **given)
+    train = jt.compile_step(step, state, batch, mesh=mesh)
+    split = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * mesh.shape["fsdp"]
+        for x in jax.tree.leaves(state.params)
+        if "fsdp" in str(x.sharding.spec)
+    )
+    moved = {"all-gather": 0, "reduce-scatter": 0}
+    for c in read_program(train.compiled.as_text(), mesh).collectives:
+        if {"data", "fsdp"} & set(c.axes) and c.payload > 64:
+            assert (c.executions, c.conditional) == (1, False), c
+            moved[c.kind] = moved.get(c.kind, 0) + c.payload * (c.axes == ("fsdp",))
+    assert moved["all-gather"] == 2 * split  # bytes of bfloat16
+    assert moved["reduce-scatter"] == 4 * split  # of float32
+    if "pipe" in axes:
+        assert " conditional(" in train.compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
@@ -183,8 +243,11 @@ def test_offload_moves_what_is_kept_to_the_host():
 
 
 @functools.cache
-def working_bytes(target, schedule, microbatches, remat="full"):
+def working_bytes(target, schedule, microbatches, remat="full", counts=None):
     """Compiles a bf16 step on pipe x data x tensor, eight rows per microbatch and device.
+
+    Args:
+      counts: of the layers of each stage; as many in each by default.
 
     Returns:
       The bytes of one device at its peak, without the arguments (state and batch), the program and
@@ -195,7 +258,7 @@ def working_bytes(target, schedule, microbatches, remat="full"):
     # Wide enough that what is compared is not what lies in the fast memory of a TPU.
     config = dataclasses.replace(LLAMA, layers=4, width=512, seq_len=512)
     virtual = 2 if schedule == "interleaved" else 1
-    stack = jt.Stack(virtual=virtual)
+    stack = jt.Stack(virtual=virtual, counts=counts)
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
@@ -210,7 +273,7 @@ def working_bytes(target, schedule, microbatches, remat="full"):
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     shardings = jt.gradient_shardings(state)
     engine = jt.pipeline(
-        gpt.stages(config),
+        dataclasses.replace(gpt.stages(config), stacked=stack),
         mesh=mesh,
         schedule=schedule,
         virtual=virtual,
@@ -248,18 +311,65 @@ def test_a_pipeline_keeps_its_branches_and_its_memory_does_not_grow(target, sche
     assert " conditional(" in compiled[0][1]
 
 
-@pytest.mark.parametrize(("target", "schedule"), ALL)
-def test_stages_exchange_twice_per_tick_and_reduce_in_the_end(target, schedule):
-    _, text, mesh = working_bytes(target, schedule, 8)
+def assert_exchanges(text, mesh, ticks, each=2):
+    """So many per tick, and all else that crosses the stages is reduced in the end."""
     crossing = [c for c in read_program(text, mesh).collectives if {"pipe", "?"} & set(c.axes)]
-    virtual = 2 if schedule == "interleaved" else 1
-    ticks = make_table(schedule, stages=2, microbatches=8, virtual=virtual).ticks
     exchanges = [c for c in crossing if c.kind == "collective-permute"]
-    assert [(c.axes, c.executions) for c in exchanges] == 2 * [(("pipe",), ticks)]
+    assert [(c.axes, c.executions) for c in exchanges] == each * [(("pipe",), ticks)]
     assert all(c.source.endswith("ppermute") for c in exchanges)
     rest = [c for c in crossing if c.kind != "collective-permute"]
     assert rest
     assert {(c.kind, c.executions) for c in rest} == {("all-reduce", 1)}, rest
+
+
+@pytest.mark.parametrize(("target", "schedule"), ALL)
+def test_stages_exchange_twice_per_tick_and_reduce_in_the_end(target, schedule):
+    _, text, mesh = working_bytes(target, schedule, 8)
+    virtual = 2 if schedule == "interleaved" else 1
+    ticks = make_table(schedule, stages=2, microbatches=8, virtual=virtual).ticks
+    assert_exchanges(text, mesh, ticks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_stages_of_unequal_depth_differ_in_memory_alone(target):
+    even = working_bytes(target, "1f1b", 8)
+    uneven = working_bytes(target, "1f1b", 8, counts=(3, 1))
+    ticks = make_table("1f1b", stages=2, microbatches=8).ticks
+    assert_exchanges(*uneven[1:], ticks)
+    assert " conditional(" in uneven[1]
+    # Every device runs the same program: all have what the deepest stage needs, of three layers in
+    # place of two. (1.65 times as much on GPUs, where buffers of zeros are copied before use.)
+    assert even[0] < uneven[0] < 1.75 * even[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [tpu, gpu])
+@pytest.mark.parametrize("stack", [two_stacks.TWO, two_stacks.UNEVEN], ids=["even", "uneven"])
+def test_an_encoder_and_a_decoder_exchange_as_one_stack_does(target, stack):
+    mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
+    rules = jt.Rules(two_stacks.RULES, stacked=stack)
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
+    state = jt.abstract_state(
+        lambda rng: stack.cut(two_stacks.init(rng)), optimizer, mesh=mesh, rules=rules
+    )
+    shardings = jt.gradient_shardings(state)
+    engine = jt.pipeline(
+        two_stacks.stages_of(stack),
+        mesh=mesh,
+        schedule="interleaved",
+        microbatches=8,
+        gradient_shardings=shardings,
+    )
+    step = build_update(engine, optimizer, constrain=constrain_tree(shardings))
+    train = jt.compile_step(step, state, two_stacks.make_batch(), mesh=mesh)
+    assert all(check.holds for check in train.checks), train.report()
+    text = train.compiled.as_text()
+    assert " conditional(" in text
+    virtual = 2 * stack.virtual
+    ticks = make_table("interleaved", stages=2, microbatches=8, virtual=virtual).ticks
+    # The stream is a pair, whose parts the GPU compiler sends together.
+    assert_exchanges(text, mesh, ticks, each=4 if target is tpu else 2)
 
 
 @pytest.mark.parametrize("target", [tpu, gpu])

@@ -131,7 +131,7 @@ def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": {"pipe": 2, "data": 4}, "engine": clipped}, "and no engine of its own"),
+        ({"mesh": {"pipe": 2, "data": 4}, "engine": clipped}, "has an engine of its own, which"),
         ({"engine": 3}, "engine is 3: give a function of a loss that returns a gradient engine"),
         ({"engine": lambda loss: lambda *args: None}, "the gradient engine returned NoneType"),
         ({"engine": lambda loss: lambda *args: SUMS}, r"gives none for parameter 'down/kernel'"),

@@ -1,5 +1,8 @@
 """Everything imports where no accelerator's package, and no optional one, is installed."""
 
+import ast
+import collections
+import itertools
 import os
 import pathlib
 import subprocess
@@ -61,3 +64,36 @@ def test_every_module_imports_without_optional_packages():
     count, none = done.stdout.split()
     assert int(count) > 50
     assert none == "True"
+
+
+def test_dependencies_of_the_package_point_one_way():
+    """No two files import each other as they are loaded, and no two folders need each other."""
+    names = {module_name(file): file for file in (ROOT / "jaxtrain").rglob("*.py")}
+    imports = {name: imported(file, names) for name, file in names.items()}
+    assert sum(map(len, imports.values())) > 200
+    needs = collections.defaultdict(set)
+    for name, others in imports.items():
+        assert not [other for other in others if name in imports[other]], name
+        needs[folder_name(name)] |= {folder_name(other) for other in others}
+    # What lies at the top is below some folders and above others.
+    pairs = itertools.combinations(needs.keys() - {""}, 2)
+    assert not [(a, b) for a, b in pairs if b in needs[a] and a in needs[b]]
+
+
+def module_name(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def folder_name(module):
+    name = [*module.split("."), ""][1]
+    return name if (ROOT / "jaxtrain" / name).is_dir() else ""
+
+
+def imported(file, names):
+    """The modules of the package whose names a file takes, outside of its functions."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & names.keys()) or ({node.module} & names.keys())
+    return found

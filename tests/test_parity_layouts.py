@@ -28,6 +28,7 @@ FORMS = {
         GPT2, dropout=0.1, attention_dropout=0.3, loss_chunk=8, remat="full"
     ),
 }
+FORMS["kept products"] = dataclasses.replace(FORMS["tiles"], remat="dots")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
@@ -45,6 +46,8 @@ CASES = [
         ("tiles", 2, "pipe=2,fsdp=2,tensor=2", INTERLEAVED),
         ("tiles", 2, "pipe=4,fsdp=2", {"schedule": "gpipe"}),
         ("dropout in tiles", 4, "fsdp=8", {}),
+        ("kept products", 4, "data=2,fsdp=2,tensor=2", {}),
+        ("kept products", 16, "context=2,fsdp=2,tensor=2", {}),
         ("dropout in tiles", 4, "data=2,fsdp=2,tensor=2,zero=2", {}),
         ("dropout in tiles", 4, "pipe=2,data=2,tensor=2", INTERLEAVED),
         ("dropout in tiles", 4, "pipe=2,data=2,tensor=2,zero=2", {"remat": "none"}),

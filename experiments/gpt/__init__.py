@@ -44,6 +44,9 @@ class Config(language.Config):
 
     model: Literal[tuple(gpt.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
+    sequence_parallel: bool = True
+    """Between blocks, split rows over the tensor axis too, where their length divides: what a block
+    keeps for its backward pass, and the work of norms, shrink by it."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
@@ -133,6 +136,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         "gpt",
         model,
         data.packed_shapes(config.global_batch, model.seq_len),
+        rules=Rules(gpt.RULES, axes={} if config.sequence_parallel else {"residual": "context"}),
         items_per_step=tokens,
         flops_per_step=float(gpt.flops_per_token(model) * tokens),
     )

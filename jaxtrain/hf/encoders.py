@@ -1,10 +1,11 @@
-"""The tables of encoders: BERT's and RoBERTa's."""
+"""The tables of encoders: those of BERT, RoBERTa and ViT."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hf.table import Field, Row, T
 from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.vit import ViTConfig
 
 
 def _layers(prefix: str) -> tuple[Row, ...]:
@@ -59,8 +60,31 @@ ROBERTA_ROWS = (
     *_dense("head/out", "classifier.out_proj"),
 )
 
-FIELDS = {
-    "vocab_size": Field("vocab_size"),
+
+def _vit_rows() -> tuple[Row, ...]:
+    embed, layer = "vit.embeddings", "vit.encoder.layer.{l}"
+    return (
+        Row("embed/first", f"{embed}.cls_token"),
+        Row("embed/positions", f"{embed}.position_embeddings"),
+        # A convolution of PyTorch is [D, C, P, P], ours [P, P, C, D].
+        Row("embed/patch/kernel", f"{embed}.patch_embeddings.projection.weight", (2, 3, 1, 0)),
+        Row("embed/patch/bias", f"{embed}.patch_embeddings.projection.bias"),
+        *_norm("blocks/norm_attn", f"{layer}.layernorm_before"),
+        *_dense("blocks/attn/q", f"{layer}.attention.attention.query"),
+        *_dense("blocks/attn/k", f"{layer}.attention.attention.key"),
+        *_dense("blocks/attn/v", f"{layer}.attention.attention.value"),
+        *_dense("blocks/attn/out", f"{layer}.attention.output.dense"),
+        *_norm("blocks/norm_mlp", f"{layer}.layernorm_after"),
+        *_dense("blocks/mlp/up", f"{layer}.intermediate.dense"),
+        *_dense("blocks/mlp/down", f"{layer}.output.dense"),
+        *_norm("final_norm", "vit.layernorm"),
+        *_dense("head/out", "classifier"),
+    )
+
+
+VIT_ROWS = _vit_rows()
+
+_SHAPE = {
     "hidden_size": Field("width"),
     "num_hidden_layers": Field("layers"),
     "num_attention_heads": Field("heads"),
@@ -71,9 +95,20 @@ FIELDS = {
         {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
     ),
     "layer_norm_eps": Field("norm_eps", 1e-12),
+}
+
+FIELDS = _SHAPE | {
+    "vocab_size": Field("vocab_size"),
     "type_vocab_size": Field("token_types", 2),
     "hidden_dropout_prob": Field("dropout", 0.1),
     "attention_probs_dropout_prob": Field("attention_dropout", 0.1),
+}
+
+VIT_FIELDS = _SHAPE | {
+    "patch_size": Field("patch", 16),
+    "qkv_bias": Field("qkv_bias", True),
+    "hidden_dropout_prob": Field("dropout", 0.0),
+    "attention_probs_dropout_prob": Field("attention_dropout", 0.0),
 }
 
 # What the architectures predict; the first of a head is what is written.
@@ -88,6 +123,7 @@ ROBERTA_HEADS = {
     "RobertaForSequenceClassification": "classes",
     "RobertaModel": "none",
 }
+VIT_HEADS = {"ViTForImageClassification": "classes", "ViTModel": "none"}
 # Tensors of heads, of which a model with another head reads none or some.
 OF_HEADS = r"^(cls|classifier|lm_head)\.|(^|\.)pooler\."
 
@@ -109,7 +145,7 @@ def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any
     return {"head": head, "classes": classes}
 
 
-def write_head(heads: Mapping[str, str], config: EncoderConfig) -> dict[str, Any]:
+def write_head(heads: Mapping[str, str], config: EncoderConfig | ViTConfig) -> dict[str, Any]:
     """The architecture, and names of classes, which transformers counts."""
     theirs = {"architectures": [next(name for name, head in heads.items() if head == config.head)]}
     names = [f"LABEL_{i}" for i in range(config.classes or 0)]
@@ -145,3 +181,20 @@ def write_roberta(config: EncoderConfig) -> dict[str, Any]:
         raise ValueError("roberta has no unused_positions=None")
     places = {"pad_token_id": unused - 1, "max_position_embeddings": config.seq_len + unused}
     return write_head(ROBERTA_HEADS, config) | places
+
+
+def read_vit(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The head, and the size of images, which is a number where they are square."""
+    size, channels = theirs.pop("image_size", 224), theirs.pop("num_channels", 3)
+    sides = size if isinstance(size, list) else [size, size]
+    if [type(each) for each in (*sides, channels)] != [int] * 3:
+        raise ValueError(f"image_size={size!r} or num_channels={channels!r} is no size of images")
+    found = read_head(VIT_HEADS, theirs)
+    return {"image": (*sides, channels), "classes": found.get("classes")}
+
+
+def write_vit(config: ViTConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_vit`."""
+    height, width, channels = config.image
+    size = height if height == width else [height, width]
+    return write_head(VIT_HEADS, config) | {"image_size": size, "num_channels": channels}

@@ -10,36 +10,72 @@ import jax
 
 from jaxtrain.hf import encoders
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
-from jaxtrain.models import encoder, encoder_decoder, gpt
+from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
 from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
 
-ModelConfig = GPTConfig | EncoderConfig | T5Config
+ModelConfig = GPTConfig | EncoderConfig | T5Config | ViTConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
-    *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "architectures"),
-    *("bos_token_id", "cls_token_id", "mask_token_id", "sep_token_id"),
-    *("classifier_dropout", "is_llama_config", "max_sequence_length", "n_special"),
-    *("output_past", "predict_special_tokens"),
-    *("chunk_size_feed_forward", "dtype", "eos_token_id", "gradient_checkpointing"),
-    *(
-        "id2label",
-        "initializer_factor",
-        "initializer_range",
-        "keys_to_ignore_at_inference",
-        "label2id",
-    ),
-    *("label2id", "max_window_layers", "model_type", "n_ctx", "n_positions", "output_attentions"),
-    *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type"),
-    *("reorder_and_upcast_attn", "return_dict", "summary_activation"),
-    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "cls_token_id",
+    "directionality",
+    "dtype",
+    "encoder_stride",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_factor",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "mask_token_id",
+    "max_sequence_length",
+    "max_window_layers",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "n_special",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "pad_token_id",
+    "pooler_act",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_output_size",
+    "pooler_size_per_head",
+    "pooler_type",
+    "predict_special_tokens",
+    "pretraining_tp",
+    "problem_type",
+    "reorder_and_upcast_attn",
+    "return_dict",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 }
 # Fields that change nothing at this value alone.
 OFF = {
@@ -620,5 +656,22 @@ T5 = Family(
     ),
 )
 
+VIT = Family(
+    name="vit",
+    architecture="ViTForImageClassification",
+    rows=encoders.VIT_ROWS,
+    fields=encoders.VIT_FIELDS,
+    ours={"norm": "layernorm", "bias": True},
+    fixed={"is_encoder_decoder": False},
+    read=encoders.read_vit,
+    write=encoders.write_vit,
+    prefix="vit.",
+    buffers=r"(^|\.)pooler\.",
+    model=ViTConfig,
+    module=vit,
+    others=tuple(encoders.VIT_HEADS)[1:],
+    heads=encoders.OF_HEADS,
+)
+
 DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
-FAMILIES = {family.name: family for family in (*DECODERS, BERT, ROBERTA, T5)}
+FAMILIES = {family.name: family for family in (*DECODERS, BERT, ROBERTA, VIT, T5)}

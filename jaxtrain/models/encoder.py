@@ -322,12 +322,7 @@ def head_loss(
     """
     module, mask = _head(config, params), batch["mask"]
     if config.head == "classes":
-        log_p_BC = jax.nn.log_softmax(module(x_BTD))
-        mask = mask.astype(log_p_BC.dtype)
-        nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
-        hits_B = log_p_BC.argmax(axis=1) == batch["label"]
-        total, correct = (nll_B * mask).sum(), (hits_B * mask).sum()
-        return WeightedLoss(total=total, weight=mask.sum(), metrics={"accuracy": correct})
+        return class_loss(module(x_BTD), batch)
     if "places" in batch:
         # A product, which every partitioner can split, and not a gather.
         chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
@@ -343,6 +338,24 @@ def head_loss(
     )
     weight = mask.astype(total.dtype).sum()
     return WeightedLoss(total=total, weight=weight, metrics={"accuracy": correct})
+
+
+def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:
+    """The cross-entropy of the classes of rows, weighted by their ``mask``, and their accuracy.
+
+    Args:
+      logits_BC: float32.
+      batch: ``label`` int32 and ``mask`` [B].
+    """
+    log_p_BC = jax.nn.log_softmax(logits_BC)
+    mask_B = batch["mask"].astype(log_p_BC.dtype)
+    nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
+    hits_B = log_p_BC.argmax(axis=1) == batch["label"]
+    return WeightedLoss(
+        total=(nll_B * mask_B).sum(),
+        weight=mask_B.sum(),
+        metrics={"accuracy": (hits_B * mask_B).sum()},
+    )
 
 
 @functools.lru_cache

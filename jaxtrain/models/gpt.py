@@ -30,7 +30,7 @@ from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import named_leaves
@@ -136,6 +136,7 @@ def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
         block=functools.partial(block, config),
         head_loss=functools.partial(head_loss, config),
         stacked=Stack(virtual=virtual),
+        row_wise=True,
         scan_unroll=config.scan_unroll,
         remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
     )
@@ -189,7 +190,7 @@ def embed(
     x_BTD = module(tokens_BT, jnp.arange(length)[None] if positions is None else positions)
     # Layers fold in 0 .. L - 1.
     rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+    return pin_residual(drop(x_BTD, config.dropout, rng))
 
 
 def block(
@@ -313,7 +314,7 @@ def _sizes(config: GPTConfig) -> dict[str, int]:
 
 
 def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
-    return layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
+    return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
 
 
 def _head_kernel(config: GPTConfig, params: Params) -> jax.Array:

@@ -12,14 +12,16 @@ value heads, K features per head, V rows of the token table.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.models.config import INIT_STD, BlockConfig, GPTConfig
+from jaxtrain.models.remat import PRODUCT, rematerialised
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.linear import matmul, through
@@ -27,7 +29,15 @@ from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.rotary import rotary_angles, rotate
-from jaxtrain.parallel.placement import constrain, in_shard_map
+from jaxtrain.parallel.placement import (
+    constrain,
+    gather_sequence,
+    in_shard_map,
+    pin_residual,
+    scatter_sequence,
+    splits_residual,
+    warn_if_whole,
+)
 
 # (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
 # to a cache that it hands back.
@@ -85,6 +95,7 @@ def block(
         )
         return out_BTHK, None
 
+    warn_if_whole(x_BTD.shape[1])
     angles = row_angles(config, positions_BT, x_BTD.shape[1])
     return apply(Block, config, params)(x_BTD, angles, attend, rng=rng)[0]
 
@@ -121,15 +132,19 @@ class Embed(nnx.Module):
         # Inside a pipeline it is gathered whole: there XLA's partitioner for TPU aborts on a lookup
         # that is split by vocabulary and by rows.
         rows = None if in_shard_map() else "vocab"
-        x_BTD = look_up(tokens_BT, self.tokens, rows)
+        x_BTD = scatter_sequence(look_up(tokens_BT, self.tokens, rows))
         return x_BTD + look_up(positions_BT, self.positions, None) if self.learned else x_BTD
 
 
 class Dense(nnx.Linear):
-    """NNX's dense layer, of tokens [N, D]; its kernel is any that :func:`matmul` takes."""
+    """NNX's dense layer, of tokens [N, D] or rows [B, T, D]; its kernel is any that :func:`matmul`
+    takes.
 
-    def __call__(self, x_ND: jax.Array) -> jax.Array:
-        y_NF = matmul(x_ND, self.kernel.get_value())
+    What rematerialisation policies keep of it is ``place`` of the product.
+    """
+
+    def __call__(self, x_ND: jax.Array, place: Callable = lambda y_NF: y_NF) -> jax.Array:
+        y_NF = checkpoint_name(place(matmul(x_ND, self.kernel.get_value())), PRODUCT)
         if self.bias is None:
             return y_NF
         # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
@@ -155,30 +170,25 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, angles, attend: Attend, memory_BSD: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Attends from ``x_BTD`` to itself, or to another sequence."""
-        B, T, D = x_BTD.shape
-        # Every dense layer sees [N, D]: with [B, T, D] the weight's gradient transposes and copies
-        # on CPU, at twice the time.
-        x_ND = x_BTD.reshape(B * T, D)
-        memory_ND = x_ND if memory_BSD is None else memory_BSD.reshape(-1, D)
         _check_heads(self.heads)
-        parts = (
-            (self.q, x_ND, "heads"),
-            (self.k, memory_ND, "kv_heads"),
-            (self.v, memory_ND, "kv_heads"),
-        )
+        if memory_BSD is None:
+            memory_BSD, parts = x_BTD, _parts(x_BTD, self.q, self.k, self.v)
+        else:
+            parts = (*_parts(x_BTD, self.q), *_parts(memory_BSD, self.k, self.v))
+        (B, T, _), S = x_BTD.shape, memory_BSD.shape[1]
         q, k, v = (
-            constrain(
-                dense(x).reshape(B, len(x) // B, -1, self.head_dim),
-                *("batch", "sequence", heads, None),
+            constrain(y.reshape(B, length, -1, self.head_dim), "batch", "sequence", heads, None)
+            for y, length, heads in zip(
+                parts, (T, S, S), ("heads", "kv_heads", "kv_heads"), strict=True
             )
-            for dense, x, heads in parts
         )
         if self.norm_q is not None:
             q, k = self.norm_q(q), self.norm_k(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out_BTHK, extra = attend(q, k, v)
-        return self.out(out_BTHK.reshape(B * T, -1)).reshape(B, T, D), extra
+        out_BTHK = constrain(out_BTHK, "batch", "sequence", "heads", None)
+        return _sum_of_parts(self.out, out_BTHK.reshape(B, T, -1)), extra
 
 
 def _check_heads(heads: int) -> None:
@@ -221,11 +231,9 @@ class MLP(nnx.Module):
         self.down = _dense(hidden, width, rngs, bias=config.bias, std=config.residual_std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        parts_NF = [constrain(self.up(x_ND), "tokens", "mlp")]
-        if self.form in GATED:
-            parts_NF.insert(0, constrain(self.gate(x_ND), "tokens", "mlp"))
-        return self.down(ACTIVATIONS[self.form](*parts_NF)).reshape(x_BTD.shape)
+        layers = (self.gate, self.up) if self.form in GATED else (self.up,)
+        hidden = _hidden(ACTIVATIONS[self.form](*map(_hidden, _parts(x_BTD, *layers))))
+        return _sum_of_parts(self.down, hidden.reshape(*x_BTD.shape[:2], -1))
 
 
 class Block(nnx.Module):
@@ -244,7 +252,7 @@ class Block(nnx.Module):
         attn = functools.partial(self.attn, angles=angles, attend=attend)
         x_BTD, extra = self.add(x_BTD, self.norm_attn, attn, fold(rng, 0))
         x_BTD, _ = self.add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), fold(rng, 1))
-        return constrain(x_BTD, "batch", "sequence", None), extra
+        return x_BTD, extra
 
     def add(
         self, x_BTD: jax.Array, norm: Norm, branch: Callable[..., Any], rng: jax.Array | None
@@ -252,7 +260,7 @@ class Block(nnx.Module):
         """Adds a branch ``x -> (y, extra)`` to the residual stream, and hands on the extra."""
         branch_BTD, extra = branch(norm(x_BTD) if self.norm_first else x_BTD)
         x_BTD += drop(branch_BTD, self.dropout, rng)
-        return x_BTD if self.norm_first else norm(x_BTD), extra
+        return pin_residual(x_BTD if self.norm_first else norm(x_BTD)), extra
 
 
 class Head(nnx.Module):
@@ -273,6 +281,41 @@ def fold(rng: jax.Array | None, index: int) -> jax.Array | None:
 def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool, std: float = INIT_STD):
     init = nnx.initializers.normal(std)
     return Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
+
+
+def _parts(x_BTD: jax.Array, *layers: Dense) -> Sequence[jax.Array]:
+    """Dense layers of the residual stream, each device's heads or features of all positions.
+
+    Where the stream is split, what is gathered is not kept: the backward pass gathers it again.
+    """
+
+    def products(x_BTD: jax.Array) -> list[jax.Array]:
+        x = _rows(gather_sequence(x_BTD))
+        return [layer(x) for layer in layers]
+
+    if splits_residual(x_BTD.shape[1]) and not rematerialised.value:
+        keep = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        products = jax.checkpoint(products, policy=keep, prevent_cse=False)
+    return products(x_BTD)
+
+
+def _sum_of_parts(layer: Dense, x_BTF: jax.Array) -> jax.Array:
+    """A dense layer of each device's heads or features, summed into the residual stream."""
+    B, T, _ = x_BTF.shape
+    return layer(_rows(x_BTF), lambda y: scatter_sequence(y.reshape(B, T, -1)))
+
+
+def _rows(x_BTD: jax.Array) -> jax.Array:
+    """[N, D]: with [B, T, D] the weight's gradient transposes and copies on CPU, at twice the time.
+
+    But [B, T, D] where a product's result is scattered over the sequence.
+    """
+    return x_BTD if splits_residual(x_BTD.shape[1]) else x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _hidden(x: jax.Array) -> jax.Array:
+    tokens = ("tokens",) if x.ndim == 2 else ("batch", "sequence")
+    return constrain(x, *tokens, "mlp")
 
 
 def look_up(indices: jax.Array, table: nnx.Param, rows: str | None) -> jax.Array:

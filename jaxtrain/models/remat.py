@@ -21,6 +21,12 @@ import jax
 
 from jaxtrain.ops.tiled import SAVED
 
+# Whether what is traced is inside :func:`rematerialise`; part of the key of JAX's caches.
+rematerialised = jax.make_user_context(False)
+
+# The name of what :class:`jaxtrain.models.layers.Dense` computes.
+PRODUCT = "product"
+
 REMAT = ("none", "dots", "offload", "save_attention", "full")
 
 
@@ -29,13 +35,19 @@ def rematerialise(name: str, block: Callable[..., Any], *, prevent_cse: bool) ->
 
     Args:
       name: one of :data:`REMAT`.
-      block: any function, whose attention is :func:`jaxtrain.ops.attention.attention`.
+      block: any function, whose attention is :func:`jaxtrain.ops.attention.attention` and whose
+        dense layers are :class:`jaxtrain.models.layers.Dense`.
       prevent_cse: False where forward and backward pass are in different loops, and no common
         subexpression can undo the rematerialisation.
     """
     if name == "none":
         return block
-    return jax.checkpoint(block, policy=_policy(name), prevent_cse=prevent_cse)
+
+    def known(*args: Any) -> Any:
+        with rematerialised(True):
+            return block(*args)
+
+    return jax.checkpoint(known, policy=_policy(name), prevent_cse=prevent_cse)
 
 
 def _policy(name: str) -> Callable[..., Any]:
@@ -44,24 +56,14 @@ def _policy(name: str) -> Callable[..., Any]:
         return policies.nothing_saveable
     if name == "save_attention":
         return _attention(policies.save_only_these_names(*SAVED))
-    # Products with weights have no batch dimensions; those inside attention do.
     if name == "dots":
-        names = policies.save_only_these_names(*SAVED)
-        return policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, _attention(names)
-        )
-    names = policies.save_and_offload_only_these_names(
+        return _attention(policies.save_only_these_names(PRODUCT, *SAVED))
+    return policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(SAVED),
+        names_which_can_be_offloaded=[PRODUCT, *SAVED],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    dots = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-    def offload(primitive, *args, **params):
-        return (names if primitive.name == "name" else dots)(primitive, *args, **params)
-
-    return offload
 
 
 def _attention(names: Callable[..., Any]) -> Callable[..., Any]:

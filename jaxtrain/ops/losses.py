@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtrain.ops.linear import Kernel, matmul, matmul_float32
 from jaxtrain.ops.numerics import MASKED, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import constrain, scatter_sequence, splits_residual
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26
@@ -95,8 +95,9 @@ def log_probs(
 def _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT):
     @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
     def tile(_, parts):
-        logits_NV = _biased(matmul_float32(parts[0], kernel_DV), bias_V)
-        return None, _token_losses(vocab_size, logits_NV, parts[1])[0]
+        x_ND, targets_N = _gathered(parts)
+        logits_NV = _biased(matmul_float32(x_ND, kernel_DV), bias_V)
+        return None, _in_rows(_token_losses(vocab_size, logits_NV, targets_N)[0], parts)
 
     return _over_tiles(tile, None, tiles, x_BTD, targets_BT)[1]
 
@@ -117,14 +118,16 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, ma
 
     def tile(sums, parts):
         d_kernel_SDV, d_bias_SV = sums
-        x_ND, targets_N, mask_N = parts
+        x_ND, targets_N, mask_N = _gathered(parts)
         logits_NV = _biased(jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in), bias_V)
         per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
         if z_loss:
             softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
         d_logits_NV = ((softmax_NV - target_NV) * (scale * mask_N)[:, None]).astype(dtype)
-        d_x_ND = jnp.matmul(d_logits_NV, kernel_DV.T, preferred_element_type=sums_in).astype(dtype)
+        d_logits_BTV = d_logits_NV.reshape(*parts[0].shape[:2], V)
+        d_x_BTD = jnp.matmul(d_logits_BTV, kernel_DV.T, preferred_element_type=sums_in)
+        d_x_BTD = scatter_sequence(d_x_BTD).astype(dtype)
         # One sum per shard of the batch, added up after the last tile: a single sum would make
         # the partitioner reduce over all devices in every tile.
         x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
@@ -133,7 +136,7 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, ma
         d_kernel_SDV = constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab")
         if bias_V is not None:
             d_bias_SV += d_logits_SMV.sum(axis=1, dtype=sums_in)
-        return (d_kernel_SDV, d_bias_SV), (d_x_ND, *per_token)
+        return (d_kernel_SDV, d_bias_SV), (d_x_BTD, *_in_rows(per_token, parts))
 
     start = constrain(jnp.zeros((shards, D, V), sums_in), "batch", None, "vocab")
     start = start, None if bias_V is None else jnp.zeros((shards, V), sums_in)
@@ -183,8 +186,20 @@ def _token_losses(vocab_size, logits, targets_N):
     return (log_z - target, target >= peak, log_z), weights / total[:, None]
 
 
+def _gathered(parts):
+    """Hidden states of a tile's tokens, [N, D], and what its targets have, [N] each."""
+    x_BTD, *per_target = parts
+    x_ND = constrain(x_BTD, "batch", "sequence", None).reshape(-1, x_BTD.shape[-1])
+    return x_ND, *(a.reshape(-1) for a in per_target)
+
+
+def _in_rows(per_token, parts):
+    """What is [N] of a tile, as its targets lie."""
+    return tuple(a.reshape(parts[1].shape) for a in per_token)
+
+
 def _over_tiles(tile, start, tiles, x_BTD, *per_target):
-    """Folds ``tile(sums, (x_ND, *per_target)) -> (sums, per_token)`` over tiles of tokens.
+    """Folds ``tile(sums, (x_BTD, *per_target)) -> (sums, per_token_BT)`` over tiles of tokens.
 
     Tile j holds positions j, j + tiles, ... of every row. A contiguous cut would put a whole tile
     on one device where the sequence is sharded, a cut of the flattened tokens where the batch is.
@@ -192,17 +207,12 @@ def _over_tiles(tile, start, tiles, x_BTD, *per_target):
     B, T, _ = x_BTD.shape
     batch = (x_BTD, *per_target)
     if tiles == 1:
-        sums, per_token = tile(start, tuple(a.reshape(B * T, *a.shape[2:]) for a in batch))
-        return sums, jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), per_token)
+        return tile(start, batch)
 
     def cut(a):
         return jnp.moveaxis(a.reshape(B, T // tiles, tiles, *a.shape[2:]), 2, 0)
 
-    def flat(sums, parts):
-        sums, per_token = tile(sums, tuple(a.reshape(-1, *a.shape[2:]) for a in parts))
-        return sums, jax.tree.map(lambda a: a.reshape(B, T // tiles, *a.shape[1:]), per_token)
-
-    sums, per_token = jax.lax.scan(flat, start, tuple(cut(a) for a in batch))
+    sums, per_token = jax.lax.scan(tile, start, tuple(cut(a) for a in batch))
     return sums, jax.tree.map(
         lambda a: jnp.moveaxis(a, 0, 2).reshape(B, T, *a.shape[3:]), per_token
     )
@@ -219,9 +229,14 @@ def _count_tiles(x_BTD: jax.Array, kernel_DV: jax.Array, chunk: int | None) -> i
 
 
 def _tiles(B: int, T: int, V: int) -> int:
-    """The fewest tiles, a divisor of T, with at most TILE logits per device."""
+    """The fewest tiles, a divisor of T, with at most TILE logits per device.
+
+    Where devices split rows that are not cut, they are to split those of a tile too.
+    """
     needed = -(-B * T * V // (TILE * split_over()[1]))
-    return next(n for n in range(min(needed, T), T + 1) if T % n == 0)
+    divisors = [n for n in range(min(needed, T), T + 1) if T % n == 0]
+    even = [n for n in divisors if splits_residual(T // n)] if splits_residual(T) else []
+    return (even or divisors)[0]
 
 
 def _batch_shards(B: int) -> int:

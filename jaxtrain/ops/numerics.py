@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel.placement import row_numbers
+
 # Finite, so that its exponential is 0 and no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)
 
@@ -14,8 +16,16 @@ def wide(dtype) -> jnp.dtype:
 
 
 def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """Inverted dropout; ``rng`` None, or rate 0, leaves ``x`` alone."""
+    """Inverted dropout; ``rng`` None, or rate 0, leaves ``x`` alone.
+
+    Every row [B, ...] draws with a key of its own, by its number in the microbatch, so that a
+    device which has some of the rows drops what one that has all of them does.
+    """
     if rng is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+
+    def draw(row: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(rng, row), 1.0 - rate, x.shape[1:])
+
+    keep = jax.vmap(draw)(row_numbers(x.shape[0]))
     return jnp.where(keep, x / (1.0 - rate), 0)

@@ -7,16 +7,18 @@ carries a logical axis, and how each parameter lies. Without a mesh nothing here
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
-from jaxtrain.parallel.specs import names_of, tidy
+from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -30,6 +32,8 @@ class _Placement:
     rules: Rules = dataclasses.field(default_factory=Rules)
     params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
     pins: int = 0  # calls of constrain and gather
+    told: dict[str, str] = dataclasses.field(default_factory=dict)
+    sized: bool = True  # False where the trace stands for meshes of other sizes too
 
 
 # Part of the key of JAX's caches: another table is another trace.
@@ -39,8 +43,10 @@ _PLACEMENT = jax.make_user_context(_Placement())
 @contextlib.contextmanager
 def tracing_on(
     mesh: Any, state: PyTree, rules: Rules | Sequence[Rule] | None = None
-) -> Iterator[None]:
+) -> Iterator[dict[str, str]]:
     """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
+
+    What that code says of its program (:func:`tell`) is in the dict that this gives.
 
     Args:
       mesh: concrete or abstract.
@@ -52,8 +58,28 @@ def tracing_on(
         named = named_leaves(tree).items()
         params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
     enter = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
-    with _PLACEMENT(_Placement(as_rules(rules), params)), enter(mesh):
-        yield
+    placement = _Placement(as_rules(rules), params, sized=isinstance(mesh, Mesh))
+    with _PLACEMENT(placement), enter(mesh):
+        yield placement.told
+
+
+def tell(what: str, found: str) -> None:
+    """Adds a line to the report of the step that is being traced for a mesh."""
+    _PLACEMENT.value.told[what] = found
+
+
+def for_one_size() -> bool:
+    """Whether what is traced may depend on the sizes of the mesh; an estimate's may not."""
+    return _PLACEMENT.value.sized
+
+
+def specs_of(params: PyTree) -> dict[str, P] | None:
+    """How parameters lie, by path; None where these are not the ones being compiled for."""
+    known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)
+    shapes = {name: shape for name, (shape, _) in known.items()}
+    if shapes != {name: tuple(jnp.shape(x)) for name, x in leaves.items()}:
+        return None
+    return {name: spec for name, (_, spec) in known.items()}
 
 
 def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
@@ -100,6 +126,73 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         fits = size % math.prod(mesh.shape[axis] for axis in carried) == 0
         entries.append((carried or None) if fits else P.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+def pin_residual(x_BTD: jax.Array) -> jax.Array:
+    """Pins a residual stream [B, T, ...] as it lies between the branches of blocks.
+
+    Its sequence is split over what carries the logical axis ``residual``: over ``context``, and
+    over ``tensor``, whose devices would otherwise all hold and norm the same (Korthikanti et al.
+    2022, sequence parallelism, https://arxiv.org/abs/2205.05198). Rows that these do not divide are
+    split over ``sequence`` alone; ``Rules(axes={"residual": "context"})`` asks for that.
+    """
+    axis = "residual" if splits_residual(x_BTD.shape[1]) else "sequence"
+    return constrain(x_BTD, "batch", axis, *[None] * (x_BTD.ndim - 2))
+
+
+def gather_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch reads: a residual stream, whole over the axes that split heads or features.
+
+    The transpose of :func:`scatter_sequence`: an all-gather, whose gradient is a reduce-scatter.
+    """
+    return _pin_rows(pin_residual(x_BTD))
+
+
+def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch adds to the residual stream, of whose sum each device takes its positions.
+
+    Behind a product of which every device has a part this is a reduce-scatter, where the product's
+    result is [B, T, D] itself: XLA's GPU compiler looks through no reshape.
+    """
+    return pin_residual(_pin_rows(x_BTD))
+
+
+def splits_residual(length: int) -> bool:
+    """Whether rows of ``length`` positions are split further between branches than within them."""
+    axes, parts = _residual_axes()
+    return bool(axes) and length % parts == 0
+
+
+def warn_if_whole(length: int) -> None:
+    """Warns where the residual stream is to be split further than it can.
+
+    Warns:
+      UnevenWarning: as said.
+    """
+    axes, parts = _residual_axes()
+    if axes and length % parts:
+        warnings.warn(
+            f"rows of {length} positions are no multiple of {parts}: the residual stream is whole "
+            f"on all devices along mesh axis {' x '.join(axes)}, which could hold a part each",
+            UnevenWarning,
+            stacklevel=2,
+        )
+
+
+def _residual_axes() -> tuple[tuple[str, ...], int]:
+    """The axes that split rows between branches alone, and into how many parts they are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, within = free_axes(mesh, "residual"), free_axes(mesh, "sequence")
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    return tuple(axis for axis in axes if axis not in within), parts
+
+
+class UnevenWarning(UserWarning):
+    """Something that a mesh is to split is copied, as it does not divide."""
+
+
+def _pin_rows(x_BTD: jax.Array) -> jax.Array:
+    return constrain(x_BTD, "batch", "sequence", *[None] * (x_BTD.ndim - 2))
 
 
 def gather(params: PyTree, path: str = "") -> PyTree:
@@ -170,11 +263,13 @@ def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | N
     if not free:
         return None
     if shardings is not None:
-        return jax.tree.map(
-            lambda x, s: NamedSharding(s.mesh, _without_batch_axes(s.spec, x.ndim, free)),
-            params,
-            shardings,
-        )
+        ambient = not jax.sharding.get_abstract_mesh().empty
+
+        def entered(x: jax.Array, sharding: NamedSharding) -> P | NamedSharding:
+            spec = _without_batch_axes(sharding.spec, x.ndim, free)
+            return spec if ambient else NamedSharding(sharding.mesh, spec)
+
+        return jax.tree.map(entered, params, shardings)
     if _PLACEMENT.value.params is None:
         raise ValueError(
             f"the step is traced for a mesh {describe_mesh(mesh)} and does not know how its "
@@ -224,6 +319,34 @@ def in_shard_map() -> bool:
     return AxisType.Manual in kinds
 
 
+def row_numbers(count: int) -> jax.Array:
+    """The numbers [count], among all rows of a microbatch, of those that code is traced for.
+
+    They differ from 0 .. count - 1 where surrounding ``shard_map`` code has taken over the axes
+    that split the batch, and a device sees its own rows alone.
+    """
+    taken = manual_batch_axes()
+    return (jax.lax.axis_index(taken) * count if taken else 0) + jnp.arange(count)
+
+
+def manual_batch_axes() -> tuple[str, ...]:
+    """The axes that split the batch and that surrounding ``shard_map`` code has taken over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual)
+
+
 def constrain_tree(shardings: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation."""
-    return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
+    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation.
+
+    Of axes that surrounding ``shard_map`` code has taken over nothing is said.
+    """
+
+    def pin(tree: PyTree) -> PyTree:
+        if not in_shard_map():
+            return jax.lax.with_sharding_constraint(tree, shardings)
+        free = free_axes(jax.sharding.get_abstract_mesh())
+        specs = jax.tree.map(lambda sharding: within(sharding.spec, free), shardings)
+        return jax.lax.with_sharding_constraint(tree, specs)
+
+    return pin

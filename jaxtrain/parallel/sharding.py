@@ -35,6 +35,7 @@ LOGICAL_AXES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": BATCH_AXES,
     "tokens": (*BATCH_AXES, "context"),  # batch and sequence, flattened
     "sequence": "context",
+    "residual": ("context", "tensor"),  # the sequence of the residual stream, between branches
     "layers": "pipe",
     "embed": "fsdp",
     "heads": "tensor",

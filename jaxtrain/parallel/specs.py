@@ -1,7 +1,7 @@
 """Entries of a ``PartitionSpec``: the mesh axes that they name, and more of them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -34,6 +34,21 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
 def axes_of(spec: P) -> Iterator[str]:
     """The mesh axes that a spec names."""
     return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in names_of(entry))
+
+
+def within(spec: P, axes: Container[str]) -> P:
+    """The spec without mesh axes other than these.
+
+    >>> within(P(("data", "fsdp"), "tensor"), ("fsdp", "pipe"))
+    P('fsdp', None)
+    """
+
+    def keep(entry: Any) -> Any:
+        if entry is P.UNCONSTRAINED:
+            return entry
+        return tidy(tuple(axis for axis in names_of(entry) if axis in axes))
+
+    return P(*map(keep, spec))
 
 
 def names_of(entry: Any) -> tuple[str, ...]:

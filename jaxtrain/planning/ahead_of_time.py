@@ -5,6 +5,7 @@ Everything starts from shapes: nothing is allocated, and no data is read.
 
 import contextlib
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
-from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
+from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.reduction import ONCE
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
+    TRACE_WARNINGS,
     Estimate,
     estimate_traced,
     on_critical_path,
@@ -28,8 +31,9 @@ from jaxtrain.planning.estimate import (
 )
 from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
+from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import wire_seconds
+from jaxtrain.planning.roofline import ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
@@ -162,7 +166,8 @@ def plan_step(
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
     with ahead_of_time(True), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AheadOfTimeWarning)
+        for category in TRACE_WARNINGS:
+            warnings.simplefilter("always", category)
         shortage, train = 0, None
         try:
             train = compile_step(called, state, given, mesh=mesh, rules=rules)
@@ -194,6 +199,7 @@ def plan_step(
     )
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
+    notes += [f"{what} {found}" for what, found in train.told.items()]
     program, text, unread = read_compiled(train.compiled, mesh)
     program = program.per_step(steps_per_call)
     kept = estimated.kept_bytes if estimated else 0
@@ -206,14 +212,20 @@ def plan_step(
     traffic = None
     if not unread:
         traffic = summarize(program.collectives, target, mesh)
+    elif estimated is not None:
+        traffic = _estimated_traffic(estimated.cost, target, mesh)
     params = getattr(state, "params", None)
-    gathers = () if params is None else unexpected_gathers(program, params, mesh, layers=layers)
+    gathers = ()
+    if params is not None:
+        once = any(found.endswith(ONCE) for found in train.told.values())
+        gathers = unexpected_gathers(program, params, mesh, layers=layers, once=once)
     return dataclasses.replace(
         planned,
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
         traffic=traffic,
+        traffic_estimated=bool(unread),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
         roofline=roofline,
@@ -332,6 +344,24 @@ def summarize(
     return tuple(sorted(rows, key=lambda row: -row.sent))
 
 
+def _estimated_traffic(cost: Cost, target: Target, mesh: Mesh) -> tuple[Traffic, ...]:
+    """What a trace sends, by kind and axes; the bytes of each are the mean."""
+    rows = []
+    for (kind, axes), count in cost.wire_count.items():
+        group, sent = math.prod(mesh.shape[axis] for axis in axes), cost.wire_bytes[kind, axes]
+        if round(count) < 1:
+            continue
+        payload, seconds = round(sent / ring_share(kind, group)), None
+        if target.chip.link_bytes_per_s is not None:
+            island = target.devices_per_island
+            seconds = wire_seconds(kind, axes, sent, target.chip, mesh.shape, island)
+        each = round(payload / count)
+        rows.append(
+            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, conditional=False)
+        )
+    return tuple(sorted(rows, key=lambda row: -row.sent))
+
+
 def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:
     """Returns a state's shapes with the specs they have, on another mesh."""
 
@@ -357,7 +387,7 @@ def _platform(compiled: Any) -> str:
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return issubclass(warning.category, AheadOfTimeWarning)
+    return issubclass(warning.category, TRACE_WARNINGS)
 
 
 def _peak(flops: Flops, chip: Chip) -> float | None:

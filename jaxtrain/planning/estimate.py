@@ -31,7 +31,7 @@ from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
 from jaxtrain.parallel.pipeline.stages import layers_of_stages
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.placement import UnevenWarning, tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.planning.balance import Weights, weigh
 from jaxtrain.planning.partition import Cost, Spec, axis_names
@@ -42,6 +42,9 @@ from jaxtrain.state import TrainState, local_bytes
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
+
+# Warnings of a trace, which a plan prints as notes.
+TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +151,8 @@ def trace_step(
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
     with tracing_on(mesh, state, rules), ahead_of_time(True), warnings.catch_warnings():
         # Whoever compiles says it.
-        warnings.simplefilter("ignore", AheadOfTimeWarning)
+        for category in TRACE_WARNINGS:
+            warnings.simplefilter("ignore", category)
         return jax.make_jaxpr(step)(*jax.eval_shape(lambda *trees: trees, state, batch))
 
 

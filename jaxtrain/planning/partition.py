@@ -74,6 +74,7 @@ class Value:
       free: it needs nothing to be made again: constants, counters, broadcast scalars.
       stored: it comes from the state alone: a parameter, its cast, a slice of it.
       part: it is a slice of a buffer.
+      summed: mesh axes over which it was added up on its way here, and not touched since.
     """
 
     shape: tuple[int, ...]
@@ -84,6 +85,7 @@ class Value:
     free: bool = False
     stored: bool = False
     part: bool = False
+    summed: Axes = ()
 
 
 class Partitioner:
@@ -147,6 +149,22 @@ class Partitioner:
         self.send("all-gather", gathered, size)
         self.send("all-to-all", moved, self.bytes(value))
         return size
+
+    def unsend(self, value: Value) -> None:
+        """Takes back the all-reduce of a value that turns out to be added up otherwise."""
+        key, size = ("all-reduce", value.summed), self.bytes(value)
+        self.cost.wire_bytes[key] -= ring_share(key[0], self.parts(value.summed)) * size
+        self.cost.wire_count[key] -= 1
+
+    def scatter(self, value: Value, spec: Spec) -> bool:
+        """Whether a sum that is laid out anew is scattered: each device keeps a part of it."""
+        before = {a for axes in value.spec for a in axes}
+        cut = {a for axes in spec for a in axes} - before
+        if not value.summed or cut != set(value.summed):
+            return False
+        self.unsend(value)
+        self.send("reduce-scatter", value.summed, self.bytes(value))
+        return True
 
     def add_up(
         self, shape: tuple[int, ...], dtype: Any, spec: Spec, partial: Axes

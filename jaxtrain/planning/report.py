@@ -110,7 +110,9 @@ class Plan(Report):
       fits: whether it fits in a device's memory.
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
-      traffic: collectives by kind and axes; None where the program could not be read.
+      traffic: collectives by kind and axes; None where neither the program nor its trace could be
+        read.
+      traffic_estimated: whether that is counted in the trace, as XLA cannot print the program.
       collectives: every one.
       flops: of one step over all devices, counted from the jaxpr.
       flops_formula: by the model's formula, and the formula's name; None where there is none.
@@ -139,6 +141,7 @@ class Plan(Report):
     shortage: int
     memory: Memory | None = None
     traffic: tuple[Traffic, ...] | None = None
+    traffic_estimated: bool = False
     collectives: tuple[Collective, ...] = ()
     hbm_bytes: float | None = None
     roofline: Prediction | None = None
@@ -179,7 +182,8 @@ class Plan(Report):
         if self.memory is not None:
             _section(console, "memory per device", _memory(self))
             traffic = Text(UNKNOWN) if self.traffic is None else _traffic(self.traffic)
-            _section(console, "communication per step, one device", traffic)
+            estimate = ", an estimate from the trace" if self.traffic_estimated else ""
+            _section(console, f"communication per step, one device{estimate}", traffic)
         _section(console, "FLOPs per step, all devices", _flops(self))
         if self.roofline is not None:
             _section(console, "predicted time per step", _roofline(self))

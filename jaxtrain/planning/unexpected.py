@@ -17,7 +17,7 @@ GATHERED = frozenset(["fsdp", "data"])
 
 
 def unexpected_gathers(
-    program: Program, params: Any, mesh: Mesh, *, layers: str | None = None
+    program: Program, params: Any, mesh: Mesh, *, layers: str | None = None, once: bool = False
 ) -> tuple[str, ...]:
     """Describes all-gathers whose result is a whole parameter, where that defeats its sharding.
 
@@ -30,13 +30,15 @@ def unexpected_gathers(
       params: parameters, or shapes, with shardings.
       mesh: the mesh they lie on.
       layers: the path of the subtree whose leading axis is the layer.
+      once: whether all layers are gathered together on purpose, once per step.
 
     Returns:
       A sentence per parameter and axes.
     """
     found: dict[tuple[tuple[str, ...], tuple[str, ...]], Collective] = {}
     for collective in program.collectives:
-        if collective.kind != "all-gather":
+        meant = once and collective.executions == 1 and set(collective.axes) <= GATHERED
+        if collective.kind != "all-gather" or meant:
             continue
         for shape in collective.shapes:
             sizes = [int(d) for d in shape[shape.index("[") + 1 : -1].split(",") if d]

@@ -25,6 +25,7 @@ How far it is off is measured against the compilers (:mod:`.search` prints it pe
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -262,6 +263,16 @@ class Walk(Partitioner):
         shape = tuple(aval.shape)
         return Value(shape, aval.dtype, spec, _roots(inputs), fused=True, free=free, stored=stored)
 
+    def do_add_any(self, equation, inputs, liveness):
+        """Gradients from several uses, which are added up on each device first."""
+        first, second = inputs
+        specs = [self.along("add_any", {}, inputs, first.shape)]
+        total = self.fuse(inputs, equation.outvars[0].aval, specs[0])
+        if first.summed and first.summed == second.summed and first.spec == second.spec:
+            self.unsend(second)
+            total.summed = first.summed
+        return [total]
+
     def move(self, name: str, equation: Any, inputs: list[Value]) -> list[Value]:
         """Views of a value."""
         if len(equation.outvars) == len(inputs) > 1 or name in ("name", "copy", "copy_p"):
@@ -280,7 +291,9 @@ class Walk(Partitioner):
             else:
                 spec = self.fit(shape, value.spec)
             part = value.part or name in ("slice", "dynamic_slice")
-            outputs.append(dataclasses.replace(value, shape=shape, spec=spec, part=part))
+            summed = value.summed if math.prod(shape) == math.prod(value.shape) else ()
+            changes = {"shape": shape, "spec": spec, "part": part, "summed": summed}
+            outputs.append(dataclasses.replace(value, **changes))
         return outputs
 
     # Equations with rules of their own.
@@ -295,7 +308,10 @@ class Walk(Partitioner):
             for old, entry in zip(value.spec, entries, strict=True)
         ]
         laid = dataclasses.replace(value, spec=self.fit(value.shape, wanted))
-        if copied := self.reshard(value, laid.spec):
+        if self.scatter(value, laid.spec):
+            liveness.read(value.roots)
+            laid.roots, laid.fused, laid.summed = liveness.write(self.bytes(laid)), False, ()
+        elif copied := self.reshard(value, laid.spec):
             liveness.read(value.roots)
             laid.roots, laid.fused = liveness.write(copied), False
         return [laid]
@@ -319,7 +335,9 @@ class Walk(Partitioner):
         kind = "attention" if self.fused_kernel else "matmul"
         self.cost.flops[kind, lhs.dtype.name] += product_flops(equation) / self.parts(split)
         liveness.transient(meanwhile)
-        return self.heavy("dot", equation.outvars, [spec], inputs, liveness, product=True)
+        found = self.heavy("dot", equation.outvars, [spec], inputs, liveness, product=True)
+        found[0].summed = tuple(a for a in split if not any(a in axes for axes in spec))
+        return found
 
     do_ragged_dot_general = do_dot_general
 
@@ -356,6 +374,7 @@ class Walk(Partitioner):
         if all(aval.shape[d] == 1 for d in rows):
             return [dataclasses.replace(table, shape=tuple(aval.shape), spec=spec)]
         found = self.heavy("gather", equation.outvars, [spec], [indices], liveness)
+        found[0].summed = over
         liveness.read(table.roots)
         return found
 
@@ -386,6 +405,16 @@ class Walk(Partitioner):
         return self.heavy(name, equation.outvars, [v.spec for v in inputs], inputs, liveness)
 
     do_ppermute = do_psum
+
+    def do_all_gather(self, equation, inputs, liveness):
+        axes, aval = axis_names(equation.params["axis_name"]), equation.outvars[0].aval
+        self.send("all-gather", axes, self.size(aval.shape, aval.dtype, inputs[0].spec))
+        return self.heavy("all_gather", equation.outvars, [inputs[0].spec], inputs, liveness)
+
+    def do_reduce_scatter(self, equation, inputs, liveness):
+        axes = axis_names(equation.params["axis_name"])
+        self.send("reduce-scatter", axes, self.bytes(inputs[0]))
+        return self.heavy("reduce_scatter", equation.outvars, [inputs[0].spec], inputs, liveness)
 
     def do_shard_map(self, equation, inputs, liveness):
         params = equation.params

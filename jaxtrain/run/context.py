@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.terminal import Progress
 from jaxtrain.run.observe.throughput import Throughput
 from jaxtrain.run.observe.writers import Writer
@@ -25,6 +26,7 @@ class Run:
       peers: joins the processes.
       watchdog: is told of everything that has ended.
       log: takes values of steps.
+      journal: takes what happens, and knows where the time goes.
       progress: the line of progress, and notes above it.
       rate: times the steps.
     """
@@ -36,5 +38,6 @@ class Run:
     peers: Lifeline
     watchdog: Watchdog
     log: Writer
+    journal: Journal
     progress: Progress
     rate: Throughput

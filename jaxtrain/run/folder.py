@@ -29,7 +29,8 @@ OWNER = "owner.json"
 STOPPED = "stopped.json"
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"(owner|config|stopped)\.json(\.partial)?|report\.html(\.partial)?|changes\.jsonl|log\.jsonl(\.partial)?|hang-process-\d+\.txt"
+    r"((owner|config|stopped|heartbeat)\.json|report\.html|log\.jsonl)(\.partial)?"
+    r"|(changes|events)\.jsonl|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
     r"|tensorboard/events\.out\.tfevents\..*"
 )
@@ -117,15 +118,15 @@ def find_run_dir(
         else:
             found = newest_run(name) if resume else next_free(name)
         taken = found.exists() and any(found.iterdir())
-        is_run = taken and _is_run(found)
-        resumable = is_run or (taken and _holds_step(found / "checkpoints"))
+        holds_run = taken and is_run(found)
+        resumable = holds_run or (taken and _holds_step(found / "checkpoints"))
         if resume and not resumable:
             raise FileNotFoundError(f"there is no run to resume in {found}")
         if taken and not resumable:
             raise FileExistsError(
                 f"{found} holds files and no run: choose another run_dir, or empty it yourself"
             )
-        if overwrite and taken and not is_run:
+        if overwrite and taken and not holds_run:
             raise FileExistsError(
                 f"{found} holds checkpoints and no more of a run: `overwrite` leaves it alone, so "
                 "choose another run_dir, or empty it yourself"
@@ -224,7 +225,7 @@ def runs() -> Iterator[epath.Path]:
     """The folders under runs/ that hold a run, the highest number first."""
     there = epath.Path(RUNS)
     numbered = [p for p in there.iterdir() if _number(p) is not None] if there.exists() else []
-    return (path for path in sorted(numbered, key=_number, reverse=True) if _is_run(path))
+    return (path for path in sorted(numbered, key=_number, reverse=True) if is_run(path))
 
 
 def newest_run(name: str) -> epath.Path:
@@ -254,7 +255,7 @@ def _number(path: epath.Path) -> int | None:
     return int(number) if number.isdecimal() and number.isascii() else None
 
 
-def _is_run(folder: epath.Path) -> bool:
+def is_run(folder: epath.Path) -> bool:
     """Whether a run has begun here; a config.json alone may be anybody's."""
     there = {p.name for p in folder.iterdir()}
     return OWNER in there or {"config.json", "log.jsonl"} <= there

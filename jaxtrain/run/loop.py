@@ -48,6 +48,7 @@ from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
@@ -153,6 +154,7 @@ def fit(
     *,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
+    began: float | None = None,
 ) -> FitResult:
     """Trains an experiment, with a header, a progress line, logs, checkpoints and evaluation.
 
@@ -168,6 +170,8 @@ def fit(
       writers: of your own, with ``write(step, values)`` and ``close()``
         (:class:`jaxtrain.run.observe.writers.Writer`). The first process alone writes; all close
         theirs, however the run ends.
+      began: when this attempt began, in seconds since 1970, for the account of its time; None for
+        now.
 
     Raises:
       ValueError: for a mesh, batch or checkpoint that does not fit, and a run to resume that had
@@ -185,8 +189,21 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    with Journal(began) as journal:
+        return _fit(experiment, options, hooks, writers, journal)
+
+
+def _fit(
+    experiment: Experiment,
+    options: RunOptions,
+    hooks: Sequence[Hook],
+    writers: Sequence[Writer],
+    journal: Journal,
+) -> FitResult:
+    """:func:`fit`, with a journal that is closed however it ends."""
     # A process that stopped without the others would leave them waiting.
     handle_signals = options.handle_signals and (options.watch_peers or jax.process_count() == 1)
+    ledger = journal.ledger
     with contextlib.ExitStack() as stack:
         for writer in writers:
             stack.callback(writer.close)
@@ -216,8 +233,11 @@ def fit(
         changes = _changes(experiment, checkpoints, run_dir, options) if resume else []
         # Before it is read: an earlier attempt that still runs must not save in between.
         owner = claim() if resume else None
+        if owner is not None:
+            journal.open(owner)
         if resume and has_checkpoint(run_dir / "checkpoints"):
-            state = restore_state(experiment, abstract, checkpoints.restore)
+            with ledger.during("restore"):
+                state = restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = make_state(experiment, mesh)
         start = int(state.step)
@@ -225,16 +245,18 @@ def fit(
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = dataclasses.replace(experiment, steps=start)
-        train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
-        # Only now: whatever has been refused so far has left an older run alone.
-        owner = owner or claim()
+        with ledger.during("compile"):
+            train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
+        if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
+            owner = claim()
+            journal.open(owner)
         if owner.path != run_dir:  # Another start has taken the number that was free.
             run_dir = owner.path
             checkpoints = _open_checkpoints(experiment, options, run_dir)
         stack.enter_context(checkpoints)
-        terminal.print_header(
-            f"jaxtrain: {experiment.name}", header_facts(experiment, mesh, state, programs)
-        )
+        header = header_facts(experiment, mesh, state, programs)
+        terminal.print_header(f"jaxtrain: {experiment.name}", header)
+        journal.ready(start, header)
         texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
         for name, text in (texts | dict(experiment.files)).items():
             if not (resume and (run_dir / name).exists()):
@@ -242,7 +264,7 @@ def fit(
         check_shared(run_dir / provenance.CONFIG)
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
         run = stack.enter_context(
-            _opened(experiment, options, mesh, owner, peers, writers, start=start, resume=resume)
+            _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
@@ -256,7 +278,7 @@ def fit(
         means = _finish(run, state, end, evaluation, saving)
     if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(lines)
-    print_conclusion(experiment, averaged(state), means, str(run_dir))
+    print_conclusion(experiment, averaged(state), means, str(run_dir), journal)
     return FitResult(state, means, str(run_dir), end.reason if end else stopped)
 
 
@@ -268,13 +290,16 @@ def _opened(
     owner: Ownership,
     peers: Lifeline,
     writers: Sequence[Writer],
-    *,
+    journal: Journal,
     start: int,
     resume: bool,
 ) -> Iterator[Run]:
     """Opens the logs, the line of progress and the watchdog of a run."""
     # Resumed before its first checkpoint, a run evaluates its step 0 again.
-    folder_logs = make_writers(owner.path, resume_step=(start or -1) if resume else None)
+    resume_step = (start or -1) if resume else None
+    folder_logs = make_writers(owner.path, resume_step=resume_step, stamp=journal.stamp)
+    rate = throughput.Throughput(experiment.items_per_step)
+    journal.step_times = rate.times
     process = jax.process_index()
     with (
         contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
@@ -289,8 +314,9 @@ def _opened(
             peers=peers,
             watchdog=watchdog,
             log=Fanout([own_log, *(writers if process == 0 else ())]),
+            journal=journal,
             progress=progress,
-            rate=throughput.Throughput(experiment.items_per_step),
+            rate=rate,
         )
 
 
@@ -311,15 +337,18 @@ def _train(
         early = skips.ending or ending(step, hooks, run.peers)
         return early
 
-    state = train_loop(
-        train,
-        state,
-        pace.timed(batches),
-        steps=run.experiment.steps,
-        steps_per_call=run.experiment.steps_per_call,
-        hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips],
-        ends=ends,
-    )
+    ledger = run.journal.ledger
+    with ledger.during("step"):
+        state = train_loop(
+            train,
+            state,
+            ledger.timed("data", pace.timed(batches)),
+            steps=run.experiment.steps,
+            steps_per_call=run.experiment.steps_per_call,
+            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips],
+            ends=ends,
+        )
+    ledger.begin("finish")
     return state, skips.ending or (early if int(state.step) < run.experiment.steps else None)
 
 
@@ -347,7 +376,8 @@ def _finish(
         except Interrupted:
             end = Ending(PREEMPTED, last)
     seconds = LAST_SAVE_SECONDS if end.code == DONE else STOPPED_SAVE_SECONDS
-    saving.finish(last, state, seconds=seconds)
+    with run.journal.ledger.during("save"):
+        saving.finish(last, state, seconds=seconds)
     if end.code == DIVERGED:
         skips = run.options.max_consecutive_skips
         given = {"step": end.step, "skips": skips, "run_dir": str(run_dir)}

@@ -27,6 +27,7 @@ from jaxtrain.precision import POLICIES
 from jaxtrain.run.folder import runs
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.loop import fit
+from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.options import (
     MAY_CHANGE,
@@ -66,6 +67,9 @@ class Config:
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
+    gather: Literal["layer", "step"] | None = None
+    """When weights that fsdp splits (or data, with --zero 3) are made whole: layer by layer in each
+    microbatch, or once per step for all of them; left out, once per step where memory allows."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
     simulate_devices: int = 0
@@ -103,7 +107,13 @@ class Config:
         record |= {"flags": dataclasses.asdict(self)} | given.pop("config", {})
         if "optimizer" not in given:
             given["optimizer"] = make_optimizer(self.optimizer, steps=self.steps)
+        if self.gather == "layer" and given.get("gather") != "model":
+            raise ValueError(
+                f"--gather layer: the model of experiment {name!r} does not gather its weights "
+                "layer by layer (Experiment(gather='model')); leave it out"
+            )
         ours = {
+            "gather_once": None if self.gather is None else self.gather == "step",
             "steps": self.steps,
             "mesh": dataclasses.asdict(self.mesh),
             "policy": self.precision,
@@ -180,7 +190,7 @@ def main(
         if not experiment.may_change:
             experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
         try:
-            fit(experiment, config.run, hooks=hooks, writers=writers)
+            fit(experiment, config.run, hooks=hooks, writers=writers, began=process_began())
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None

@@ -17,6 +17,7 @@ MAY_CHANGE = {
     "simulate_devices": ROUNDED,
     "zero": ROUNDED,
     "accumulate": ROUNDED,
+    "gather": ROUNDED,
     "pipeline.*": ROUNDED,
     "steps_per_call": ROUNDED,
 }

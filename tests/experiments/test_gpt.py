@@ -231,7 +231,7 @@ def test_simulated_devices_and_the_command_line_of_a_fresh_process(texts, tmp_pa
     command += ["--simulate-devices", "4", "--mesh.tensor", "2", "--run-dir", str(tmp_path / "run")]
     # tensorboardX would import PyTorch, which takes seconds.
     (tmp_path / "torch.py").write_text("raise SystemExit('PyTorch was imported')")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "4 x cpu" in done.stdout

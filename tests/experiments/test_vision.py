@@ -1,10 +1,13 @@
 """The vision experiment reaches its accuracy, with momentum and with LARS, also on a mesh."""
 
+import re
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from experiments.vision import Config, build
+from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
 from jaxtrain.run.loop import RunOptions, fit
 from jaxtrain.run.main import main, parse
 
@@ -46,3 +49,37 @@ def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(Config, build, ["--image-size", "4"])
     assert "--image-size is of files of images" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_learns_digits_in_a_pipeline(tmp_path, capsys):
+    flags = ["--model", "vit", "--optimizer.name", "adamw", "--steps", "200"]
+    flags += ["--mesh.pipe", "2", "--mesh.tensor", "2", "--mesh.data", "2"]
+    main(Config, build, [*flags, "--run-dir", str(tmp_path / "run")])
+    accuracy = float(capsys.readouterr().out.split("held-out accuracy ")[1].split("%")[0])
+    assert accuracy >= 75.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--channels", "8"], "--channels (8,) is not for --model vit"),
+        (["--optimizer.name", "momentum"], "give --optimizer.name adamw"),
+        (["--patch", "3"], "images of 8x8 cannot be cut into patches of 3"),
+        (["--mesh.tensor", "3"], "--mesh.tensor 3 does not divide 4 heads"),
+        (["--model", "convnet", "--layers", "2"], "--layers 2 is not for --model convnet"),
+    ],
+)
+def test_what_is_of_the_other_model_is_refused(flags, message):
+    given = ["--model", "vit", "--optimizer.name", "adamw", *flags]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(parse(Config, given))
+
+
+def test_a_vision_transformer_is_planned_as_it_trains():
+    flags = ["--model", "vit", "--optimizer.name", "adamw", "--mesh.pipe", "2"]
+    built = build(parse(Config, flags))
+    state = make_abstract_state(built, make_experiment_mesh(built))
+    kernel = state.params["blocks"]["attn"]["q"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 64, 64)
+    assert built.batch["image"].shape == (128, 8, 8, 1)

@@ -57,6 +57,23 @@ PUBLISHED = {
         "num_hidden_layers": 32, "pad_token_id": 0, "rms_norm_eps": 1e-06,
         "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.28.0",
         "use_cache": true, "vocab_size": 32000}""",
+    "bert-base-multilingual-cased": """{
+        "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+        "directionality": "bidi", "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+        "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0,
+        "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128, "pooler_type": "first_token_transform",
+        "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0",
+        "type_vocab_size": 2, "use_cache": true, "vocab_size": 119547}""",
+    "roberta-base": """{
+        "architectures": ["RobertaForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 514, "model_type": "roberta",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1,
+        "type_vocab_size": 1, "vocab_size": 50265}""",
 }
 
 
@@ -68,6 +85,8 @@ PUBLISHED = {
         ("Qwen2.5-0.5B", (24, 896, 14, 2, 32768)),
         ("SmolLM2-135M", (30, 576, 9, 3, 8192)),
         ("llama-7b", (32, 4096, 32, 32, 2048)),
+        ("bert-base-multilingual-cased", (12, 768, 12, 12, 512)),
+        ("roberta-base", (12, 768, 12, 12, 512)),
     ],
 )
 def test_published_configs_are_read_as_they_are(name, sizes):

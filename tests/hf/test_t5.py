@@ -241,18 +241,9 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "choice"),
-    [
-        ("flan", "beams"),
-        *(
-            pytest.param(n, c, marks=pytest.mark.slow)
-            for n in ("t5", "flan")
-            for c in CHOICES
-            if (n, c) != ("flan", "beams")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["t5", "flan"])
 def test_what_is_generated_is_what_transformers_generates(name, choice, folder_of):
     import torch
 

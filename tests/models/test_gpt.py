@@ -483,14 +483,14 @@ def test_the_program_does_not_grow_with_depth(optimizer):
 
 
 def test_heads_that_the_mesh_cannot_split_are_refused():
-    config = gpt.GPTConfig(vocab_size=11, seq_len=4, layers=1, width=24, heads=3)
+    config = gpt.GPTConfig(vocab_size=11, seq_len=8, layers=1, width=24, heads=3)
     optimizer = optax.sgd(0.1)
     mesh = jt.make_mesh(tensor=8)
     state = jt.abstract_state(
         functools.partial(gpt.init, config), optimizer, mesh=mesh, rules=gpt.RULES
     )
-    batch = {name: jax.ShapeDtypeStruct((8, 4), jnp.int32) for name in ("tokens", "targets")}
-    batch["mask"] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    batch = {name: jax.ShapeDtypeStruct((8, 8), jnp.int32) for name in ("tokens", "targets")}
+    batch["mask"] = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     step = jt.build_train_step(gpt.loss_fn(config), optimizer)
     with pytest.raises(ValueError, match=r"3 attention heads are .* axis tensor of size 8"):
         jt.compile_step(step, state, batch, mesh=mesh)

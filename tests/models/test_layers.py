@@ -73,7 +73,7 @@ def test_a_block_and_its_gradients_are_those_of_the_definition(form):
             (grad * direction).sum(), slope, rtol=1e-3, atol=1e-3, err_msg=path
         )
     if form == "bert":
-        with jax.set_mesh(jt.make_mesh(data=2, tensor=4)):
+        with jax.set_mesh(jt.make_mesh(data=4, tensor=2)):
             jax.tree.map(
                 functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
                 run(params),

@@ -44,13 +44,13 @@ LAYOUTS = {
     "pipe 2 x data 2 x tensor 2": {"pipe": 2, "data": 2, "tensor": 2},
     "pipe 4 x fsdp 2": {"pipe": 4, "fsdp": 2},
 }
-# Every layout, schedule, remat and form, and all pairs of the last three, in few compilations.
+# Every layout, schedule, remat and form, and all pairs of the last three, in few compilations; with
+# the one of test_zero_1_spreads_the_moments_and_changes_nothing.
 EVERYDAY = [
     ("gpt2", "pipe 2", "gpipe", 1, "full"),
     ("llama", "pipe 4", "1f1b", 1, "none"),
     ("gpt2", "pipe 8", "1f1b", 1, "full"),
     ("llama", "pipe 2 x data 2 x tensor 2", "interleaved", 2, "full"),
-    ("gpt2", "pipe 2 x data 2 x tensor 2", "1f1b", 1, "none"),
     ("llama", "pipe 4 x fsdp 2", "gpipe", 1, "none"),
     ("gpt2", "pipe 4", "interleaved", 2, "none"),
 ]
@@ -206,7 +206,7 @@ def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat)
 
 
 def test_zero_1_spreads_the_moments_and_changes_nothing():
-    specs, found = pipelined("gpt2", "pipe 2 x data 2 x tensor 2", zero=1)
+    specs, found = pipelined("gpt2", "pipe 2 x data 2 x tensor 2", remat="none", zero=1)
     kernels = {name: spec for name, spec in specs.items() if name.endswith("mlp/up/kernel")}
     moments = {name: kernels.pop(name) for name in list(kernels) if "opt_state" in name}
     assert moments

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.parallel import placement
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import (
     OptionalRules,
@@ -403,6 +404,21 @@ def pins(function, *args):
     return [
         e.params["sharding"].spec for e in equations if e.primitive.name == "sharding_constraint"
     ]
+
+
+def test_a_residual_stream_is_split_over_tensor_where_its_length_divides():
+    mesh, even, uneven = jt.make_mesh(data=2, context=2, tensor=2), (2, 8, 3), (2, 6, 3)
+    within, between = P("data", "context", None), P("data", ("context", "tensor"), None)
+    for rules, spec in ((None, between), (jt.Rules(axes={"residual": "context"}), within)):
+        with placement.tracing_on(mesh, None, rules):
+            assert pins(placement.scatter_sequence, jnp.ones(even)) == [within, spec]
+            assert pins(placement.gather_sequence, jnp.ones(even)) == [spec, within]
+            placement.warn_if_whole(8)
+    with placement.tracing_on(mesh, None):
+        assert pins(placement.scatter_sequence, jnp.ones(uneven)) == [within, within]
+        with pytest.warns(placement.UnevenWarning, match=r"rows of 6 .* no multiple of 4.* tensor"):
+            placement.warn_if_whole(6)
+    assert pins(placement.scatter_sequence, jnp.ones(even)) == []
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -39,12 +39,14 @@ def compile_gpt(
     devices=None,
     policy=None,
     config=CONFIG,
+    logical=None,
     **axes,
 ):
     """Compiles an AdamW step of the decoder.
 
     Args:
       loss: changes the loss function; ``loss(loss_fn)``.
+      logical: what carries logical axes, as ``Rules(axes=...)``.
       **axes: of the mesh.
 
     Returns:
@@ -53,11 +55,12 @@ def compile_gpt(
     mesh = jt.make_mesh(**axes, devices=devices)
     policy = policy or jt.Policy.f32()
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=clip_norm, stacked=jt.Stack().axes)
+    rules = Rules(gpt.RULES, axes=logical or {})
     state = jt.abstract_state(
         lambda rng: gpt.init(config, rng),
         optimizer,
         mesh=mesh,
-        rules=Rules(gpt.RULES),
+        rules=rules,
         zero=zero,
         policy=policy,
     )
@@ -72,7 +75,7 @@ def compile_gpt(
     platform = mesh.devices.flat[0].platform
     options = FAST if platform == "cpu" else None
     batch = batch_shapes(rows, config.seq_len)
-    train = jt.compile_step(step, state, batch, mesh=mesh, compiler_options=options)
+    train = jt.compile_step(step, state, batch, mesh=mesh, rules=rules, compiler_options=options)
     return train, state, mesh
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 
 import jax
 import pytest
@@ -66,8 +67,31 @@ def test_zero_3_gathers_parameters_over_data():
     assert {(64, 64), (64, 176), (64, 320)} <= gathered
 
 
-def test_tensor_parallelism_reduces_activations_four_times_per_layer():
+def test_the_residual_stream_is_split_over_tensor_between_branches():
     train, _, mesh = compiled(tensor=8)
+    program = read_program(train.compiled.as_text(), mesh)
+    B, T, D = steps.ROWS, steps.CONFIG.seq_len, 64
+    # (The gradients of what several products read are reduced together.)
+    moved = [c for c in program.collectives if c.payload and c.payload % (4 * B * T * D) == 0]
+    assert {c.axes for c in moved} == {("tensor",)}
+    executions = collections.Counter()
+    for c in moved:
+        executions[c.kind] += c.executions
+    # Both branches gather what they read, and once more for their weights' gradients, which nothing
+    # kept; and the cotangent of what they add. The head gathers, and the table's gradient does.
+    # Sums are two each way, with those of the table and the head. That each device keeps its part
+    # alone makes them reduce-scatters on TPUs and GPUs; XLA's CPU compiler slices all-reduces.
+    layers = steps.LAYERS
+    assert executions == {"all-gather": 6 * layers + 2, "all-reduce": 4 * layers + 2}
+    # What layers keep has a part of the sequence, of the heads or of the hidden features.
+    stacked = set(re.findall(rf"f32\[({layers},[0-9,]*)\]", train.compiled.as_text()))
+    assert f"{layers},{B},{T // 8},{D}" in stacked
+    assert not {f"{layers},{B},{T},{D}", f"{layers},{B * T},{D}"} & stacked
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_reduces_activations_four_times_per_layer():
+    train, _, mesh = steps.compile_gpt(logical={"residual": "context"}, tensor=8)
     found = steps.collectives(train, mesh)
     assert {c.axes for c in found} == {("tensor",)}
     # Forward: after attention and after the MLP. Backward: before the MLP and before attention.

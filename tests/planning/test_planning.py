@@ -357,7 +357,7 @@ def test_a_verdict_is_never_lost_to_a_text_or_a_trace_that_is_new(monkeypatch):
     assert "time is not predicted: its trace was not understood (KeyError: 'new_axes')" in report
 
 
-def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypatch):
+def test_of_a_program_that_xla_cannot_print_the_traffic_is_that_of_the_trace(monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
@@ -366,7 +366,15 @@ def test_a_program_that_xla_cannot_print_is_planned_without_its_traffic(monkeypa
     assert plan.fits
     assert plan.memory.parameters > 0
     report = plan.report()
-    assert "communication per step, one device\n  not known" in report
+    assert "communication per step, one device, an estimate from the trace\n" in report
+    # A ring sends every float32 gradient almost twice: of the token table, which is the head too,
+    # one for each use.
+    (row,) = plan.traffic
+    assert (row.kind, row.axes) == ("all-reduce", ("data",))
+    model = experiment_gpt.model_config(SMALL, 257)
+    table = 4 * model.padded_vocab * model.width
+    assert row.payload == pytest.approx(plan.memory.parameters + table, rel=0.01)
+    assert row.sent == pytest.approx(2 * 7 / 8 * row.payload)
     assert "cannot print the program (INTERNAL: RET_CHECK failure)" in " ".join(report.split())
     assert json.dumps(plan.to_json(), allow_nan=False)
 

@@ -28,6 +28,9 @@ from jaxtrain.parallel.pipeline.buffers import (
 from jaxtrain.parallel.pipeline.stages import Stages, run_layers
 from jaxtrain.parallel.pipeline.tables import NONE, Table
 from jaxtrain.parallel.pipeline.units import Unit
+from jaxtrain.parallel.placement import free_axes
+from jaxtrain.parallel.reduction import Shards
+from jaxtrain.parallel.specs import within
 
 PyTree = Any
 Sums = dict[str, jax.Array]  # of gradients, by the path of their parameter
@@ -42,10 +45,11 @@ class Plan:
       table: what runs when.
       recompute: whether a backward unit runs its stage again (``remat="full"``).
       skip_bubbles: as for :func:`jaxtrain.pipeline`.
-      gradient_specs: how running sums lie on the axes other than ``pipe``, by path; None where
-        nobody says.
+      gradient_specs: how running sums lie on the axes that the map leaves to the partitioner, by
+        path; None where nobody says.
       counts: how many layers each global stage has.
       trains: the paths of the parameters that have a gradient; none in an evaluation.
+      shards: the axes of the batch that the map takes over besides ``pipe``; None for none.
     """
 
     stages: Stages
@@ -55,16 +59,12 @@ class Plan:
     gradient_specs: Mapping[str, P] | None = None
     counts: tuple[int, ...] = ()
     trains: frozenset[str] = frozenset()
+    shards: Shards | None = None
 
     @property
     def stacks(self) -> range:
         """The numbers of the stacks of layers."""
         return range(len(self.stages.blocks))
-
-    @property
-    def layers(self) -> P:
-        """How the stacked parameters lie along ``pipe``."""
-        return P(*[None] * (self.stages.stacked.lead - 1), "pipe")
 
     def choose(self, condition: jax.Array, do: Callable, otherwise: Callable) -> tuple:
         """``do()`` where the (per-device) condition holds, else ``otherwise()``.
@@ -170,13 +170,15 @@ def device_program(
       plan: what to run; a table without backward units is an evaluation.
       ticks: from :func:`~jaxtrain.parallel.pipeline.units.schedule_arrays`, this device's column
         [T, 1].
-      params, batch, rng, seeds_M, factors_M: as for ``_Device``.
+      params: as for ``_Device``, but for what the axes of ``plan.shards`` split.
+      batch, rng, seeds_M, factors_M: as for ``_Device``.
 
     Returns:
       The loss, the gradients of this device's layers, and those of all other parameters; the first
       and the last are sums over all devices.
     """
     ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
+    params = params if plan.shards is None else plan.shards.gathered(params)
     microbatch, outer = rows(batch, 0), plan.stages.outer(params)
     x = residual_stream(plan.stages, outer, microbatch, rng)
     device = _Device(plan, params, batch, rng, x, seeds_M, factors_M)
@@ -198,8 +200,11 @@ def device_program(
     tick = functools.partial(_tick if plan.table.backward else _eval_tick, device)
     end, _ = jax.lax.scan(tick, _start(device), ticks)
     # The loss is the last stage's; outer parameters are read by the first and the last.
-    loss, d_outer = jax.lax.psum((end.loss, end.d_outer), "pipe")
-    return loss, end.d_stacked, d_outer
+    if plan.shards is None:
+        loss, d_outer = jax.lax.psum((end.loss, end.d_outer), "pipe")
+        return loss, end.d_stacked, d_outer
+    loss = plan.shards.joined(end.loss, ("pipe",))
+    return loss, plan.shards.reduced(end.d_stacked), plan.shards.reduced(end.d_outer, ("pipe",))
 
 
 def residual_stream(stages: Stages, outer: PyTree, microbatch: PyTree, rng: jax.Array | None):
@@ -456,10 +461,13 @@ def _start(device: _Device) -> _Carry:
 def _pin(device: _Device, carry: _Carry) -> _Carry:
     """Says how the carry lies on the axes other than ``pipe``, as far as that is known."""
 
+    free = free_axes(jax.sharding.get_abstract_mesh())
+
     def sums(tree: Sums) -> Sums:
-        if (specs := device.plan.gradient_specs) is None:
+        if (specs := device.plan.gradient_specs) is None or not free:
             return tree
-        return jax.lax.with_sharding_constraint(tree, {name: specs[name] for name in tree})
+        specs = {name: within(specs[name], free) for name in tree}
+        return jax.lax.with_sharding_constraint(tree, specs)
 
     return dataclasses.replace(
         carry,

@@ -13,7 +13,7 @@ Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -35,11 +35,17 @@ from jaxtrain.gradients import (
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.pipeline.buffers import rows, zeros
 from jaxtrain.parallel.pipeline.device import Plan, device_program, residual_stream
-from jaxtrain.parallel.pipeline.stages import Stages, enter_stages, layers_of_stages
+from jaxtrain.parallel.pipeline.stages import (
+    Stages,
+    enter_stages,
+    layers_of_stages,
+    loss_from_stages,
+)
 from jaxtrain.parallel.pipeline.tables import Table, make_table
 from jaxtrain.parallel.pipeline.units import schedule_arrays
 from jaxtrain.parallel.placement import Gather
-from jaxtrain.parallel.specs import names_of, tidy
+from jaxtrain.parallel.reduction import Shards, find_shards, why_not
+from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.tree import map_named, named_leaves
 
@@ -59,7 +65,7 @@ def pipeline(
     skip_bubbles: bool = True,
     policy: Policy | str | None = None,
     gradient_shardings: PyTree | None = None,
-    gather: Gather = "step",
+    gather: Gather | None = None,
 ) -> GradientEngine:
     """Makes the gradient engine of a pipeline, for :func:`jaxtrain.step.build_update`.
 
@@ -85,7 +91,8 @@ def pipeline(
       policy: dtypes, as for ``build_train_step``.
       gradient_shardings: from :func:`jaxtrain.gradient_shardings`, to pin the running sums.
       gather: as for :func:`jaxtrain.build_train_step`; ``"step"`` makes a stage's weights whole
-        over ``data`` and ``fsdp`` before the first tick.
+        over ``data`` and ``fsdp`` before the first tick, and sums gradients of whole weights up to
+        the last, where ``stages.row_wise``.
 
     Returns:
       The engine, to be traced under ``jax.jit``.
@@ -99,13 +106,27 @@ def pipeline(
     if remat not in REMAT:
         raise ValueError(f"pipeline remat is {remat!r}: use one of {', '.join(REMAT)}")
     policy = as_policy(policy)
-    specs = _without_pipe(gradient_shardings)
+    pinned = named_leaves(gradient_shardings) if gradient_shardings is not None else None
+    specs = pinned and {name: sharding.spec for name, sharding in pinned.items()}
     plan = Plan(stages, table, remat == "full", skip_bubbles, specs)
+    whole = loss_from_stages(stages)
 
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         _refuse_model_state(model_state)
         params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
-        entered, params, batch = _enter(plan, params, batch, gather, gradient_shardings)
+        stages.outer(params)  # a check
+        shards = find_shards(
+            whole,
+            params,
+            batch,
+            rng,
+            microbatches=microbatches,
+            gather=gather,
+            shardings=gradient_shardings,
+            obstacle=why_not(whole),
+        )
+        taken = dataclasses.replace(plan, shards=shards)
+        entered, params, batch = _enter(taken, params, batch, gather, gradient_shardings)
         trains = frozenset(named_leaves(trainable(params, frozen)[0]))
         entered = dataclasses.replace(entered, trains=trains)
         weights_M, dtype = _weights(entered.stages, params, batch, rng, microbatches)
@@ -126,7 +147,7 @@ def pipeline_eval_step(
     virtual: int | None = None,
     skip_bubbles: bool = True,
     policy: Policy | str | None = None,
-    gather: Gather = "step",
+    gather: Gather | None = None,
 ) -> Callable[[PyTree, PyTree], WeightedLoss]:
     """Makes ``evaluate(state, batch) -> WeightedLoss``: the forward pass of a pipeline alone.
 
@@ -162,7 +183,9 @@ def pipeline_eval_step(
     return evaluate
 
 
-def _enter(plan: Plan, params: PyTree, batch: PyTree, gather: Gather, shardings: PyTree | None):
+def _enter(
+    plan: Plan, params: PyTree, batch: PyTree, gather: Gather | None, shardings: PyTree | None
+):
     """Returns the plan, parameters and batch as :func:`_on_devices` takes them."""
     stages, table = plan.stages, plan.table
     stages.outer(params)  # a check
@@ -170,7 +193,8 @@ def _enter(plan: Plan, params: PyTree, batch: PyTree, gather: Gather, shardings:
     # [M, B, ...] to [B, M, ...]: microbatch j is column j, and nothing is copied.
     batch = split_microbatches(batch, table.microbatches, "microbatches")
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
-    if gather == "step":
+    once = gather == "step" and plan.shards is not None  # gathered within the map
+    if gather != "model" and not once:
         params, stages = enter_stages(stages, params, shardings)
     return dataclasses.replace(plan, stages=stages, counts=counts), params, batch
 
@@ -179,22 +203,37 @@ def _on_devices(
     plan: Plan, mesh: Mesh, params: PyTree, *rest: Any
 ) -> tuple[WeightedLoss, dict[str, jax.Array], dict[str, jax.Array]]:
     """Runs :func:`device_program` on every device along ``pipe``; see there."""
+    shards = plan.shards or Shards()
+    batch, *others = rest
+
     stack = plan.stages.stacked
+
+    def lies(name: str, specs: Mapping[str, P]) -> P:
+        entries = [*within(specs.get(name, P()), shards.axes)]
+        if stack.holds(name):
+            entries += [None] * (stack.lead - len(entries))
+            entries[stack.lead - 1] = ("pipe", *names_of(entries[stack.lead - 1]))
+        return P(*map(tidy, entries))
+
+    stacked = {name for name in plan.trains if stack.holds(name)}
+    sums = stacked, plan.trains - stacked
     program = jax.shard_map(
         functools.partial(device_program, plan),
         mesh=mesh,
-        axis_names={"pipe"},
+        axis_names={"pipe", *shards.axes},
         in_specs=(
             P(None, "pipe"),
-            {name: plan.layers if stack.holds(name) else P() for name in params},
-            *[P()] * len(rest),
+            map_named(lambda name, _: lies(name, shards.params), params),
+            # A scalar of the batch has one entry for each microbatch.
+            jax.tree.map(lambda x: P(shards.axes) if x.ndim > 1 else P(), batch),
+            *[P()] * len(others),
         ),
-        out_specs=(P(), plan.layers, P()),
+        out_specs=(P(), *({name: lies(name, shards.grads) for name in names} for names in sums)),
         # Nothing is differentiated through the map, and its one sum over pipe is of float32.
         check_vma=False,
     )
-    ticks = jax.tree.map(jnp.asarray, schedule_arrays(plan.table, plan.counts, len(stack.parts)))
-    return program(ticks, params, *rest)
+    ticks = schedule_arrays(plan.table, plan.counts, len(stack.parts))
+    return program(jax.tree.map(jnp.asarray, ticks), params, *rest)
 
 
 def _weights(
@@ -267,16 +306,3 @@ def _scheduled(
         backward=backward,
     )
     return dataclasses.replace(stages, stacked=stack), table
-
-
-def _without_pipe(shardings: PyTree | None) -> dict[str, P] | None:
-    """Specs of gradients, by path, as code within the map may name them."""
-    if shardings is None:
-        return None
-
-    def free(entry):
-        if entry is P.UNCONSTRAINED:
-            return entry
-        return tidy(tuple(name for name in names_of(entry) if name != "pipe"))
-
-    return {name: P(*map(free, s.spec)) for name, s in named_leaves(shardings).items()}

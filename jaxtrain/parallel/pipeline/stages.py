@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.gradients import row_wise
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import entered_specs
 from jaxtrain.parallel.stack import Stack
@@ -56,6 +57,8 @@ class Stages:
         summed over all layers. Given, blocks are also told the number l of their layer.
       remat: ``(layer, *, prevent_cse) -> layer``, such as ``jax.checkpoint``: what a layer keeps
         for its backward pass. None keeps everything (a block may be wrapped itself).
+      row_wise: whether the loss is a sum over rows, as :func:`jaxtrain.row_wise` declares it: no
+        layer lets rows see each other, and ``head_loss`` adds what each gives.
       between: for several blocks, such as an encoder's and a decoder's, what comes between the
         layers of one and of the next: ``(params, x, batch, rng) -> x``, one fewer than blocks, with
         ``params`` and ``rng`` as for ``embed``. Layers are numbered through.
@@ -68,6 +71,7 @@ class Stages:
     scan_unroll: int | None = 1
     shared: Sequence[str] | None = None
     remat: Callable[..., Callable] | None = None
+    row_wise: bool = False
     between: Sequence[Callable[[PyTree, PyTree, PyTree, jax.Array | None], PyTree]] = ()
 
     def __post_init__(self) -> None:
@@ -153,7 +157,7 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
             first += jax.tree.leaves(params[part.key])[0].shape[0]
         return stages.head_loss(outer, x, batch)
 
-    return loss_fn
+    return row_wise(loss_fn) if stages.row_wise else loss_fn
 
 
 def layers_of_stages(stages: Stages, params: PyTree, *, devices: int) -> tuple[int, ...]:

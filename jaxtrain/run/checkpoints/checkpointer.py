@@ -219,6 +219,13 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         """Whether a save goes on in the background of this process."""
         return self._manager is not None and self._manager.is_saving_in_progress()
 
+    def size(self, step: int) -> int:
+        """Returns the bytes of a checkpoint's files; 0 where they cannot be listed."""
+        try:
+            return sum(path.stat().length for path in files_below(self.directory / str(step)))
+        except OSError:
+            return 0
+
     def written(self) -> tuple[int, int]:
         """Returns how many files the directory holds and their bytes, which a save makes grow."""
         try:

@@ -58,11 +58,12 @@ class Evaluation(Hook):
         if not sets or self.latest[0] == step:
             return self.latest[1]
         means, numbers = {}, itertools.count()
-        for prefix, opened in sets.items():
-            batches = opened(batch_sharding(run.mesh))
-            first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
-            found = evaluate(self._step_for(state, first), state, batches)
-            means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
+        with run.journal.ledger.during("evaluation"):
+            for prefix, opened in sets.items():
+                batches = opened(batch_sharding(run.mesh))
+                first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
+                found = evaluate(self._step_for(state, first), state, batches)
+                means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
         if shape := np.shape(means.get(name := run.experiment.best_metric)):
             raise ValueError(f"best_metric {name!r} has shape {shape}: name a metric of one number")
         self.latest = (step, means)
@@ -80,7 +81,9 @@ class Evaluation(Hook):
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, *map(jax.typeof, leaves))
         if shapes not in self._steps:
-            self._steps[shapes] = compile_eval(self.run.experiment, state, batch, self.run.mesh)
+            with self.run.journal.ledger.during("compile"):
+                made = compile_eval(self.run.experiment, state, batch, self.run.mesh)
+            self._steps[shapes] = made
         return self._steps[shapes]
 
     def _watched(

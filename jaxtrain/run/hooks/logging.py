@@ -22,6 +22,7 @@ class Logging(Hook):
         if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
             self.timed_to = call_end(step - 1, experiment.steps, experiment.steps_per_call)
             rate.step(self.timed_to - step + 1)
+        self.run.journal.step = step
         self.run.progress.update(step, metrics["loss"], rate.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)
         if step % self.run.options.log_every and step != experiment.steps and quiet:
@@ -40,4 +41,4 @@ class Logging(Hook):
             values |= experiment.counts(step)
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
-        self.run.log.write(step, values)
+        self.run.log.write(step, values | self.run.journal.counts())

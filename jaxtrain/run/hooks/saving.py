@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtrain import optim
 from jaxtrain.experiment import to_checkpoint
 from jaxtrain.host import storage
+from jaxtrain.host.memory import human_bytes
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook
@@ -69,10 +70,11 @@ class Saving(Hook):
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing ``state``; returns when its buffers have been copied."""
-        # What the save before could not do is known now, and no reason to leave out this one.
-        settled = self._settle()
-        self.saved_at = self.clock()
-        self.begun = self._succeeds(lambda: self._start(step, state))
+        with self.run.journal.ledger.during("save"):
+            # What the save before could not do is known now, and no reason to leave out this one.
+            settled = self._settle()
+            self.saved_at = self.clock()
+            self.begun = self._succeeds(lambda: self._start(step, state))
         if settled and self.begun and self.failing:
             self.failing = False
             self.run.progress.note(f"step {step}: checkpoints are written again")
@@ -102,12 +104,15 @@ class Saving(Hook):
         """Waits for the save that has begun; whether it, if any, succeeded."""
         self.begun = False
         with self._making_progress():
-            return self._succeeds(self.checkpoints.wait)
+            settled = self._succeeds(self.checkpoints.wait)
+        self._tell()
+        return settled
 
     def _succeeds(self, attempt: Callable[[], None]) -> bool:
         try:
             attempt()
         except SaveError as error:
+            self.run.journal.event("save failed", error=str(error))
             if not self.failing:
                 self.run.progress.note(
                     f"warning: {error}; the run goes on without it, and tries again every minute"
@@ -141,8 +146,12 @@ class Saving(Hook):
         step, since = self.writing
         saved = self.checkpoints.is_saved(step)
         if saved:
-            seconds = self.clock() - since
-            self.run.progress.note(f"checkpoint {step} saved within {seconds:.1f} s")
+            seconds, size = self.clock() - since, self.checkpoints.size(step)
+            told = {"step": step, "seconds": round(seconds, 3), "bytes": size}
+            self.run.journal.event("checkpoint", **told)
+            self.run.progress.note(
+                f"checkpoint {step} saved within {seconds:.1f} s, {human_bytes(size)}"
+            )
         if saved is not None:
             self.writing = None
 

@@ -11,6 +11,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report.command import leave_report
 from jaxtrain.state import TrainState, local_bytes
 
@@ -45,7 +46,8 @@ def header_facts(
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
-        + "; ".join(c.promise for c in train.checks),
+        + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
+        **train.told,
     }
 
 
@@ -70,13 +72,19 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
 
 
 def print_conclusion(
-    experiment: Experiment, state: TrainState, evaluation: dict[str, float], run_dir: str
+    experiment: Experiment,
+    state: TrainState,
+    evaluation: dict[str, float],
+    run_dir: str,
+    journal: Journal,
 ) -> None:
     """Prints what an experiment concludes, and where everything lies; the first process does."""
     lines = []
     # In all processes: it may run the model, whose parameters lie on the devices of all.
     if experiment.conclude is not None:
         lines += [*experiment.conclude(state, evaluation), ""]
+        journal.event("conclusion", lines=lines[:-1])
+    journal.beat()
     terminal.print_lines(
         [
             *lines,

@@ -1,6 +1,7 @@
 """Step time, items per second, and model FLOPs utilisation."""
 
 import collections
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,6 +37,19 @@ def mfu(
     return flops_per_step / (step_seconds * sum(peaks))
 
 
+# Of the parts of an octave in which step times are counted.
+PARTS = 16
+
+
+def octave(seconds: float) -> int:
+    """The number of the interval, a sixteenth of an octave, that a step time lies in.
+
+    >>> octave(1.0), octave(1.04), octave(1.05), octave(0.5)
+    (0, 0, 1, -16)
+    """
+    return math.floor(PARTS * math.log2(max(seconds, 1e-9)))
+
+
 class Throughput:
     """Times calls of one or more steps over a sliding window.
 
@@ -46,6 +60,9 @@ class Throughput:
       items_per_step: tokens or images.
       window: calls to look back over.
       clock: seconds, monotonic.
+
+    Attributes:
+      times: how many of all steps took how long, by :func:`octave`.
 
     >>> ticks = iter([0.0, 1.0, 2.0, 4.0])
     >>> throughput = Throughput(10, clock=lambda: next(ticks))
@@ -66,12 +83,14 @@ class Throughput:
         self._clock = clock
         self._last: float | None = None
         self._durations: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
+        self.times: collections.Counter[int] = collections.Counter()
 
     def step(self, steps: int = 1) -> None:
         """Notes that a call of so many steps has ended."""
         now = self._clock()
         if self._last is not None:
             self._durations.append((now - self._last, steps))
+            self.times[octave((now - self._last) / steps)] += steps
         self._last = now
 
     def pause(self) -> None:

@@ -52,7 +52,7 @@ class Writer(Protocol):
 class _FileWriter:
     """A writer of one file."""
 
-    _file: "_GrowingFile"
+    _file: "GrowingFile"
 
     def close(self) -> None:
         """Writes what is pending and lets go."""
@@ -60,16 +60,17 @@ class _FileWriter:
 
 
 class JSONLWriter(_FileWriter):
-    """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00+00:00", "train/loss":
-    2.5}``.
+    """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00.000+00:00",
+    "train/loss": 2.5}``; times are in UTC.
 
     Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
     strings ``"nan"``, ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write``
-    returns; in a bucket, and where storage fails, as :class:`_GrowingFile` says.
+    returns; in a bucket, and where storage fails, as :class:`GrowingFile` says.
 
     Args:
       path: the file, on a disk or in a bucket.
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
+      stamp: more entries of every line, such as the attempt that writes it.
       clock: seconds, monotonic.
 
     Raises:
@@ -81,9 +82,11 @@ class JSONLWriter(_FileWriter):
         path: epath.PathLike,
         *,
         resume_step: int | None = None,
+        stamp: Mapping[str, Any] = {},
         clock: Callable[[], float] = time.monotonic,
     ):
         path = epath.Path(path)
+        self._stamp = dict(stamp)
 
         def start() -> bytes:
             lines = [] if resume_step is None else _lines_up_to(path, resume_step)
@@ -91,19 +94,23 @@ class JSONLWriter(_FileWriter):
             write_whole(path, "".join(lines))
             return "".join(lines).encode()
 
-        self._file = _GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
+        self._file = GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line.
 
         Raises:
-          ValueError: a value is named ``step``, which is the line's own.
+          ValueError: a value is named ``step``, or as another of the line's own entries.
         """
-        if "step" in values:
-            raise ValueError("a value is named 'step', like the step itself; give it another name")
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         named = {name: _plain(np.asarray(x, float).tolist()) for name, x in values.items()}
-        self._file.append((json.dumps({"step": step, "time": now} | named) + "\n").encode())
+        own = {"step": step, "time": now} | self._stamp
+        if taken := own.keys() & named.keys():
+            name = min(taken)
+            raise ValueError(
+                f"a value is named {name!r}, like the {name} itself; give it another name"
+            )
+        self._file.append((json.dumps(own | named) + "\n").encode())
 
 
 class TensorBoardWriter(_FileWriter):
@@ -111,7 +118,7 @@ class TensorBoardWriter(_FileWriter):
     (``train/load/0``).
 
     On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
-    :class:`_GrowingFile` says.
+    :class:`GrowingFile` says.
 
     Args:
       directory: where its event files go, on a disk or in a bucket.
@@ -138,7 +145,7 @@ class TensorBoardWriter(_FileWriter):
         )
         # TensorBoard reads files in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
-        self._file = _GrowingFile(directory / name, b"", clock)
+        self._file = GrowingFile(directory / name, b"", clock)
         self._append(Event(file_version="brain.Event:2"))
         self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
@@ -163,7 +170,7 @@ class TensorBoardWriter(_FileWriter):
         self._file.append(b"".join(parts))
 
 
-class _GrowingFile:
+class GrowingFile:
     """A file that grows; whatever happens to storage, ``append`` neither raises nor loses anything.
 
     On a disk the bytes are there when ``append`` returns. An object in a bucket cannot be appended
@@ -280,19 +287,22 @@ class Fanout:
                 stack.callback(writer.close)
 
 
-def make_writers(run_dir: epath.PathLike, *, resume_step: int | None = None) -> Fanout:
+def make_writers(
+    run_dir: epath.PathLike, *, resume_step: int | None = None, stamp: Mapping[str, Any] = {}
+) -> Fanout:
     """Opens ``log.jsonl`` and ``tensorboard/`` in a run's folder; in the first process only.
 
     Args:
       run_dir: the folder.
       resume_step: the step that a resumed run goes on from; what was logged after it is dropped.
+      stamp: more entries of every line of ``log.jsonl``.
     """
     if jax.process_index() != 0:
         return Fanout(())
     run_dir = epath.Path(run_dir)
     return Fanout(
         (
-            JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step),
+            JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step, stamp=stamp),
             TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step),
         )
     )

@@ -15,6 +15,7 @@ from jaxtrain.host import exit_codes, storage
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError, digest
 from jaxtrain.run.hooks.saving import Saving
+from jaxtrain.run.observe.journal import Journal
 from tests.run.test_loop import make_experiment
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -27,6 +28,7 @@ class Stub:
         self.losses, self.saved, self.notes = dict(losses), [], []
         self.fail, self.fail_later = set(), set()
         self.progress = self.watchdog = self.owner = self
+        self.journal = Journal()
         self.experiment, self.options = make_experiment(), jt.RunOptions()
         vars(self).update(run)
 
@@ -56,6 +58,9 @@ class Stub:
 
     def written(self):
         return (0, 0)
+
+    def size(self, step):
+        return 1536 * step
 
     def wait(self):
         if "wait" in self.fail:
@@ -156,10 +161,10 @@ def test_a_checkpoint_is_told_when_it_is_there():
 
     stub = Writing()
     drive(stub, jt.RunOptions(save_every=4), steps=12).finish(12, None, seconds=1.0)
-    assert stub.notes == ["checkpoint 4 saved within 20.0 s"]
+    assert stub.notes == ["checkpoint 4 saved within 20.0 s, 6.0 KiB"]
     stub.is_saved = lambda step: True
     drive(stub, jt.RunOptions(save_every=4), steps=4).finish(4, None, seconds=1.0)
-    assert stub.notes[1:] == ["checkpoint 4 saved within 0.0 s"]
+    assert stub.notes[1:] == ["checkpoint 4 saved within 0.0 s, 6.0 KiB"]
 
 
 @pytest.fixture

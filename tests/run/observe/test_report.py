@@ -180,6 +180,10 @@ def test_a_browser_draws_every_chart(tmp_path):
         )
         for name in "ab"
     ]
+    for run in runs:
+        state = {"attempt": 1, "began": START, "first_step": 0, "step": 40, "time": START}
+        state |= {"seconds": {"step": 30.0, "compile": 10.0}, "step_times": {"-54": 30, "-50": 9}}
+        (run / "heartbeat.json").write_text(json.dumps(state))
     out = tmp_path / "page.html"
     out.write_text(page.make_page(records.read(runs)))
     command = [
@@ -196,5 +200,5 @@ def test_a_browser_draws_every_chart(tmp_path):
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
     assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
-    for title in ("Loss", "Gradient norm", "Seconds per step", "Step time", "2 runs"):
+    for title in ("Loss", "Gradient norm", "Seconds per step", "Step time", "2 runs", "75%"):
         assert title in drawn.text

@@ -154,7 +154,7 @@ def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, mon
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     now, uploads = [0.0], []
-    real = writers._GrowingFile._write_whole
+    real = writers.GrowingFile._write_whole
 
     def write_whole(self):
         uploads.append(threading.current_thread())
@@ -162,7 +162,7 @@ def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, mon
             now[0] += 30.0  # a slow bucket
         return real(self)
 
-    monkeypatch.setattr(writers._GrowingFile, "_write_whole", write_whole)
+    monkeypatch.setattr(writers.GrowingFile, "_write_whole", write_whole)
     writer = JSONLWriter(path, resume_step=1, clock=lambda: now[0])
 
     def steps():

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.report.records import Record
 
 # From the least to the most serious.
@@ -55,6 +56,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_left_out(record),
         *_held_out(record),
         *_speed(record),
+        *_attempts(record),
     ]
     if record.unreadable:
         is_ = "is" if record.unreadable == 1 else "are"
@@ -66,8 +68,18 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
 def _progress(record: Record, now: float) -> Finding:
     step, total, times = record.step, record.total, record.times.values
     if total is not None and step >= total:
-        return Finding("good", f"All {total:,} steps are done.")
+        done = f"All {total:,} steps are" if total > 1 else "The only step is"
+        return Finding("good", f"{done} done.")
     at = f"step {step:,}" + (f" of {total:,}" if total else "")
+    if record.stopped is not None:
+        return Finding("good", f"The run was stopped on purpose at {at}: {record.stopped}.")
+    beat = record.heartbeat.get("time")
+    if ended := record.heartbeat.get("ended"):
+        return Finding("bad", f"The run ended at {at} before it was complete ({ended}).")
+    if isinstance(beat, int | float) and now - beat > SILENT_SECONDS:
+        doing = record.heartbeat.get("doing", "step")
+        text = f"The run is not alive: its last heartbeat is {duration(now - beat)} old, at {at}"
+        return Finding("bad", f"{text}, in {doing!r}.")
     silent = now - times.max()
     interval = np.diff(times).clip(0).mean() if times.size > 1 else 0.0
     if silent > max(SILENT_SECONDS, SILENT_INTERVALS * interval):
@@ -168,6 +180,21 @@ def _speed(record: Record) -> list[Finding]:
     if waited.size and taken.size and waited.mean() > WAITING * taken.mean():
         part = waited.mean() / taken.mean()
         found.append(Finding("look", f"Waiting for data takes {part:.0%} of a step's time."))
+    return found
+
+
+def _attempts(record: Record) -> list[Finding]:
+    found = []
+    lost = sum(lost_steps(record.attempts))
+    if (restarts := len(record.attempts) - 1) > 0:
+        text = f"It was started again {_count(restarts, 'time')}; "
+        found.append(Finding("look", f"{text}{_count(lost, 'step')} had to be done again."))
+    if failed := record.happened("save failed"):
+        why = failed[-1].get("error", "")
+        later = record.happened("checkpoint")
+        solved = later and later[-1].get("time", "") > failed[-1].get("time", "")
+        text = f"{_count(len(failed), 'save')} failed, last: {why}"
+        found.append(Finding("look" if solved else "bad", text.rstrip(".") + "."))
     return found
 
 

@@ -4,14 +4,16 @@ import datetime
 import html
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
-from jaxtrain.run.observe.report.health import LEVELS, examine, held_out_losses, recent
+from jaxtrain.run.observe.goodput import account
+from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
+from jaxtrain.run.observe.throughput import PARTS
 
 # Numbers on a page in all, of some 8 bytes each: it is to stay below 2 MB.
 NUMBERS = 150_000
@@ -19,14 +21,19 @@ BUCKETS = (100, 1000)
 # Marks (skipped steps, spikes) of one kind at most; the number of all is told in words.
 MARKS = 500
 HISTOGRAM_BINS = 60
+# Of the journal, the last so many lines.
+EVENTS = 200
 
 
-def make_page(records: Sequence[Record], *, now: float | None = None) -> str:
+def make_page(
+    records: Sequence[Record], *, now: float | None = None, every: float | None = None
+) -> str:
     """Draws runs as one HTML page that needs nothing else.
 
     Args:
       records: the runs, overlaid in this order.
       now: seconds since 1970; None for the clock's.
+      every: seconds after which the page asks where it came from for a newer one; None for never.
 
     Returns:
       The page, below 2 MB whatever the runs have logged.
@@ -36,6 +43,7 @@ def make_page(records: Sequence[Record], *, now: float | None = None) -> str:
     shared: dict[tuple, int] = {}
     made = datetime.datetime.now(datetime.UTC) if now is None else _utc(now)
     data = {
+        "every": every,
         "made": f"{made:%Y-%m-%d %H:%M} UTC",
         "runs": [_run(record, buckets, shared, now) for record in records],
         "charts": _charts(records),
@@ -72,11 +80,39 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
             "spike": _marks(record, "train/spike"),
         },
         "histogram": _histogram(record),
+        "goodput": _goodput(record),
+        "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
+        "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
+        "conclusion": "\n".join(_conclusion(record)),
         "changes": [
             {"step": step, "name": name, "then": _word(then), "now": _word(new)}
             for step, name, then, new in record.changes
         ],
     }
+
+
+def _event(line: Mapping[str, Any]) -> list[str] | None:
+    """The time, the attempt and what happened, in words."""
+    name, step = line.get("event"), line.get("step")
+    size = line.get("bytes") if isinstance(line.get("bytes"), int) else 0
+    told = {
+        "start": "started",
+        "ready": f"goes on from step {step}" if step else "begins",
+        "checkpoint": f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
+        "save failed": f"a save failed: {line.get('error')}",
+        "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
+        "end": f"ended after step {step}: {line.get('ended')}",
+    }
+    if name not in told:
+        return None
+    at = str(line.get("time", ""))[:19].replace("T", " ")
+    return [at, f"{line.get('attempt', '')}", f"{line.get('host', '')}", told[name]]
+
+
+def _conclusion(record: Record) -> list[str]:
+    told = record.happened("conclusion")
+    lines = told[-1].get("lines") if told else None
+    return [str(each) for each in lines] if isinstance(lines, list) else []
 
 
 def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str, Any]:
@@ -113,6 +149,10 @@ def _tiles(record: Record) -> list[dict[str, str]]:
             note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
             value = human_count(float(rates[-1])) if rates.size else "-"
             tiles.append({"name": f"{item}/s", "value": value, "note": note})
+    if spent := account(record.attempts):
+        part = spent.get("step", 0.0) / sum(spent.values())
+        note = f"of {duration(sum(spent.values()))}"
+        tiles.append({"name": "goodput", "value": f"{part:.1%}", "note": note})
     if (mfu := record.values("time/mfu")).size:
         tiles.append({"name": "MFU", "value": f"{mfu[-1]:.1%}", "note": f"best {mfu.max():.1%}"})
     if (peak := record.values("memory/peak")).size:
@@ -121,14 +161,27 @@ def _tiles(record: Record) -> list[dict[str, str]]:
 
 
 def _histogram(record: Record) -> dict[str, list] | None:
-    values = record.values("time/step_seconds")
-    values = values[values > 0]
-    if values.size < 10:
+    """Step times without the rarest thousandth at either end."""
+    counts = sorted(record.step_times.items())
+    if not counts:
         return None
-    low, high = np.quantile(values, [0.0, 1.0])
-    bins = min(HISTOGRAM_BINS, max(10, values.size // 5))
-    counts, edges = np.histogram(values, np.geomspace(low, high * (1 + 1e-9) + 1e-12, bins + 1))
-    return {"counts": counts.tolist(), "edges": [significant(edge) for edge in edges.tolist()]}
+    numbers = np.array([n for _, n in counts])
+    places = (np.cumsum(numbers) - numbers / 2) / numbers.sum()
+    kept = [key for (key, _), place in zip(counts, places, strict=True) if 5e-4 < place < 1 - 5e-4]
+    keys = range(min(kept), max(kept) + 1) if kept else range(counts[0][0], counts[-1][0] + 1)
+    by = -(-len(keys) // HISTOGRAM_BINS)
+    edges = [*keys[::by], keys[-1] + 1]
+    return {
+        "counts": [
+            sum(record.step_times[k] for k in keys[i : i + by]) for i in range(0, len(keys), by)
+        ],
+        "edges": [significant(2 ** (edge / PARTS)) for edge in edges],
+    }
+
+
+def _goodput(record: Record) -> list[list]:
+    spent = account(record.attempts)
+    return [[name, significant(seconds)] for name, seconds in spent.items() if seconds > 0]
 
 
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -150,6 +203,7 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
     known = {name for chart in charts for name in chart["series"]}
     known |= {"train/skipped", "train/spike", "train/weight"}
+    known |= {"run/restarts", "run/lost_steps", "run/failed_saves", "run/checkpoint_age_seconds"}
     for name in names:
         # An evaluation goes with the same metric of training, where there is one.
         if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
@@ -172,7 +226,7 @@ def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
     sections = []
     for title, flat in (
         ("Configuration", [record.config for record in records]),
-        ("Environment", [record.environment for record in records]),
+        ("Environment", [_facts(record) | record.environment for record in records]),
     ):
         names = dict.fromkeys(name for each in flat for name in each)
         rows = [[name, *(_word(each.get(name, "-")) for each in flat)] for name in names]
@@ -186,6 +240,13 @@ def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
             }
         )
     return [section for section in sections if section["rows"]]
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    """What the header of the last attempt said, such as the memory that was compiled for."""
+    ready = record.happened("ready")
+    facts = ready[-1].get("facts") if ready else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def _word(value: Any) -> str:

@@ -1,10 +1,12 @@
 """What the folder of a run says of it, read as it is: cut off, half written, or still growing."""
 
+import collections
+import contextlib
 import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path
-from jaxtrain.run.folder import OWNER
+from jaxtrain.run.folder import OWNER, STOPPED
+from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.provenance import CHANGES, CONFIG, flatten
 
 LOG = "log.jsonl"
+# The entries of a line that are no metrics.
+_OWN = frozenset({"step", "time", "attempt", "host", "process"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Record:
       config: the flags and what else it was configured with, by dotted name.
       environment: versions, mesh and data, by name.
       changes: of later starts, (step, name, then, now).
+      events: the lines of its journal.
+      heartbeat: its last sign of life; empty where there is none.
+      attempts: its starts.
+      step_times: how many steps took how long, over all attempts (``Throughput.times``).
+      stopped: why it was stopped on purpose, if it was.
       unreadable: lines of the log, before the last, that are no record.
     """
 
@@ -59,6 +69,11 @@ class Record:
     environment: dict[str, Any]
     changes: list[tuple[int, str, Any, Any]]
     unreadable: int
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    heartbeat: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attempts: list[goodput.Attempt] = dataclasses.field(default_factory=list)
+    step_times: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    stopped: str | None = None
 
     @property
     def step(self) -> int:
@@ -70,6 +85,10 @@ class Record:
         """The steps that it is to have; None where its config does not say."""
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
+
+    def happened(self, event: str) -> list[dict[str, Any]]:
+        """The lines of the journal that tell of an event."""
+        return [line for line in self.events if line.get("event") == event]
 
     def values(self, name: str) -> np.ndarray:
         """The finite values of a metric; none where it is not logged."""
@@ -106,7 +125,7 @@ def read_run(path: epath.Path, name: str) -> Record:
         if (when := _time(line.get("time"))) is not None:
             times[step] = when
         for key, value in line.items():
-            if key not in ("step", "time") and (number := _number(value)) is not None:
+            if key not in _OWN and (number := _number(value)) is not None:
                 points.setdefault(key, {})[step] = number
     config = _json(texts[CONFIG])
     changes = []
@@ -118,6 +137,9 @@ def read_run(path: epath.Path, name: str) -> Record:
             if isinstance(pair, list) and len(pair) == 2:
                 changes.append((change.get("from_step", 0), what, *pair))
     flags = config.get("flags", config)
+    events = list(filter(None, map(_json, texts[journal.EVENTS].split("\n"))))
+    heartbeat = _json(texts[journal.HEARTBEAT])
+    states = journal.states(events, heartbeat)
     return Record(
         path=str(path),
         name=name or str(path),
@@ -127,6 +149,11 @@ def read_run(path: epath.Path, name: str) -> Record:
         environment=flatten(config.get("provenance", {})),
         changes=changes,
         unreadable=unreadable,
+        events=events,
+        heartbeat=heartbeat,
+        attempts=goodput.attempts(states),
+        step_times=_step_times(states),
+        stopped=_json(texts[STOPPED]).get("reason"),
     )
 
 
@@ -139,8 +166,16 @@ def _texts(path: epath.Path) -> dict[str, str]:
     # A line that is being written may end within a character.
     return {
         name: (path / name).read_bytes().decode(errors="replace") if (path / name).exists() else ""
-        for name in (LOG, CONFIG, CHANGES)
+        for name in (LOG, CONFIG, CHANGES, STOPPED, journal.EVENTS, journal.HEARTBEAT)
     }
+
+
+def _step_times(states: Sequence[Mapping[str, Any]]) -> collections.Counter:
+    times: collections.Counter = collections.Counter()
+    for state in states:
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            times.update({int(key): int(n) for key, n in state.get("step_times", {}).items()})
+    return times
 
 
 def _lines(text: str) -> tuple[list[dict[str, Any]], int]:

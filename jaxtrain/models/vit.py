@@ -1,0 +1,250 @@
+"""The vision transformer (Dosovitskiy et al. 2020) as pure functions of plain dicts.
+
+The layers are a decoder's, seeing both ways; before them an image is cut into patches, which one
+product embeds, and a token of the model's own is put first, of whose last state the classes are.
+``init``, ``loss_fn`` and ``stages`` are as in :mod:`jaxtrain.models.gpt`.
+
+A batch is a dict: ``image`` [B, H, W, C], ``label`` int32 [B] and ``mask`` float32 [B].
+
+Shapes: B batch, H height, W width, C channels, P side of a patch, N = H W / P^2 patches,
+T = N + 1 positions, D width of the stream, L layers, K classes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.gradients import WeightedLoss
+from jaxtrain.models import gpt, layers
+from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
+from jaxtrain.models.encoder import class_loss
+from jaxtrain.models.remat import REMAT
+from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.ops.linear import matmul_float32
+from jaxtrain.ops.numerics import drop
+from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
+from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.tree import named_leaves
+
+Params = Mapping[str, Any]
+Batch = Mapping[str, jax.Array]
+
+RULES = OptionalRules(
+    (
+        # Whole on purpose: they are small, and only one stage of a pipeline has them.
+        (r"^embed/patch/kernel$", (None, None, None, None)),
+        (r"^embed/(first|positions)$", (None, None, None)),
+        (r"^head/out/kernel$", (None, None)),
+        (r"^(embed/patch|head/out)/bias$", (None,)),
+        *gpt.RULES,
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(LayerFields):
+    """A vision transformer.
+
+    Args:
+      image: height, width and channels of an image.
+      patch: P, which divides height and width.
+      layers: L, the depth.
+      classes: K; None for a model without a head, whose result are hidden states.
+      remat, scan_unroll: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+
+    The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
+
+    >>> ViTConfig(image=(8, 8, 1), patch=2, layers=1, width=24, heads=3, classes=10).length
+    17
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu_exact"  # type: ignore[valid-type]
+    norm_eps: float = 1e-12
+    image: tuple[int, int, int]
+    patch: int
+    layers: int
+    classes: int | None = None
+    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
+    scan_unroll: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image", tuple(self.image))  # a list in a checkpoint's JSON
+        super().__post_init__()
+        height, width, _ = self.image
+        if height % self.patch or width % self.patch:
+            raise ValueError(
+                f"images of {height}x{width} cannot be cut into patches of {self.patch}: use a "
+                "divisor of both sides"
+            )
+        _ = self.block  # It has checks of its own.
+
+    @functools.cached_property
+    def block(self) -> BlockConfig:
+        """One of its layers."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        return BlockConfig(**shared, causal=False)
+
+    @property
+    def length(self) -> int:
+        """T, the positions of an image."""
+        height, width, _ = self.image
+        return 1 + (height // self.patch) * (width // self.patch)
+
+    @property
+    def head(self) -> str:
+        """What is predicted, as of an encoder: classes, or none."""
+        return "none" if self.classes is None else "classes"
+
+    # Of every one; no fields, for there is no other.
+    positions = "learned"
+    tied = False
+    vocab_size = None
+
+
+def vit_base(classes: int | None = 1000) -> ViTConfig:
+    """The shape of ViT-B/16 (Dosovitskiy et al. 2020): 86,567,656 parameters."""
+    shape = {"image": (224, 224, 3), "patch": 16, "layers": 12, "width": 768, "heads": 12}
+    return ViTConfig(**shape, classes=classes)
+
+
+class Embed(nnx.Module):
+    """Patches, as one product, behind the model's own token; and positions."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        def normal(*shape: int) -> nnx.Param:
+            return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+        side, width = config.patch, config.width
+        self.patch = nnx.Dict(
+            {
+                "kernel": normal(side, side, config.image[2], width),
+                "bias": nnx.Param(jnp.zeros(width, jnp.float32)),
+            }
+        )
+        self.first, self.positions = normal(1, 1, width), normal(1, config.length, width)
+
+    def __call__(self, image_BHWC: jax.Array) -> jax.Array:
+        kernel_PPCD = self.patch["kernel"][...]
+        side, D = kernel_PPCD.shape[0], kernel_PPCD.shape[-1]
+        B, H, W, C = image_BHWC.shape
+        image = image_BHWC.astype(kernel_PPCD.dtype)
+        image = image.reshape(B, H // side, side, W // side, side, C).swapaxes(2, 3)
+        patches_ND = image.reshape(-1, side * side * C) @ kernel_PPCD.reshape(-1, D)
+        patches_BND = (patches_ND + self.patch["bias"][...].reshape(1, D)).reshape(B, -1, D)
+        first_B1D = jnp.broadcast_to(self.first[...], (B, 1, D))
+        return jnp.concatenate([first_B1D, patches_BND], axis=1) + self.positions[...]
+
+
+class Head(nnx.Module):
+    """From the first token's hidden state to float32 logits of classes."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(INIT_STD)
+        self.out = layers.Dense(config.width, config.classes, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        logits_BK = matmul_float32(x_BTD[:, 0], self.out.kernel.get_value())
+        return logits_BK + self.out.bias[...].astype(logits_BK.dtype)
+
+
+def init(config: ViTConfig, rng: jax.Array) -> dict[str, Any]:
+    """Draws float32 parameters: kernels and tables N(0, 0.02), biases zero.
+
+    Returns:
+      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, with classes,
+      ``head``.
+    """
+    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
+    params = {
+        "embed": layers.pure(Embed, config, rng_embed),
+        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
+            jax.random.split(rng_blocks, config.layers)
+        ),
+        "final_norm": layers.pure(layers.Norm, config.block, rng_head),
+    }
+    if config.classes is not None:
+        params["head"] = layers.pure(Head, config, rng_head)
+    return params
+
+
+def loss_fn(config: ViTConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
+    """Returns ``loss(params, batch, rng)``: the cross-entropy of classes, and their accuracy."""
+    return loss_from_stages(stages(config))
+
+
+def stages(config: ViTConfig, *, virtual: int = 1) -> Stages:
+    """Returns the model as a pipeline takes it; arguments as for the decoder's."""
+    return dataclasses.replace(
+        gpt.stages(config, virtual=virtual),
+        embed=functools.partial(embed, config),
+        head_loss=functools.partial(head_loss, config),
+    )
+
+
+def encode(
+    config: ViTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns normed hidden states [B, T, D], in the dtype of the parameters.
+
+    Args:
+      config, params: the model.
+      batch: ``image``.
+      rng: key for dropout; None means none.
+    """
+    x_BTD = run_layers(stages(config), params, embed(config, params, batch, rng), {}, rng)
+    return layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
+
+
+def logits(
+    config: ViTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """Returns float32 logits of classes [B, K]; arguments are those of :func:`encode`."""
+    return layers.apply(Head, config, params["head"])(encode(config, params, batch, rng))
+
+
+def embed(
+    config: ViTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+) -> jax.Array:
+    """First stage: images to the residual stream [B, T, D].
+
+    Raises:
+      ValueError: for images of another shape than the model's.
+    """
+    if (shape := tuple(batch["image"].shape[1:])) != config.image:
+        raise ValueError(f"images have the shape {shape}, and the model's are {config.image}")
+    x_BTD = layers.apply(Embed, config, params["embed"])(batch["image"])
+    # Layers fold in 0 .. L - 1.
+    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
+    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+
+
+def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
+    """Last stage: final norm, head and the cross-entropy of classes.
+
+    Raises:
+      ValueError: the model has no classes.
+    """
+    if config.classes is None:
+        raise ValueError("a model with classes=None predicts nothing: give it classes")
+    x_BTD = layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
+    return class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
+
+
+@functools.lru_cache
+def parameter_count(config: ViTConfig) -> int:
+    """Counts the parameters.
+
+    >>> parameter_count(vit_base())
+    86567656
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return sum(leaf.size for leaf in named_leaves(shapes).values())

@@ -1,0 +1,187 @@
+"""Where the time of a run goes: measured in every attempt, added up over all of them."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# What an attempt does, one thing at a time. "data" is the loop's wait for a batch, in which the
+# devices may still be busy with the step before; "save" and "evaluation" are what holds the loop.
+ACTIVITIES = ("init", "restore", "compile", "data", "step", "evaluation", "save", "finish")
+# What only all attempts together tell: steps that were done again, and time between attempts.
+LOST, DOWN = "lost steps", "down"
+
+
+class Ledger:
+    """The seconds of one attempt, each of them in one activity.
+
+    Args:
+      began: when the attempt began, in seconds since 1970; None for now.
+      clock: seconds, monotonic.
+      wall: seconds since 1970.
+
+    >>> ticks = iter([10.0, 12.0, 15.0, 16.0])
+    >>> ledger = Ledger(clock=lambda: next(ticks), wall=lambda: 0.0)
+    >>> with ledger.during("compile"):
+    ...     pass
+    >>> ledger.seconds()
+    {'init': 3.0, 'compile': 3.0}
+    """
+
+    def __init__(
+        self,
+        began: float | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+    ):
+        now = wall()
+        self.began = now if began is None else began
+        self._clock, self._lock = clock, threading.Lock()
+        self._doing, self._since = "init", clock()
+        self._seconds = {"init": now - self.began}
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Books the time of its body, but for what that books elsewhere."""
+        before = self.begin(activity)
+        try:
+            yield
+        finally:
+            self.begin(before)
+
+    def begin(self, activity: str) -> str:
+        """Books the time from here on; returns what it was booked as."""
+        with self._lock:
+            before, now = self._doing, self._clock()
+            self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+            self._doing, self._since = activity, now
+        return before
+
+    def timed(self, activity: str, items: Iterable[T]) -> Iterator[T]:
+        """Passes items on, and books the waits for them."""
+        items, nothing = iter(items), object()
+        while True:
+            with self.during(activity):
+                item = next(items, nothing)
+            if item is nothing:
+                return
+            yield item
+
+    @property
+    def doing(self) -> str:
+        """The activity of now."""
+        return self._doing
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by activity until now; their sum is the time since the attempt began."""
+        self.begin(self._doing)
+        with self._lock:
+            return dict(self._seconds)
+
+
+def process_began() -> float | None:
+    """When this process was started, in seconds since 1970; None where the system does not say."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.time() - max(0.0, age)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What is known of one start of a run.
+
+    Args:
+      number: from 1.
+      began, until: seconds since 1970; ``until`` is the last that was heard of it.
+      seconds: by activity.
+      first, last: the step that it went on from, and the last one that it has done.
+      ended: how it ended; None where it was killed, or still runs.
+    """
+
+    number: int
+    began: float
+    until: float
+    seconds: Mapping[str, float]
+    first: int
+    last: int
+    ended: str | None
+
+
+def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """Returns the attempts of a run.
+
+    Args:
+      states: the last state that each has written (``Journal``), in order; a damaged one is passed
+        over.
+    """
+    found = []
+    for state in states:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            seconds = {str(k): float(v) for k, v in state["seconds"].items()}
+            began = float(state["began"])
+            # One that has not come to its first step has neither kept nor lost any.
+            before = found[-1].last if found else 0
+            first = before if state["first_step"] is None else int(state["first_step"])
+            found.append(
+                Attempt(
+                    number=int(state["attempt"]),
+                    began=began,
+                    until=began + sum(seconds.values()),
+                    seconds=seconds,
+                    first=first,
+                    last=max(first, int(state["step"])),
+                    ended=state.get("ended"),
+                )
+            )
+    return found
+
+
+def lost_steps(found: Sequence[Attempt]) -> list[int]:
+    """Returns how many steps of each attempt a later one has done again.
+
+    >>> one = Attempt(1, 0.0, 9.0, {"init": 1.0, "step": 8.0}, 0, 8, None)
+    >>> lost_steps([one, dataclasses.replace(one, number=2, first=6, last=7)])
+    [2, 0]
+    """
+    lost = []
+    for i, attempt in enumerate(found):
+        kept = min((later.first for later in found[i + 1 :]), default=attempt.last)
+        lost.append(max(0, attempt.last - max(kept, attempt.first)))
+    return lost
+
+
+def account(found: Sequence[Attempt]) -> dict[str, float]:
+    """Adds up where the time of all attempts went, from the first one's beginning to the last news.
+
+    The steps that a later attempt did again are taken out of "step", at the mean time of a step of
+    their attempt. Time between what was last heard of an attempt and the next one's beginning is
+    "down": it holds the moments between the last heartbeat and a kill.
+
+    Returns:
+      Seconds by activity, the largest part of which should be "step"; they add up to the time of
+      the run on the wall. Empty where nothing is known.
+    """
+    total: dict[str, float] = {}
+    for attempt, lost in zip(found, lost_steps(found), strict=True):
+        for activity, seconds in attempt.seconds.items():
+            total[activity] = total.get(activity, 0.0) + seconds
+        if lost and "step" in attempt.seconds:
+            part = lost / (attempt.last - attempt.first) * attempt.seconds["step"]
+            total["step"] -= part
+            total[LOST] = total.get(LOST, 0.0) + part
+    gaps = (max(0.0, b.began - a.until) for a, b in itertools.pairwise(found))
+    if down := sum(gaps):
+        total[DOWN] = down
+    order = {name: i for i, name in enumerate((*ACTIVITIES, LOST, DOWN))}
+    return {name: total[name] for name in sorted(total, key=lambda n: order.get(n, len(order)))}

@@ -1,0 +1,220 @@
+"""What happened to a run, over all its attempts: ``events.jsonl`` and ``heartbeat.json``.
+
+The log holds the run as if nobody had ever killed it: a resumed run drops what it does again. The
+journal drops nothing. Every line has the time (UTC), attempt, host and process.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxtrain.host import storage
+from jaxtrain.host.exit_codes import Ended
+from jaxtrain.host.paths import is_remote, write_whole
+from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe import goodput
+from jaxtrain.run.observe.goodput import Ledger
+from jaxtrain.run.observe.writers import GrowingFile
+
+EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
+# Between two heartbeats, on a disk and in a bucket.
+BEAT_SECONDS, REMOTE_BEAT_SECONDS = 1.0, 30.0
+
+
+class Journal:
+    """The journal of one attempt; until :meth:`open`, and in all processes but the first, it only
+    keeps the ledger.
+
+    Args:
+      began: as for :class:`~jaxtrain.run.observe.goodput.Ledger`.
+      beat_seconds: between two heartbeats; None for what suits the folder.
+      wall: seconds since 1970.
+
+    Attributes:
+      ledger: where the time of the attempt goes.
+      attempt: the number of the start, from 1.
+      step: the last one whose metrics have been read.
+      step_times: how many steps took how long, as ``Throughput`` counts them.
+    """
+
+    def __init__(
+        self,
+        began: float | None = None,
+        *,
+        beat_seconds: float | None = None,
+        wall: Callable[[], float] = time.time,
+    ):
+        self.ledger = Ledger(began, wall=wall)
+        self.attempt, self.step = 1, 0
+        self.step_times: Mapping[int, int] = {}
+        self._wall, self._beat_seconds = wall, beat_seconds
+        self._first_step: int | None = None
+        self._owner: Ownership | None = None
+        self._file: GrowingFile | None = None
+        self._closed = threading.Event()
+        self._lost_steps = self._failed_saves = 0
+        self._checkpoint_at: float | None = None
+        self._earlier: list[goodput.Attempt] = []
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any):
+        if self._file is None:
+            return
+        self._closed.set()
+        code = error.code if isinstance(error, Ended) else None
+        ended = "done" if error is None else f"exit {code}" if code else kind.__name__
+        self.event("end", **self._state(), ended=ended)
+        self.beat(ended=ended)
+        self._file.close()
+
+    def open(self, owner: Ownership) -> None:
+        """Begins to write, in a folder that this start has just claimed."""
+        self._owner = owner
+        if jax.process_index() != 0:
+            return
+        path = owner.path / EVENTS
+
+        def read() -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
+            text = path.read_bytes() if path.exists() else b""
+            return text, read_events(owner.path), read_heartbeat(owner.path)
+
+        text, before, last = storage.retrying(read, f"the journal {path}")
+        starts = [line for line in before if line.get("event") == "start"]
+        self.attempt = 1 + len(starts)
+        self._file = GrowingFile(path, text, time.monotonic)
+        if text and not text.endswith(b"\n"):  # A line was being written when it was killed.
+            self._file.append(b"\n")
+        if last and _of(last) not in map(_of, states(before, {})):
+            # It ended without a word; what was last heard of it would be overwritten now.
+            killed = {k: v for k, v in last.items() if k in _STATE}
+            self.event(
+                "killed", **{f"of_{k}" if k == "attempt" else k: v for k, v in killed.items()}
+            )
+        self._earlier = goodput.attempts(states(before, last))
+        saved = [line["time"] for line in before if line.get("event") == "checkpoint"]
+        if saved:
+            self._checkpoint_at = datetime.datetime.fromisoformat(saved[-1]).timestamp()
+        self.event("start", began=self.ledger.began, pid=os.getpid())
+        self.beat()
+        threading.Thread(target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True).start()
+
+    def ready(self, step: int, facts: Mapping[str, str]) -> None:
+        """Notes the step that the attempt goes on from, and what its header says."""
+        self.step = self._first_step = step
+        state = dict(attempt=self.attempt, began=self.ledger.began, seconds={}, step=step)
+        now = goodput.attempts([state | {"first_step": step}])
+        self._lost_steps = sum(goodput.lost_steps([*self._earlier, *now]))
+        self.event("ready", step=step, facts=dict(facts))
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Writes a line."""
+        if self._file is None or self._taken():
+            return
+        if name == "checkpoint":
+            self._checkpoint_at = self._wall()
+        self._failed_saves += name == "save failed"
+        now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
+        line = {"event": name, "time": now.isoformat(timespec="milliseconds"), **self.stamp}
+        self._file.append((json.dumps(line | facts) + "\n").encode())
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """Which attempt writes, and where it runs."""
+        host = socket.gethostname()
+        return {"attempt": self.attempt, "host": host, "process": jax.process_index()}
+
+    def counts(self) -> dict[str, float]:
+        """What the log has of the journal.
+
+        Returns:
+          ``run/restarts`` and ``run/lost_steps`` of all attempts, ``run/failed_saves`` of this one
+          and, where there is a checkpoint, ``run/checkpoint_age_seconds``.
+        """
+        counts = {
+            "run/restarts": self.attempt - 1,
+            "run/lost_steps": self._lost_steps,
+            "run/failed_saves": self._failed_saves,
+        }
+        if self._checkpoint_at is not None:
+            counts["run/checkpoint_age_seconds"] = self._wall() - self._checkpoint_at
+        return counts
+
+    def _state(self) -> dict[str, Any]:
+        seconds = {name: round(x, 3) for name, x in self.ledger.seconds().items()}
+        return {
+            "began": self.ledger.began,
+            "first_step": self._first_step,
+            "step": self.step,
+            "doing": self.ledger.doing,
+            "seconds": seconds,
+            "step_times": dict(self.step_times),
+        }
+
+    def _keep_beating(self) -> None:
+        remote = is_remote(self._owner.path)
+        pause = self._beat_seconds or (REMOTE_BEAT_SECONDS if remote else BEAT_SECONDS)
+        while not self._closed.wait(pause):
+            self.beat()
+
+    def beat(self, **more: Any) -> None:
+        """Writes the heartbeat now."""
+        if self._file is None:
+            return
+        # What fails here is said by the log, which is written to the same folder.
+        with contextlib.suppress(Exception):
+            if not self._taken():
+                state = {"time": self._wall(), **self.stamp, "pid": os.getpid(), **self._state()}
+                write_whole(self._owner.path / HEARTBEAT, json.dumps(state | more) + "\n")
+
+    def _taken(self) -> bool:
+        return self._owner.taken_by() is not None
+
+
+_STATE = ("attempt", "began", "first_step", "step", "doing", "seconds", "step_times")
+
+
+def read_events(run_dir: epath.Path) -> list[dict[str, Any]]:
+    """Reads the lines of a journal; those that are cut off are left out."""
+    path = run_dir / EVENTS
+    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    return [line for line in map(_json, text.split("\n")) if line]
+
+
+def read_heartbeat(run_dir: epath.Path) -> dict[str, Any]:
+    """Reads the last sign of life; empty where there is none."""
+    path = run_dir / HEARTBEAT
+    return _json(path.read_bytes().decode(errors="replace")) if path.exists() else {}
+
+
+def states(events: list[dict[str, Any]], heartbeat: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The last state of each attempt, in order, for :func:`goodput.attempts`."""
+    told = [line for line in events if line.get("event") in ("end", "killed")]
+    last = {_of(line): line for line in told}
+    if isinstance(heartbeat.get("attempt"), int):
+        last.setdefault(heartbeat["attempt"], heartbeat)
+    return [dict(last[n]) | {"attempt": n} for n in sorted(last)]
+
+
+def _of(line: Mapping[str, Any]) -> int:
+    """The attempt that a line tells of; a killed one is told of by the next."""
+    number = line.get("of_attempt", line.get("attempt"))
+    return number if isinstance(number, int) else 0
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,247 @@
+"""Gradients are reduced once per step, and the numbers are those of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.agreement import record_gradients, worst
+from jaxtrain.experiment import choose_gather, make_abstract_state
+from jaxtrain.ops.numerics import drop
+from jaxtrain.parallel.reduction import kept_by_gathering
+from jaxtrain.planning.chips import chip_of
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.state import local_bytes
+
+ROWS, MICROBATCHES, TOLERANCE = 32, 4, 1e-5
+LAYERS, WIDTH, HIDDEN = 4, 16, 32
+QUICK = {"xla_backend_optimization_level": 0}
+RULES = [
+    ("up$", ("layers", "embed", "mlp")),
+    ("down$", ("layers", "mlp", "embed")),
+    ("gain$", (None,)),
+]
+
+
+def init(rng):
+    up, down = jax.random.split(rng)
+    blocks = {
+        "up": 0.3 * jax.random.normal(up, (LAYERS, WIDTH, HIDDEN)),
+        "down": 0.2 * jax.random.normal(down, (LAYERS, HIDDEN, WIDTH)),
+    }
+    return {"blocks": blocks, "gain": jnp.ones(WIDTH)}
+
+
+def block(layer, x, batch, rng):
+    return drop(x + jnp.tanh(x @ layer["up"]) @ layer["down"], 0.3, rng)
+
+
+def head_loss(params, x, batch):
+    """A sum over rows, with a metric of each reduction that its parts may have."""
+    error = jnp.square(x * params["gain"] - batch["y"]).sum(-1)
+    metrics = {"largest": jt.Max(error.max()), "rows": jt.Sum(jnp.float32(error.size))}
+    metrics["load"] = (batch["mask"] @ jnp.abs(x), jnp.full(WIDTH, batch["mask"].sum()))
+    return jt.WeightedLoss((error * batch["mask"]).sum(), batch["mask"].sum(), metrics)
+
+
+STAGES = jt.Stages(lambda params, batch, rng: batch["x"], block, head_loss, row_wise=True)
+masked = jt.loss_from_stages(STAGES)
+
+
+@functools.cache
+def rows():
+    r = np.random.default_rng(0)
+    x, y = r.normal(size=(2, ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y, "mask": (r.random(ROWS) < 0.6).astype(np.float32) * r.random(ROWS)}
+
+
+def chain():
+    adam = jt.make_optimizer("adamw", 1e-2, clip_norm=0.5, weight_decay=0.1, eps=1e-4)
+    return optax.chain(record_gradients(), adam)
+
+
+def train(loss_fn, mesh=None, *, stack=jt.Stack(), zero=0, policy=None, **options):  # noqa: B008
+    """One step; returns the compiled step and, on the host, all that came of it.
+
+    On a mesh with an axis ``pipe`` it is a pipeline of STAGES, and ``loss_fn`` is not called.
+    """
+    rules = None if mesh is None else jt.Rules(RULES, stacked=stack)
+    start = {"mesh": mesh, "rules": rules, "zero": zero, "policy": policy}
+    state = jt.init_state(lambda rng: stack.cut(init(rng)), chain(), jax.random.key(0), **start)
+    options |= {"gradient_shardings": jt.gradient_shardings(state, zero=zero), "policy": policy}
+    if mesh is not None and mesh.shape["pipe"] > 1:
+        stages = dataclasses.replace(STAGES, stacked=stack)
+        engine = jt.pipeline(stages, mesh=mesh, microbatches=MICROBATCHES, **options)
+        step = jt.build_update(engine, chain(), policy=policy)
+    else:
+        step = jt.build_train_step(loss_fn, chain(), accumulate=MICROBATCHES, **options)
+    step = jt.compile_step(step, state, rows(), mesh=mesh, rules=rules, compiler_options=QUICK)
+    state, metrics = step(state, rows())
+    found = {"gradients": state.opt_state[0], "optimizer state": state.opt_state[1]}
+    return step, jax.device_get(found | {"parameters": state.params, "metrics": metrics})
+
+
+def agree(found, expected, tolerance=TOLERANCE):
+    # [V, L / V, ...] is [L, ...] reshaped.
+    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: e for part, e in errors.items() if e[0] > tolerance}, errors
+
+
+def batch_collectives(step, mesh):
+    """(kind, axes) to executions and bytes of those along the batch's axes, but for scalars."""
+    found = {}
+    for c in read_program(step.compiled.as_text(), mesh).collectives:
+        if {"data", "fsdp"} & set(c.axes) and c.payload > 64:
+            times, payload = found.get((c.kind, c.axes), (set(), 0))
+            found[c.kind, c.axes] = times | {c.executions}, payload + c.executions * c.payload
+    found = {key: (frozenset(times), size) for key, (times, size) in found.items()}
+    return found
+
+
+def report_of(step):
+    (line,) = [x.found for x in step.checks if x.promise == "gradients are reduced"]
+    return line
+
+
+@functools.cache
+def one_device(policy=None):
+    return train(masked, policy=policy)[1]
+
+
+SLOW = pytest.mark.slow
+PIPED = {"pipe": 2, "data": 2, "fsdp": 2}
+INTERLEAVED = {"schedule": "interleaved", "stack": jt.Stack(virtual=2)}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        (PIPED, {"schedule": "1f1b"}),
+        pytest.param(PIPED, {"schedule": "gpipe", "remat": "none"}, marks=SLOW),
+        pytest.param(PIPED, INTERLEAVED, marks=SLOW),
+        pytest.param({"pipe": 2, "fsdp": 2, "tensor": 2}, INTERLEAVED, marks=SLOW),
+        pytest.param({"pipe": 2, "fsdp": 4}, {"remat": "none"}, marks=SLOW),
+        pytest.param({"data": 4, "tensor": 2}, {}, marks=SLOW),
+        pytest.param({"data": 2, "fsdp": 4}, {"zero": 3}, marks=SLOW),
+        pytest.param({"data": 4, "fsdp": 2}, {"policy": jt.Policy.fp16(64.0)}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_weights_are_gathered_and_gradients_reduced_once_per_step(axes, options):
+    mesh = jt.make_mesh(**axes)
+    step, found = train(masked, mesh, gather="step", **options)
+    expected = one_device(options.get("policy"))
+    # The same masks, too. In float16 a product over fewer rows is rounded sooner.
+    agree(found, expected, 1e-3 if options.get("policy") else TOLERANCE)
+    data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
+    split = 2 * LAYERS * WIDTH * HIDDEN // mesh.shape["tensor"] // mesh.shape["pipe"] * 4
+    narrow = split // 2 if options.get("policy") else split
+    sums = batch_collectives(step, mesh)
+    assert {times for times, _ in sums.values()} == {frozenset({1})}
+    kinds = {(kind, axes): size for (kind, axes), (_, size) in sums.items()}
+    if fsdp > 1 and not options.get("zero"):
+        # What fsdp splits is gathered and scattered whole; a part of it is then left for data.
+        assert kinds.pop(("all-gather", ("fsdp",))) == narrow
+        assert kinds.pop(("reduce-scatter", ("fsdp",))) == split
+    if data > 1 and not options.get("zero"):
+        assert split // fsdp <= kinds.pop(("all-reduce", ("data",))) < split // fsdp + 512
+        # With the gain go the loss and its metrics.
+        assert sum(kinds.values()) < 512
+    assert report_of(step).startswith("once per step over ")
+    assert ("gathered once" in report_of(step)) == (fsdp > 1)
+
+
+def test_what_splits_no_weight_is_reduced_once_whoever_gathers():
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
+    step, found = train(masked, mesh)
+    agree(found, one_device())
+    whole = (2 * LAYERS * WIDTH * HIDDEN // 4 + WIDTH) * 4
+    over_data = {k: x for k, x in batch_collectives(step, mesh).items() if "data" in k[1]}
+    (((kind, axes), (times, size)),) = over_data.items()
+    assert (kind, axes, times) == ("all-reduce", ("data",), {1})
+    assert whole <= size < whole + 4 * WIDTH * 4
+    assert report_of(step).startswith("once per step over data; over fsdp in each of 4 microbatch")
+
+
+def contrastive(params, batch, rng):
+    """No sum over rows: each is told from all others."""
+    x = batch["x"] + jnp.tanh(batch["x"] @ params["blocks"]["up"][0]) @ params["blocks"]["down"][0]
+    scores = jax.nn.log_softmax(x @ batch["y"].T / WIDTH).diagonal()
+    return jt.WeightedLoss(-(scores * batch["mask"]).sum(), batch["mask"].sum())
+
+
+@jt.row_wise
+def drawn_whole(params, batch, rng):
+    loss = masked(params, batch, rng)
+    noise = jax.random.normal(rng, batch["x"].shape) @ params["gain"]
+    return dataclasses.replace(loss, total=loss.total + 0.1 * (noise * batch["mask"]).sum())
+
+
+@jt.row_wise
+def with_the_last(params, batch, rng):
+    loss = masked(params, batch, rng)
+    metrics = {"last": jt.Last(jnp.abs(batch["x"]).sum())}
+    return dataclasses.replace(loss, metrics=metrics)
+
+
+WHOLE = {
+    contrastive: "not declared a sum over rows",
+    drawn_whole: "draws numbers for all rows with one key",
+    with_the_last: "metric 'last' is the last of all parts",
+}
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [contrastive, *(pytest.param(x, marks=pytest.mark.slow) for x in (drawn_whole, with_the_last))],
+    ids=lambda loss: loss.__name__,
+)
+def test_what_is_no_sum_over_rows_is_left_whole_and_said_to_be(loss_fn):
+    mesh = jt.make_mesh(data=4, fsdp=2)
+    step, found = train(loss_fn, mesh, gather="step")
+    assert report_of(step).startswith("in every microbatch, for ")
+    assert WHOLE[loss_fn] in report_of(step)
+    agree(found, train(loss_fn)[1])
+
+
+def test_a_false_declaration_is_found_by_parity():
+    given = {"rules": RULES, "layouts": ["data=8"], "accumulate": 2, "steps": 1}
+    jt.parity(init, contrastive, rows(), **given)
+    with pytest.raises(AssertionError, match="loss"):
+        jt.parity(init, jt.row_wise(contrastive), rows(), **given)
+
+
+def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch):
+    mesh, chip = jt.make_mesh(data=2, fsdp=4), chip_of("NVIDIA H100 80GB HBM3")
+
+    def choice(**given):
+        given = {"accumulate": 4, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
+        given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
+        own = jt.Experiment("toy", init, train_batches=None, steps=1, **given)
+        return choose_gather(own, make_abstract_state(own, mesh), mesh)
+
+    state = jt.abstract_state(init, chain(), mesh=mesh, rules=RULES)
+    split = 2 * LAYERS * WIDTH * HIDDEN
+    more = kept_by_gathering(state.params, jt.gradient_shardings(state), jnp.bfloat16)
+    assert more == split * 2 + (split - split // 4) * 4
+    assert choice() == ("model", "layer by layer: the memory of 'cpu' is not known")
+    for memory, expected in ((2, "step"), (1.9, "model")):
+        size = int(memory * (more + local_bytes(state)))
+        own = dataclasses.replace(chip, memory_bytes=size)
+        monkeypatch.setattr("jaxtrain.experiment.chip_of", lambda kind, own=own: own)
+        assert choice()[0] == expected
+    assert choice()[1].endswith("would be kept, more than half")
+    assert choice(accumulate=1) == ("model", "layer by layer: there is one microbatch")
+    assert choice(gather_once=True) == ("step", "once per step, as asked for")
+    assert choice(gather=None) == (None, "")
+    with pytest.raises(ValueError, match=r"cannot be gathered once per step .*not declared a sum"):
+        choice(gather_once=True, loss_fn=contrastive)
+    with pytest.raises(ValueError, match=r"--gather layer: the model of experiment 'toy' does not"):
+        jt.Config(gather="layer").experiment("toy")

@@ -1,0 +1,132 @@
+"""The journal: what happened over all attempts, and where their time went."""
+
+import json
+import time
+
+import pytest
+from etils import epath
+
+import jaxtrain as jt
+from jaxtrain.run.folder import claim_run_dir
+from jaxtrain.run.observe import goodput, journal
+from jaxtrain.run.observe.goodput import Attempt
+from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.report import health, records
+from tests.run.survive.processes import last_step
+from tests.run.survive.test_kill import start, texts  # noqa: F401
+from tests.run.test_loop import make_experiment
+
+
+def lines(run, name=journal.EVENTS):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def accounted(run):
+    found = goodput.attempts(
+        journal.states(
+            journal.read_events(epath.Path(run)), journal.read_heartbeat(epath.Path(run))
+        )
+    )
+    return found, goodput.account(found)
+
+
+def test_time_goes_to_one_activity_at_a_time_and_steps_done_again_are_lost():
+    first = Attempt(1, 100.0, 160.0, {"init": 10.0, "step": 50.0}, 0, 100, None)
+    second = Attempt(2, 170.0, 200.0, {"restore": 10.0, "step": 20.0}, 80, 120, None)
+    # The third found the checkpoints of both after step 60 damaged.
+    third = Attempt(3, 200.0, 240.0, {"step": 40.0}, 60, 140, "done")
+    assert goodput.lost_steps([first, second, third]) == [40, 40, 0]
+    assert goodput.account([first, second, third]) == {
+        "init": 10.0,
+        "restore": 10.0,
+        "step": pytest.approx(30 + 0 + 40),
+        "lost steps": pytest.approx(20 + 20),
+        "down": 10.0,
+    }
+
+
+def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted(tmp_path):
+    run = tmp_path / "run"
+    options = jt.RunOptions(run_dir=str(run), log_every=1, save_every=2)
+    jt.fit(make_experiment(4), options)
+    jt.fit(make_experiment(6), jt.RunOptions(run_dir=str(run), resume=True, log_every=1))
+    events, log = lines(run), lines(run, "log.jsonl")
+    for line in [*events, *log]:
+        assert line["time"].endswith("+00:00")
+        assert (line["process"], bool(line["host"])) == (0, True)
+    assert [line["attempt"] for line in log if "train/loss" in line] == [1] * 4 + [2] * 2
+    saved = [(e["attempt"], e["step"]) for e in events if e["event"] == "checkpoint"]
+    assert saved == [(1, 2), (1, 4), (2, 6)]
+    sizes = [e["bytes"] for e in events if e["event"] == "checkpoint"]
+    last = sum(p.stat().st_size for p in (run / "checkpoints/6").rglob("*") if p.is_file())
+    assert sizes[-1] == last > 0
+    assert [x["run/restarts"] for x in log if "train/loss" in x] == [0] * 4 + [1] * 2
+    assert log[-2]["run/checkpoint_age_seconds"] > 0
+    found, spent = accounted(run)
+    assert [(a.first, a.last, a.ended) for a in found] == [(0, 4, "done"), (4, 6, "done")]
+    wall = found[-1].until - found[0].began
+    assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+    assert json.loads((run / "heartbeat.json").read_text())["ended"] == "done"
+
+
+def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
+    now = [1000.0]
+    silent = Journal(beat_seconds=3600, wall=lambda: now[0])
+    silent.open(claim_run_dir(epath.Path(tmp_path / "run")))
+    silent.ready(0, {})
+    silent.step = 9
+    silent.event("save failed", error="no room")
+    silent.beat()
+    with (tmp_path / "run" / journal.EVENTS).open("a") as file:
+        file.write('{"event": "checkpo')
+    now[0] = 1500.0
+    second = Journal(1480.0, wall=lambda: now[0])
+    second.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=True))
+    second.ready(6, {})
+    second.step = 8
+    assert second.counts() == {"run/restarts": 1, "run/lost_steps": 3, "run/failed_saves": 0}
+    second.__exit__(SystemExit, SystemExit(3), None)
+    # The first no longer owns the folder, and so writes nothing more.
+    silent.event("late")
+    events = journal.read_events(epath.Path(tmp_path / "run"))
+    names = ["start", "ready", "save failed", "killed", "start", "ready", "end"]
+    assert [line["event"] for line in events] == names
+    found, spent = accounted(tmp_path / "run")
+    assert [(a.number, a.first, a.last, a.ended) for a in found] == [
+        (1, 0, 9, None),
+        (2, 6, 8, "SystemExit"),
+    ]
+    assert spent["down"] == pytest.approx(480, abs=1)
+    told = health._attempts(records.read_run(epath.Path(tmp_path / "run"), "run"))
+    assert [each.text for each in told] == [
+        "It was started again 1 time; 3 steps had to be done again.",
+        "1 save failed, last: no room.",
+    ]
+
+
+@pytest.mark.slow
+def test_the_account_of_a_run_that_is_killed_is_its_time_on_the_wall(texts, tmp_path):  # noqa: F811
+    run, began, ended = tmp_path / "run", [], []
+    for kill_after in (30, 70, None):
+        process = start(tmp_path, texts, run, 120, "--auto-resume")
+        began.append(time.time())
+        try:
+            if kill_after is None:
+                assert process.code() == 0, process.errors
+                # What the interpreter does after the run has said that it is over is not the run's.
+                ended.append((run / journal.HEARTBEAT).stat().st_mtime)
+            else:
+                process.until(lambda k=kill_after: last_step(run) >= k)
+                process.send(9)
+                process.code()
+                ended.append(time.time())
+        finally:
+            process.end()
+    found, spent = accounted(run)
+    assert sum(spent.values()) == pytest.approx(ended[-1] - began[0], rel=0.01)
+    up = sum(b - a for a, b in zip(began, ended, strict=True))
+    known = sum(seconds for name, seconds in spent.items() if name != "down")
+    # At most the time since the last heartbeat is not known of an attempt that was killed.
+    assert up - known == pytest.approx(0, abs=0.01 * up + 2 * journal.BEAT_SECONDS)
+    assert [attempt.ended for attempt in found] == [None, None, "done"]
+    assert spent["lost steps"] > 0
