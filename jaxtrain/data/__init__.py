@@ -22,7 +22,14 @@ from jaxtrain.data.loader import (
     RowSource,
     eval_batches,
 )
-from jaxtrain.data.masking import Fragments, MaskedTokens, predictions
+from jaxtrain.data.masking import (
+    CorruptedSpans,
+    Fragments,
+    MaskedTokens,
+    pair_row,
+    pair_shapes,
+    predictions,
+)
 from jaxtrain.data.mixtures import (
     Mixture,
     TextData,
@@ -48,6 +55,7 @@ from jaxtrain.data.sources import (
     Documents,
     Split,
     hash_fraction,
+    open_text,
     python_stdlib,
     text_folder,
 )
@@ -72,6 +80,7 @@ __all__ = [
     "ByteTokenizer",
     "ChatTemplate",
     "Corpus",
+    "CorruptedSpans",
     "Document",
     "Documents",
     "FittedTokens",
@@ -102,9 +111,12 @@ __all__ = [
     "open_data",
     "open_images",
     "open_store",
+    "open_text",
     "open_tokenizer",
     "pack",
     "packed_shapes",
+    "pair_row",
+    "pair_shapes",
     "parse_data",
     "predictions",
     "python_stdlib",

@@ -1,20 +1,26 @@
-"""Rows for encoders: fragments of documents, and fragments of which some tokens are masked.
+"""Rows with something to fill in: for encoders, fragments of documents of which some tokens are
+masked; for encoder-decoders, stretches of text without some spans, and the spans.
 
-Shape legend: T tokens in a row, M predictions of a row.
+Shape legend: T tokens in a row, M predictions of a row; S tokens of a source, T of its target.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.data.loader import RowSource, shuffled
-from jaxtrain.data.packing import Corpus
+from jaxtrain.data.packing import Corpus, packed_shapes
 
 # Of the tokens that are chosen, these shares are masked and replaced; the others stay (Devlin et
 # al. 2018, https://arxiv.org/abs/1810.04805, section 3.1).
 MASKED, REPLACED = 0.8, 0.1
+# Of a text, T5 cuts out this share, in spans of so many tokens (Raffel et al. 2020, section 3.3).
+NOISE, SPAN = 0.15, 3
+# Every stretch of text is a row so many times, each with other spans.
+VERSIONS = 4
 
 
 class Fragments:
@@ -160,3 +166,151 @@ class MaskedTokens:
             return epoch * len(self) + shuffled(position, len(self), shuffle_seed)
 
         return place
+
+
+class CorruptedSpans:
+    """Stretches of a corpus with spans cut out, for encoder-decoders: rows for `Batches`.
+
+    A span becomes one token that stands for it, a sentinel; the target is every sentinel, followed
+    by what it stands for, and the end (Raffel et al. 2020, https://arxiv.org/abs/1910.10683,
+    section 3.3). Every stretch is a row `VERSIONS` times, each with other spans; which ones depends
+    on the number of the row alone. Rows are those of `pair_row`.
+
+    Args:
+      corpus: the text.
+      source_len, target_len: tokens of the two sequences.
+      sentinels: the tokens that stand for spans.
+      eod: the token that ends both sequences.
+
+    Attributes:
+      length: tokens of a stretch: as many as a source, with its end, can stand for.
+      cut, spans: how many of them are cut out, and in how many spans.
+
+    Raises:
+      ValueError: there are too few sentinels for a source, the target is too short for its spans,
+        or the text for one row.
+
+    >>> from jaxtrain.data import ByteTokenizer, Document, tokenize
+    >>> corpus = tokenize([Document("a", b"abcdefghijklmnop")], ByteTokenizer())
+    >>> rows = CorruptedSpans(corpus, 12, 6, sentinels=[300, 301], eod=256)
+    >>> rows[0]["source"].tolist()[-3:], rows[0]["targets"].tolist()
+    ([106, 300, 256], [300, 107, 108, 256, 0, 0])
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        source_len: int,
+        target_len: int,
+        *,
+        sentinels: Sequence[int],
+        eod: int,
+    ):
+        self.corpus, self.lengths, self.eod = corpus, (source_len, target_len), eod
+        self.sentinels = np.asarray(sentinels)
+        self.fingerprint = f"{corpus.fingerprint}, {VERSIONS} times"
+        self.length, self.cut, self.spans = next(
+            (length, *spans_of(length))
+            for length in range(2 * source_len, 0, -1)
+            if length - spans_of(length)[0] + spans_of(length)[1] < source_len
+        )
+        if self.spans > len(sentinels):
+            raise ValueError(
+                f"source_len is {source_len}, which has {self.spans} spans, and there are "
+                f"{len(sentinels)} tokens to stand for them: use a shorter source"
+            )
+        if self.cut + self.spans >= target_len:
+            raise ValueError(
+                f"target_len is {target_len}, too short for the spans of source_len {source_len}: "
+                f"give at least {self.cut + self.spans + 1}"
+            )
+        if len(corpus.tokens) < self.length:
+            raise ValueError(
+                f"the text has {len(corpus.tokens)} tokens, and a row of source_len {source_len} "
+                f"needs {self.length}: give more text or a shorter source"
+            )
+
+    def __len__(self) -> int:
+        return VERSIONS * (len(self.corpus.tokens) // self.length)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        version, place = divmod(int(index), len(self) // VERSIONS)
+        tokens = np.asarray(self.corpus.tokens[place * self.length : (place + 1) * self.length])
+        rng = np.random.default_rng((place, version))
+        cut, kept = (
+            np.diff([0, *np.sort(rng.choice(np.arange(1, n), self.spans - 1, False)), n])
+            for n in (self.cut, self.length - self.cut)
+        )
+        source, target, at = [], [], 0
+        for number, (before, span) in enumerate(zip(kept, cut, strict=True)):
+            source += [*tokens[at : at + before], self.sentinels[number]]
+            target += [self.sentinels[number], *tokens[at + before : at + before + span]]
+            at += before + span
+        return pair_row([*source, self.eod], [*target, self.eod], *self.lengths)
+
+
+def spans_of(length: int) -> tuple[int, int]:
+    """Returns how many of so many tokens are cut out, and in how many spans.
+
+    >>> spans_of(141)
+    (21, 7)
+    """
+    cut = max(1, round(NOISE * length))
+    return cut, max(1, round(cut / SPAN))
+
+
+def pair_row(
+    source: Sequence[int],
+    target: Sequence[int],
+    source_len: int,
+    target_len: int,
+    *,
+    start: int = 0,
+) -> dict[str, np.ndarray]:
+    """Returns a row for an encoder-decoder, padded with zeros.
+
+    Args:
+      source, target: tokens; of what is too long, the last one is kept in place of what does not
+        fit.
+      source_len, target_len: S and T.
+
+    Returns:
+      ``source`` and ``source_segments`` (1 where there is a token) int32 [S]; ``tokens``, which are
+      0 and the targets, one place on, ``targets`` int32 and ``mask`` float32 [T].
+
+    >>> row = pair_row([5, 6, 7, 1], [8, 1], 3, 3)
+    >>> row["source"].tolist(), row["tokens"].tolist(), row["mask"].tolist()
+    ([5, 6, 1], [0, 8, 1], [1.0, 1.0, 0.0])
+    """
+
+    def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+        kept = [*tokens[: length - 1], tokens[-1]] if len(tokens) > length else tokens
+        row = np.zeros(length, np.int32)
+        row[: len(kept)] = kept
+        return row, np.arange(length) < len(kept)
+
+    source_S, seen_S = padded(source, source_len)
+    targets_T, counts_T = padded(target, target_len)
+    return {
+        "source": source_S,
+        "source_segments": seen_S.astype(np.int32),
+        "tokens": np.concatenate([[0], targets_T[:-1]]).astype(np.int32),
+        "targets": targets_T,
+        "mask": counts_T.astype(np.float32),
+    }
+
+
+def pair_shapes(
+    global_batch: int, source_len: int, target_len: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch of rows of `pair_row`, without any text.
+
+    Raises:
+      ValueError: for a size that is none.
+
+    >>> pair_shapes(2, 8, 4)["targets"]
+    ShapeDtypeStruct(shape=(2, 4), dtype=int32)
+    """
+    source, target = (packed_shapes(global_batch, length) for length in (source_len, target_len))
+    read = {"source": source["tokens"], "source_segments": source["segments"]}
+    return read | {name: target[name] for name in ("tokens", "targets", "mask")}

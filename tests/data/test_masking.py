@@ -1,4 +1,5 @@
-"""Rows for encoders: every token is in one fragment, and masks are a function of seed and step."""
+"""Rows of encoders: every token is in one fragment, and masks are a function of seed and step; of
+encoder-decoders: spans put back are the text."""
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from jaxtrain import data
 from jaxtrain.data import Batches, Document, Fragments, MaskedTokens
 
 FIRST, LAST, MASK = 300, 256, 301
+MARKS = range(257, 297)
 
 
 def fragments(T=8, lengths=(11, 6, 0, 1), **options):
@@ -84,3 +86,30 @@ def test_rates_and_lengths_that_are_none_are_refused():
         fragments(2)
     with pytest.raises(ValueError, match="hold no text at all"):
         fragments(8, (0, 0))
+
+
+def test_spans_put_back_are_the_text():
+    tokenizer = data.ByteTokenizer()
+    text = bytes(np.random.default_rng(0).integers(97, 123, 500).astype(np.uint8))
+    rows = data.CorruptedSpans(
+        data.tokenize([Document("a", text)], tokenizer), 40, 24, sentinels=MARKS, eod=256
+    )
+    whole = tokenizer.encode(text)
+    seen = set()
+    assert len(rows) == 4 * (501 // rows.length)
+    for index in range(len(rows)):
+        found = rows[index]
+        source = found["source"][found["source_segments"] > 0].tolist()
+        target = found["targets"][found["mask"] > 0].tolist()
+        assert (source[-1], target[-1]) == (256, 256)
+        assert found["tokens"].tolist() == [0, *found["targets"][:-1]]
+        parts = {}
+        for token in target[:-1]:
+            parts.setdefault(token, []) if token in MARKS else parts[max(parts)].append(token)
+        filled = [t for token in source[:-1] for t in parts.get(token, [token])]
+        place = index % (len(rows) // 4) * rows.length
+        assert filled == whole[place : place + rows.length].tolist()[: len(filled)]
+        assert len(filled) == rows.length
+        seen.add(tuple(source))
+    assert len(seen) > 0.9 * len(rows)
+    assert abs(rows.cut / rows.length - 0.15) < 0.02

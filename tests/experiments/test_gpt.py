@@ -17,9 +17,9 @@ from experiments.gpt import (
     build,
     conclude,
     generate,
-    model_config,
     outline,
 )
+from experiments.language import model_config
 from jaxtrain import data, hf
 from jaxtrain.data.chat import Conversation
 from jaxtrain.models import gpt

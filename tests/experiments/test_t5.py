@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from experiments.t5 import (
-    NOISE,
     Config,
     NameRows,
-    SpanRows,
     build,
     functions,
     outline,
-    row,
-    sentinels,
     token_f1,
 )
 from jaxtrain import data, hf
@@ -57,31 +53,6 @@ def code(tmp_path_factory):
     return str(folder)
 
 
-def test_spans_put_back_are_the_text():
-    tokenizer = data.ByteTokenizer()
-    text = bytes(np.random.default_rng(0).integers(97, 123, 500).astype(np.uint8))
-    rows = SpanRows(data.tokenize([data.Document("a", text)], tokenizer), tokenizer, MODEL)
-    whole = tokenizer.encode(text)
-    seen, marks = set(), set(sentinels(tokenizer).tolist())
-    assert len(rows) == 4 * (501 // rows.length)
-    for index in range(len(rows)):
-        found = rows[index]
-        source = found["source"][found["source_segments"] > 0].tolist()
-        target = found["targets"][found["mask"] > 0].tolist()
-        assert (source[-1], target[-1]) == (256, 256)
-        assert found["tokens"].tolist() == [0, *found["targets"][:-1]]
-        parts = {}
-        for token in target[:-1]:
-            parts.setdefault(token, []) if token in marks else parts[max(parts)].append(token)
-        filled = [t for token in source[:-1] for t in parts.get(token, [token])]
-        place = index % (len(rows) // 4) * rows.length
-        assert filled == whole[place : place + rows.length].tolist()[: len(filled)]
-        assert len(filled) == rows.length
-        seen.add(tuple(source))
-    assert len(seen) > 0.9 * len(rows)
-    assert abs(rows.cut / rows.length - NOISE) < 0.02
-
-
 def test_functions_lose_their_names_and_docstrings():
     found = list(functions([data.Document("a", CODE.encode()), data.Document("b", b"def '''(")]))
     assert [pair.target for pair in found] == ["go: Goes there.", "half: Halves it."]
@@ -92,7 +63,7 @@ def test_functions_lose_their_names_and_docstrings():
     assert bytes(rows[0]["targets"][:15].tolist()) == b"go: Goes there."
     assert rows[0]["targets"][15] == 256
     # What is too long keeps its end.
-    assert row(MODEL, [7] * 50 + [256], [1])["source"].tolist() == [7] * 39 + [256]
+    assert data.pair_row([7] * 50 + [256], [1], 40, 24)["source"].tolist() == [7] * 39 + [256]
 
 
 def test_token_f1_is_that_of_its_definition():
@@ -137,7 +108,7 @@ def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, 
 
 def test_flags_that_do_not_fit_are_refused(texts):
     small = {"source_len": 40, "data": texts, "tokenizer": "bytes"}
-    with pytest.raises(ValueError, match="--target-len 6 is too short for the spans of --source-"):
+    with pytest.raises(ValueError, match="target_len is 6, too short for the spans of source_len"):
         build(Config(**small, target_len=6))
     with pytest.raises(ValueError, match="--task name finds no function with a docstring in the"):
         build(Config(**small, target_len=24, task="name"))

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.gpt import Config, build, outline, sample, tokenizer_name
+from experiments.gpt import Config, build, outline, sample
+from experiments.language import tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.hf import command, safetensors
@@ -178,6 +180,7 @@ def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):
     assert tokenizer_name(Config(init_from=str(folder), tokenizer="bytes")) == "bytes"
     assert tokenizer_name(Config()) == "bytes"
     # As of a folder with tokenizer.model alone.
+    shutil.copy(folder / "config.json", tmp_path)
     given = {"init_from": str(tmp_path)}
     with pytest.raises(ValueError, match=r"has no tokenizer\.json: give --tokenizer, which may be"):
         tokenizer_name(Config(**given))

@@ -1,0 +1,377 @@
+"""What the experiments on text share: flags of a model, what it begins with, and its tokenizer.
+
+`experiments.gpt`, `experiments.bert` and `experiments.t5` each add their rows of text, their loss
+and what they say when training is over.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import types
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+
+import jaxtrain as jt
+from jaxtrain import data, hf
+from jaxtrain.experiment import no_batches
+from jaxtrain.host.paths import as_path
+from jaxtrain.models.remat import REMAT
+from jaxtrain.ops.attention import explain_choice
+from jaxtrain.parallel.pipeline import loss_from_stages
+from jaxtrain.parallel.sharding import Rules
+from jaxtrain.parallel.stack import Stack
+from jaxtrain.planning.balance import stack_for
+from jaxtrain.precision import Policy
+from jaxtrain.run import trained
+from jaxtrain.run.options import PipelineOptions, make_optimizer
+from jaxtrain.run.provenance import ROUNDED, SAME
+from jaxtrain.run.trained import TOKENIZER_FILE
+
+# What a resumed run may have otherwise besides what all may, and what that means for its steps.
+MAY_CHANGE = {
+    **dict.fromkeys(("remat", "scan_unroll", "attention", "sequence_parallel"), ROUNDED),
+    # Where they lie; what they hold has a fingerprint.
+    **dict.fromkeys(("data", "field", "tokenizer", "init_from"), SAME),
+    # Of what is said when training is over.
+    **dict.fromkeys(("sample_tokens", "examples", "beams"), SAME),
+    "held_out_rows": "same bits, evaluated on other rows",
+    **dict.fromkeys(("held_out_bytes", "held_out_text*"), "same bits, evaluated on other text"),
+}
+# Which experiment trains models of which form.
+TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(jt.Config):
+    """The flags of a model of text."""
+
+    # Of the experiment, and no flags: a key of `trained.FORMS`, and the tokenizer where none is
+    # given and neither the text nor what the run begins with has one.
+    form: ClassVar[str]
+    default_tokenizer: ClassVar[str] = "4096"
+
+    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+
+    model: str = "tiny"
+    init_from: str | None = None
+    """A run of this experiment or a Hugging Face folder to begin with: its model (instead of a
+    preset), its weights, and its tokenizer.json unless --tokenizer is given."""
+    layers: int | None = None
+    """Depth; of an encoder and a decoder, that of each."""
+    width: int | None = None
+    """Width of the residual stream."""
+    heads: int | None = None
+    """Attention heads."""
+    dropout: float | None = None
+    """Rate on embeddings and residual branches."""
+    attention_dropout: float | None = None
+    """Rate on attention weights; no fused kernel offers it."""
+    remat: Literal[REMAT] | None = None  # type: ignore[valid-type]
+    """What a block keeps for its backward pass: all, the results of products (on the device, or
+    offload: on the host), those of attention alone, or its input."""
+    scan_unroll: int | None = None
+    """Layers per iteration of the scan over layers; left out, few layers on one CPU device are
+    unrolled and others are not."""
+    attention: str | None = None
+    """Attention kernel: auto, xla, cudnn or pallas (GPUs), splash (TPUs); T5's has a bias, which
+    xla alone offers."""
+
+    data: str = "python"
+    field: str = "text"
+    """Field of a JSONL record, or column of a Parquet file, that holds the text."""
+    tokenizer: str | None = None
+
+    @property
+    def models(self) -> types.ModuleType:
+        """The module of its models."""
+        return trained.FORMS[self.form][1]
+
+    @functools.cached_property
+    def source(self) -> "Source | None":
+        """What the run begins with; None for weights at random."""
+        return None if self.init_from is None else open_source(self.init_from, self.form)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model to begin with: that of a run, or of a Hugging Face folder."""
+
+    path: str
+    model: trained.Model
+    is_run: bool
+
+    @property
+    def family(self) -> str | None:
+        """The Hugging Face family that what it becomes is exported as."""
+        return (trained.family if self.is_run else hf.family_name)(self.path)
+
+    @property
+    def special_tokens(self) -> dict[str, Any] | None:
+        """What an export of it says of tokens that begin and end a text."""
+        return (trained if self.is_run else hf).special_tokens(self.path)
+
+    def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
+        """Its weights, for a model that may have shorter rows; of another head, without that."""
+        if not self.is_run:
+            return hf.open_weights(self.path, model, stack=stack)
+        params = trained.load(self.path)[1]
+        heads = [
+            (getattr(m, "head", None), getattr(m, "classes", None)) for m in (self.model, model)
+        ]
+        if heads[0] != heads[1]:
+            del params["head"]
+        if model.positions == "learned":
+            removed = self.model.seq_len - model.seq_len
+            table = params["embed"]["positions"]
+            params["embed"]["positions"] = table[: len(table) - removed]
+        return stack.cut(params)
+
+
+def open_source(path: str, form: str) -> Source:
+    """Opens what ``--init-from`` names; no weight is read.
+
+    Raises:
+      ValueError: it is neither a run nor a Hugging Face folder, or of another form of model.
+    """
+    folder = as_path(path)
+    is_run = (folder / "checkpoints").exists()
+    if not is_run and not (folder / "config.json").exists():
+        raise ValueError(
+            f"'{path}' is no run and no Hugging Face folder: give one with checkpoints, or with "
+            "config.json and safetensors"
+        )
+    model = trained.model(path) if is_run else hf.read_config(path)
+    own = next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
+    if own != form:
+        raise ValueError(
+            f"the model in '{path}' is no {form}: experiments.{TRAINED_BY[own]} trains such a one"
+        )
+    return Source(path, model, is_run)
+
+
+def tokenizer_name(config: Config) -> str:
+    """The tokenizer's flag, or the file of what the run begins with, or the experiment's own.
+
+    Raises:
+      ValueError: what the run begins with has none, so that the model would read tokens that it has
+        not learned.
+    """
+    if config.tokenizer is not None:
+        return config.tokenizer
+    if config.source is not None:
+        path = as_path(config.init_from) / TOKENIZER_FILE
+        if path.exists():
+            return str(path)
+        if config.source.is_run:
+            return "bytes"
+    if data.tokenizer_of_stores(data.parse_data(config.data)) is not None:
+        return "bytes"  # which means theirs
+    if config.source is not None:
+        raise ValueError(
+            f"'{config.init_from}' has no {TOKENIZER_FILE}: give --tokenizer, which may be bytes"
+        )
+    return config.default_tokenizer
+
+
+def vocab_size(config: Config, *, added: int = 0) -> int:
+    """The number of tokens, by the flags alone: a tokenizer that would be trained is taken to reach
+    its size, and to be given so many more by the experiment."""
+    name = tokenizer_name(config)
+    found = data.tokenizer_of_stores(data.parse_data(config.data), name)
+    if found is None and (kind := data.trained_kind(name)):
+        return kind[1] + added
+    return (found or data.open_tokenizer(name)).vocab_size
+
+
+def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
+    """The preset, or the model that the run begins with, changed by the flags that have the name of
+    one of its fields, and by what the experiment changes itself.
+
+    Raises:
+      ValueError: for flags that do not fit each other or what the run begins with.
+    """
+    kind, source = trained.FORMS[config.form][0], config.source
+    if source is None:
+        preset = dataclasses.replace(config.models.PRESETS[config.model](), vocab_size=vocab_size)
+    else:
+        preset = source.model
+        _check_source(config, vocab_size)
+    names = {field.name for field in dataclasses.fields(kind)} & vars(config).keys()
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if {"width", "heads"} & given.keys():
+        # These follow from the width unless the preset's are kept by keeping its width.
+        given |= {"kv_heads": None, "mlp_width": None, "head_dim": None}
+    model = dataclasses.replace(preset, **given | own)
+    tensor = config.mesh.tensor  # a size of 0 is the mesh's to refuse
+    if tensor and (model.heads % tensor or model.kv_heads % tensor):
+        raise ValueError(
+            f"--mesh.tensor {tensor} does not divide {model.heads} heads and {model.kv_heads} "
+            "key-value heads: use a divisor of both"
+        )
+    return model
+
+
+def _check_source(config: Config, vocab_size: int) -> None:
+    """Refuses flags that do not fit what the run begins with."""
+    for name in ("model", "layers", "width", "heads"):
+        if (value := getattr(config, name)) != getattr(type(config), name):
+            raise ValueError(
+                f"--{name} {value} is not for --init-from, whose folder says what the model is: "
+                "leave one of them out"
+            )
+    model = config.source.model
+    if vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "
+            f"{model.vocab_size}: give --tokenizer the model's own tokenizer.json"
+        )
+    if model.positions == "learned" and (config.seq_len or 0) > model.seq_len:
+        raise ValueError(
+            f"--seq-len {config.seq_len} is more than the {model.seq_len} positions that the model "
+            f"in '{config.init_from}' has: give at most that"
+        )
+
+
+def stack_of(config: Config, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:
+    """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
+    stages = config.models.stages(model)
+    if len(stages.blocks) > 1:
+        if config.pipeline.balance:
+            raise ValueError("--pipeline.balance weighs one stack of layers, and a T5 has two")
+        virtual = 1 if config.mesh.pipe == 1 else config.pipeline.virtual
+        return dataclasses.replace(stages.stacked, virtual=virtual)
+    return stack_for(
+        stages,
+        functools.partial(config.models.init, model),
+        {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in batch.items()},
+        layers=model.layers,
+        pipe=config.mesh.pipe,
+        virtual=config.pipeline.virtual,
+        balance=config.pipeline.balance,
+        recompute=config.pipeline.remat == "full",
+    )
+
+
+def outline(
+    config: Config,
+    name: str,
+    model: Any,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    tuning: Mapping[str, float] = {},
+    stored: Mapping[str, Any] = {},
+    **given: Any,
+) -> jt.Experiment:
+    """Builds an experiment without its text: enough to compile its step, for `jaxtrain plan`.
+
+    Args:
+      config, name, model, batch: the flags, the experiment's name, its model, shapes of a batch.
+      tuning: peak learning rates by optimizer, where the run begins with trained weights.
+      stored: more of what a checkpoint's config says.
+      **given: more arguments of :class:`jaxtrain.Experiment`.
+    """
+    module, source = config.models, config.source
+    stack = stack_of(config, model, batch)
+    stages = dataclasses.replace(module.stages(model), stacked=stack)
+    pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
+    del pipeline["balance"]
+    start, begun = {}, {}
+    if source is not None:
+        start = {"params": lambda: source.weights(model, stack)}
+        begun = {"family": source.family, "special_tokens": source.special_tokens}
+    return config.experiment(
+        name,
+        init_fn=lambda rng: stack.cut(module.init(model, rng)),
+        loss_fn=loss_from_stages(stages),
+        optimizer=make_optimizer(
+            config.optimizer,
+            steps=config.steps,
+            default_rates=tuning if source else {},
+            stacked=stack.axes,
+        ),
+        batch=batch,
+        train_batches=no_batches,
+        gather="model",
+        stages=stages,
+        pipeline=pipeline,
+        may_change=MAY_CHANGE,
+        item="tokens",
+        flops_formula=module.FLOPS_FORMULA,
+        config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
+        **{"rules": Rules(module.RULES)} | start | given,
+    )
+
+
+def of_text(
+    config: Config,
+    step: jt.Experiment,
+    tokenizer: data.Tokenizer,
+    fingerprints: Mapping[str, str],
+    **stored: Any,
+) -> dict[str, Any]:
+    """The arguments of an experiment that are its tokenizer, and by what its text is known again.
+
+    ``stored`` is more of what a checkpoint's config says than the outline has.
+    """
+    subwords = isinstance(tokenizer, data.SubwordTokenizer)
+    own = {"vocabulary": tokenizer.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
+    if config.source is not None:
+        sizes = repr(config.source.model)
+        own["pretrained_model"] = hashlib.sha256(sizes.encode()).hexdigest()
+    stored["tokenizer"] = TOKENIZER_FILE if subwords else "bytes"
+    return {
+        "config": dict(step.config) | stored,
+        "files": {TOKENIZER_FILE: tokenizer.to_json()} if subwords else {},
+        "fingerprints": dict(fingerprints) | own,
+    }
+
+
+def facts(
+    config: Config, model: Any, own: Mapping[str, str], *, length: int, **shape: Any
+) -> dict[str, str]:
+    """What the header says of the model and, in the experiment's words, of its text.
+
+    ``length`` and ``shape`` are for :func:`jaxtrain.ops.attention.explain_choice`.
+    """
+    millions = config.models.parameter_count(model) / 1e6
+    depths = [getattr(model, name, None) for name in ("layers", "decoder_layers")]
+    return {
+        "model": f"{config.init_from or config.model}: {millions:.1f} M parameters, "
+        f"{' + '.join(str(n) for n in depths if n is not None)} layers, {model.width} wide, "
+        f"{model.heads} heads, {model.positions} positions, {model.norm}, {model.mlp}, "
+        f"{model.vocab_size:,} tokens",
+        **own,
+        "attention": explain_choice(
+            model.attention,
+            dtype=Policy.named(config.precision).compute_dtype,
+            head_dim=model.block.head_dim,
+            length=length,
+            dropout=model.attention_dropout,
+            **shape,
+        ),
+        "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
+    }
+
+
+def text_name(config: Config) -> str:
+    """What the header calls the text."""
+    return "the Python standard library's source" if config.data == "python" else config.data
+
+
+def check_least(config: Config, **least: int) -> None:
+    """Refuses flags that are below what they must be at least."""
+    for name, low in least.items():
+        if (value := getattr(config, name)) < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give at least {low}")
+
+
+def spread(length: int, number: int) -> list[int]:
+    """So many indices below a length, evenly spread; all where there are fewer.
+
+    >>> spread(10, 4), spread(2, 4)
+    ([0, 3, 6, 9], [0, 1])
+    """
+    return np.linspace(0, length - 1, min(number, length)).astype(int).tolist()
