@@ -257,7 +257,7 @@ def accumulated(
     def accumulating(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         one = functools.partial(run, each, frozen=frozen)
         slices = split_microbatches(batch, microbatches)
-        check_shared(batch, microbatches)
+        _check_shared(batch, microbatches)
 
         def add(sums, j_and_slice):
             j, microbatch = j_and_slice
@@ -367,7 +367,7 @@ def split_microbatches(batch: PyTree, microbatches: int, argument: str = "accumu
     return jax.tree.map(split, batch)
 
 
-def check_shared(batch: PyTree, microbatches: int) -> None:
+def _check_shared(batch: PyTree, microbatches: int) -> None:
     """Raises where microbatches have rows that the devices of the ambient mesh cannot share."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = math.prod(mesh.shape[axis] for axis in free_axes(mesh) if axis in BATCH_AXES)

@@ -73,6 +73,11 @@ def for_one_size() -> bool:
     return _PLACEMENT.value.sized
 
 
+def rows_lead() -> bool:
+    """Whether, by the ambient rules, the leading axis of every batch leaf is that of its rows."""
+    return all(axes[:1] == ("batch",) for _, axes in _PLACEMENT.value.rules.batch)
+
+
 def specs_of(params: PyTree) -> dict[str, P] | None:
     """How parameters lie, by path; None where these are not the ones being compiled for."""
     known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)

@@ -25,13 +25,19 @@ from jaxtrain.gradients import (
     Last,
     Reduction,
     WeightedLoss,
-    check_shared,
     is_row_wise,
     run,
     trainable,
 )
 from jaxtrain.parallel.mesh import BATCH_AXES
-from jaxtrain.parallel.placement import Gather, for_one_size, free_axes, specs_of, tell
+from jaxtrain.parallel.placement import (
+    Gather,
+    for_one_size,
+    free_axes,
+    rows_lead,
+    specs_of,
+    tell,
+)
 from jaxtrain.parallel.specs import axes_of, names_of, within
 from jaxtrain.precision import equations
 from jaxtrain.tree import map_named, named_leaves
@@ -160,6 +166,8 @@ def find_shards(
     if wanted is None:
         obstacle = obstacle or "for the step does not know how its parameters lie"
     specs = wanted if specs is None else specs
+    devices = math.prod(mesh.shape[axis] for axis in carried)
+    obstacle = obstacle or _of_rows(given[-2], microbatches * devices)
     obstacle = obstacle or _obstacle(loss_fn, params, *given)
     axes = carried
     if obstacle is None and gather != "step":
@@ -174,8 +182,18 @@ def find_shards(
         tell(PROMISE, f"in every microbatch, {obstacle}")
     if obstacle is not None or not axes:
         return None
-    check_shared(given[-2], microbatches)
     return Shards(axes, specs, wanted)
+
+
+def _of_rows(batch: PyTree, parts: int) -> str | None:
+    """What keeps a batch from being cut into parts of equally many rows, which is refused elsewhere
+    where it is an error."""
+    counts = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    if not rows_lead():
+        return "for not every leaf of the batch begins with its rows"
+    if len(counts) > 1 or any(count % parts for count in counts):
+        return f"for the batch cannot be cut into {parts} parts of as many rows"
+    return None
 
 
 def reduced_once(

@@ -245,3 +245,24 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
         choice(gather_once=True, loss_fn=contrastive)
     with pytest.raises(ValueError, match=r"--gather layer: the model of experiment 'toy' does not"):
         jt.Config(gather="layer").experiment("toy")
+
+
+def test_a_leaf_that_has_no_rows_is_not_cut():
+    @jt.row_wise
+    def loss_fn(params, batch, rng):
+        error = jnp.square(batch["x"] * params["gain"] - batch["shift"].sum(0)).sum(-1)
+        return jt.WeightedLoss(error.sum(), jnp.float32(len(error)))
+
+    batch = {"x": rows()["x"], "shift": rows()["y"]}
+    rules = jt.Rules(batch=[("^shift$", (None, None))])
+
+    def trained(mesh):
+        given = {"mesh": mesh, "rules": rules}
+        state = jt.init_state(lambda rng: {"gain": jnp.ones(WIDTH)}, optax.sgd(1e-3), rng, **given)
+        step = jt.build_train_step(loss_fn, optax.sgd(1e-3), gather="step")
+        new, metrics = jt.compile_step(step, state, batch, **given)(state, batch)
+        return jax.device_get((new.params, metrics["loss"]))
+
+    rng = jax.random.key(0)
+    mesh = jt.make_mesh(data=8)
+    assert worst(trained(mesh), trained(None))[0] <= TOLERANCE
