@@ -30,6 +30,7 @@ from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, experiment_module, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.report import command as report
+from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
 
 DESCRIPTION = "What there is to know about a training run before it starts, and after."
@@ -322,6 +323,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "watch": Command(live.WatchOptions, live.run_watch),
     "report": Command(report.ReportOptions, report.run_report),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }

@@ -1,17 +1,21 @@
-"""The report: what it reads, what it says of a run, and that a browser draws it."""
+"""The report: what it reads, what it says of a run, and that a browser draws and renews it."""
 
+import contextlib
 import dataclasses
 import html.parser
 import json
 import re
 import shutil
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.run.observe.report import health, page, records
+from jaxtrain.run.observe.report import health, live, page, records
 from jaxtrain.run.observe.report.records import Series
 
 START = 1_700_000_000.0
@@ -170,6 +174,12 @@ class _Drawn(html.parser.HTMLParser):
         self.text += data
 
 
+def browse(url, *flags):
+    """What a page is after its script has run."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *flags, "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
 def test_a_browser_draws_every_chart(tmp_path):
     runs = [
@@ -186,19 +196,89 @@ def test_a_browser_draws_every_chart(tmp_path):
         (run / "heartbeat.json").write_text(json.dumps(state))
     out = tmp_path / "page.html"
     out.write_text(page.make_page(records.read(runs)))
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--dump-dom",
-        f"file://{out}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = browse(f"file://{out}")
     drawn = _Drawn()
-    drawn.feed(done.stdout)
+    drawn.feed(done)
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
     assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
     for title in ("Loss", "Gradient norm", "Seconds per step", "Step time", "2 runs", "75%"):
         assert title in drawn.text
+
+
+@contextlib.contextmanager
+def served(look, every=5.0):
+    with live.serve(look, 0, every) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+def test_runs_that_go_on_are_shown_in_the_terminal(tmp_path, capsys):
+    for name, loss in (("good", None), ("bad", "nan")):
+        write_run(tmp_path / name, [line(1), line(2, loss)], config={"flags": {"steps": 2}})
+    (tmp_path / "texts").mkdir()
+    assert cli.main(["watch", str(tmp_path), "--terminal", "--once"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^bad +2/2 ", out, re.MULTILINE)
+    assert re.search(r"^good +2/2 +2\.985 .*█▁ *$", out, re.MULTILINE)  # the mean of both lines
+    verdicts = out.split("\n\n")[1]
+    assert verdicts.startswith("bad: The loss is not finite in 1 logged step, first in step 2.")
+    assert cli.main(["watch", str(tmp_path / "good"), "--terminal", "--once"]) == 0
+    assert "steps 1 to 2, loss 2.980 to 2.990" in capsys.readouterr().out
+    for flags, words in (
+        ([str(tmp_path / "texts")], "holds none"),
+        ([str(tmp_path / "good"), "--every", "0"], "--every is 0"),
+        ([str(tmp_path / "good"), "--port", "70000"], "--port is 70000"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            cli.main(["watch", *flags])
+        assert refused.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_that_goes_on_is_served_anew_and_nothing_else_is(tmp_path):
+    run = write_run(tmp_path / "run", [line(1), line(2)])
+
+    def steps():
+        data = data_of(urllib.request.urlopen(url).read().decode())
+        return data["every"], data["steps"][-1]
+
+    with served(lambda: records.read(live.runs_in([str(run)])), every=2.5) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert steps() == (2.5, [1, 2])
+        with (run / "log.jsonl").open("a") as log:
+            log.write(json.dumps(line(3)) + "\n")
+        assert steps() == (2.5, [1, 2, 3])
+        foreign = urllib.request.Request(url, headers={"Host": "example.org:80"})
+        for other in (f"{url}log.jsonl", f"{url}../run/log.jsonl", f"{url}/etc/passwd", foreign):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(other)
+        run.rename(tmp_path / "moved")
+        with pytest.raises(urllib.error.HTTPError, match="503") as failed:
+            urllib.request.urlopen(url)
+        assert "is no run's folder" in failed.value.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
+def test_an_open_page_shows_what_is_logged_meanwhile(tmp_path):
+    run = write_run(tmp_path / "run", [line(i) for i in range(1, 30)])
+    looks = []
+
+    def look():
+        if looks:  # The page is open: the run goes on between two looks.
+            with (run / "log.jsonl").open("a") as log:
+                log.write(json.dumps(line(29 + len(looks))) + "\n")
+        looks.append(1)
+        return records.read([run])
+
+    with served(look, every=5.0) as url:
+        done = browse(url, "--virtual-time-budget=22000")
+    drawn = _Drawn()
+    drawn.feed(done)
+    assert len(looks) >= 4
+    curve = next(d for d in drawn.paths if d.count("L") == 27 + len(looks))
+    assert "NaN" not in curve
+    assert f"step{28 + len(looks)}" in drawn.text
+    assert "not renewed: jaxtrain" not in drawn.text

@@ -113,6 +113,11 @@ def read(runs: Sequence[epath.PathLike]) -> list[Record]:
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
+def holds_run(path: epath.Path) -> bool:
+    """Whether a run has begun to write into a folder."""
+    return path.is_dir() and any((path / name).exists() for name in (LOG, OWNER))
+
+
 def read_run(path: epath.Path, name: str) -> Record:
     """Reads one folder; see :func:`read`."""
     texts = storage.retrying(lambda: _texts(path), f"the run {path}")
@@ -159,7 +164,7 @@ def read_run(path: epath.Path, name: str) -> Record:
 
 def _texts(path: epath.Path) -> dict[str, str]:
     """The files of a run; those that are not there yet are empty."""
-    if not path.is_dir() or not any((path / name).exists() for name in (LOG, OWNER)):
+    if not holds_run(path):
         raise ValueError(
             f"{path} holds no run: name the folder that a run has written, with its {LOG}"
         )

@@ -1,0 +1,227 @@
+"""``jaxtrain watch``: the report of runs that go on, in a browser or in the terminal.
+
+It reads what the runs have written and asks nothing of them.
+"""
+
+import contextlib
+import dataclasses
+import http.server
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tyro
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.host.memory import human_count
+from jaxtrain.host.paths import as_path
+from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.report.health import LEVELS, examine, held_out_losses, recent
+from jaxtrain.run.observe.report.page import make_page
+from jaxtrain.run.observe.report.records import Record, downsample, holds_run, read
+
+# Of the page, where it is free and no other is asked for.
+PORT = 8088
+# Looks take at most this part of the time, however long the logs are.
+SHARE = 0.1
+BARS = " ▁▂▃▄▅▆▇█"
+# The curve of a single run, in lines.
+HEIGHT = 8
+STYLES = {"good": "green", "look": "yellow", "bad": "bold red"}
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchOptions:
+    """Shows runs while they go on: the page of `jaxtrain report`, renewed in a browser on this
+    machine, or with --terminal a table with the curves of their losses. It only reads files."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs, or a folder of such folders, such as runs."""
+    terminal: bool = False
+    """Print a table here instead, renewed until Ctrl-C."""
+    port: int | None = None
+    """Of the page, on localhost (from afar: ssh -L 8088:localhost:8088); left out, 8088 or, where
+    that is taken, a free one."""
+    every: float = 5.0
+    """Seconds between two looks."""
+    once: bool = False
+    """With --terminal: print the table once and end."""
+
+
+def run_watch(options: WatchOptions, rest: list[str]) -> int:
+    """Watches until it is interrupted."""
+    del rest
+    if not options.runs:
+        raise ValueError("name the folder of a run, such as runs/gpt-1, or a folder of runs")
+    if not options.every > 0:
+        raise ValueError(f"--every is {options.every}: give more than 0 seconds")
+    if options.once and not options.terminal:
+        raise ValueError("--once goes with --terminal")
+    if options.port is not None and not 0 <= options.port < 2**16:
+        raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
+
+    def look() -> list[Record]:
+        return read(runs_in(options.runs))
+
+    with contextlib.suppress(KeyboardInterrupt):
+        look()  # What is no run is refused before anything is shown.
+        if options.terminal:
+            _print_tables(look, options.every, once=options.once)
+        else:
+            with serve(look, options.port, options.every) as server:
+                host, port = server.server_address[:2]
+                print(f"http://{host}:{port}  (Ctrl-C ends it)", flush=True)
+                server.serve_forever()
+    return 0
+
+
+def runs_in(names: Sequence[str]) -> list[epath.Path]:
+    """The runs that folders are, or hold, in the order of their names.
+
+    Raises:
+      ValueError: one neither is a run nor holds any.
+    """
+    found = []
+    for path in map(as_path, names):
+        if holds_run(path):
+            found.append(path)
+            continue
+        inner = sorted(filter(holds_run, path.iterdir())) if path.is_dir() else []
+        if not inner:
+            raise ValueError(f"{path} is no run's folder and holds none: name one that a run wrote")
+        found += inner
+    return found
+
+
+def serve(
+    look: Callable[[], list[Record]], port: int | None, every: float
+) -> http.server.ThreadingHTTPServer:
+    """Opens the page on localhost, made anew whenever it is asked for; no other file is served.
+
+    Args:
+      look: reads the runs.
+      port: 0 for a free one; None for ``PORT``, or a free one where that is taken.
+      every: seconds after which a page that is shown asks again.
+
+    Raises:
+      OSError: the port is taken.
+    """
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of somebody else's, whose name was made to lead here, is not to read the runs.
+            host = self.headers.get("Host", "").partition(":")[0]
+            if self.path != "/" or host not in ("localhost", "127.0.0.1"):
+                self.send_error(404)
+                return
+            try:
+                body, status, kind = make_page(look(), every=every), 200, "html"
+            except (OSError, ValueError) as error:  # A run that is moved away meanwhile.
+                body, status, kind = str(error), 503, "plain"
+            with contextlib.suppress(ConnectionError):  # The browser has gone.
+                self.send_response(status)
+                self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body.encode())))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Requests are no news."""
+
+    for number in (PORT, 0) if port is None else (port,):
+        try:
+            return http.server.ThreadingHTTPServer(("127.0.0.1", number), Page)
+        except OSError as error:
+            failed = error
+    raise OSError(f"port {number} of this machine cannot be used ({failed.strerror}): give another")
+
+
+def table(records: Sequence[Record]) -> Table:
+    """Runs as rows: the step, losses, throughput and the curve of the loss."""
+    rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    rows.add_column("run", overflow="fold", min_width=8)
+    for name in ("step", "loss", "held-out", "per second", "curve"):
+        rows.add_column(name, no_wrap=True)
+    for record in records:
+        losses, held_out = record.values("train/loss"), held_out_losses(record)
+        held = record.values(held_out[0]) if held_out else np.zeros(0)
+        rates = [n for n in record.series if n.startswith("time/") and n.endswith("_per_second")]
+        rate = record.values(rates[0]) if rates else np.zeros(0)
+        n = recent(losses.size)
+        rows.add_row(
+            Text(record.name, style="bold"),
+            f"{record.step:,}" + (f"/{record.total:,}" if record.total else ""),
+            f"{losses[-n:].mean():#.4g}" if n else "",
+            f"{held[-1]:#.4g}" if held.size else "",
+            human_count(float(rate[-1])) if rate.size else "",
+            "".join(curve(record)),
+        )
+    return rows
+
+
+def verdicts(records: Sequence[Record], *, now: float | None = None) -> Text:
+    """A line for each run: the worst that was found."""
+    lines = Text()
+    for record in records:
+        worst = examine(record, now=now)[0]
+        lines.append(f"{record.name}: ", style="bold")
+        lines.append(f"{worst.text}\n", style=STYLES[worst.level])
+    return lines
+
+
+def curve(record: Record, *, width: int = 20, height: int = 1) -> list[str]:
+    """Draws the training loss in lines of so many characters; none where it is not logged.
+
+    >>> from jaxtrain.run.observe.report.records import Series
+    >>> loss = Series(np.arange(4), np.array([4.0, 2.0, 1.0, 0.5]))
+    >>> record = Record("", "", {"train/loss": loss}, loss, {}, {}, [], 0)
+    >>> curve(record)
+    ['█▄▂▁']
+    >>> curve(record, height=2)
+    ['█   ', '█▇▃▁']
+    """
+    if not record.values("train/loss").size:
+        return []
+    values = downsample(record.series["train/loss"], width)["y"]
+    low, high = values.min(), values.max()
+    # In eighths of a line, of which the smallest value has one.
+    eighths = np.rint((values - low) / ((high - low) or 1.0) * (8 * height - 1)).astype(int) + 1
+    floors = range(8 * (height - 1), -1, -8)
+    return ["".join(BARS[n] for n in np.clip(eighths - floor, 0, 8)) for floor in floors]
+
+
+def _drawing(record: Record, width: int) -> Text:
+    """The curve of a run with the ends of its axes."""
+    lines = curve(record, width=width, height=HEIGHT)
+    if not lines:
+        return Text()
+    steps, values = record.series["train/loss"].finite().steps, record.values("train/loss")
+    ends = f"steps {steps[0]:,} to {steps[-1]:,}, loss {values.min():#.4g} to {values.max():#.4g}"
+    return Text("\n".join([*lines, ends, ""]))
+
+
+def _print_tables(look: Callable[[], list[Record]], every: float, *, once: bool) -> None:
+    console: Console = terminal.make_console()
+    while True:
+        began = time.monotonic()
+        records = sorted(look(), key=_worst_first)
+        if console.is_terminal and not once:
+            console.clear()
+        console.print(table(records))
+        console.print()
+        if len(records) == 1:
+            console.print(_drawing(records[0], console.width))
+        console.print(verdicts(records), soft_wrap=True)
+        sys.stdout.flush()
+        if once:
+            return
+        time.sleep(max(every, (time.monotonic() - began) / SHARE))
+
+
+def _worst_first(record: Record) -> int:
+    return -LEVELS.index(examine(record)[0].level)
