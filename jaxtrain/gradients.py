@@ -159,8 +159,9 @@ def row_wise(loss_fn: LossFn) -> LossFn:
     """Declares a loss to be a sum over the rows of its batch.
 
     The loss of some rows plus that of others, added as ``WeightedLoss`` adds, must be the loss of
-    all of them: total, weight and metrics. Cross-entropy of tokens is so. A mean over the batch, a
-    contrastive loss, a penalty on parameters or a norm over the batch is not. On a mesh the
+    all of them: total, weight (such as the number of rows) and metrics. Cross-entropy of tokens is
+    so. A mean over the batch, a contrastive loss, a penalty on parameters or a norm over the batch
+    is not. On a mesh the
     gradients of such a loss are summed on each device over the microbatches of a step and reduced
     once (:mod:`jaxtrain.parallel.reduction`); those of any other are reduced in every microbatch.
 
@@ -172,15 +173,23 @@ def row_wise(loss_fn: LossFn) -> LossFn:
       loss_fn: as for :func:`jaxtrain.build_train_step`.
 
     Returns:
-      The same function, marked.
+      The same function, marked. It raises ``ValueError`` for a scalar, which weighs 1 however many
+      rows it is of.
 
-    >>> is_row_wise(row_wise(lambda params, batch, rng: WeightedLoss((params * batch).sum(), 1.0)))
+    >>> is_row_wise(row_wise(lambda params, x, rng: WeightedLoss((params * x).sum(), len(x))))
     True
     """
 
     @functools.wraps(loss_fn)
     def marked(*args, **kwargs):
-        return loss_fn(*args, **kwargs)
+        loss = loss_fn(*args, **kwargs)
+        if not isinstance(loss, WeightedLoss | tuple):
+            raise ValueError(
+                "a loss that is declared a sum over rows (jaxtrain.row_wise) returned a scalar, "
+                "which weighs 1 however many rows it is of: return jaxtrain.WeightedLoss(total, "
+                "weight), with a weight that is a sum over rows too"
+            )
+        return loss
 
     marked.is_row_wise = True
     return marked

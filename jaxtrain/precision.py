@@ -219,17 +219,22 @@ def _where(eqn: Any) -> str:
     return ""
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of all within it, but for those of Pallas kernels."""
+def equations(jaxpr: Any, *, but: str | None = None) -> Iterator[Any]:
+    """The equations of a jaxpr and of all within it, but for those of Pallas kernels.
+
+    Args:
+      jaxpr: where to look.
+      but: the name of a jitted function that is not looked into either.
+    """
     for eqn in jaxpr.eqns:
         yield eqn
-        if eqn.primitive.name == "pallas_call":
+        if eqn.primitive.name == "pallas_call" or (but and eqn.params.get("name") == but):
             continue
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from equations(inner)
+                    yield from equations(inner, but=but)
 
 
 def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:

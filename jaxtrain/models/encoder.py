@@ -32,7 +32,7 @@ from jaxtrain.ops.linear import matmul_float32, through
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import constrain, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.tree import named_leaves
 
@@ -309,7 +309,7 @@ def embed(
     )
     # Layers fold in 0 .. L - 1.
     rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+    return pin_residual(drop(x_BTD, config.dropout, rng))
 
 
 def head_loss(

@@ -40,7 +40,7 @@ from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import constrain, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
@@ -183,7 +183,7 @@ class DecoderBlock(layers.Block):
         x_BTD, _ = self.add(
             x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), layers.fold(rng, 1)
         )
-        return constrain(x_BTD, "batch", "sequence", None), (own, other)
+        return x_BTD, (own, other)
 
 
 class DistanceBias(nnx.Module):
@@ -261,6 +261,7 @@ def stages(config: T5Config, *, virtual: int = 1) -> Stages:
         block=tuple(functools.partial(block, config) for block in (encode, decode)),
         head_loss=functools.partial(head_loss, config),
         stacked=Stack(STACKS, virtual=virtual),
+        row_wise=True,
         scan_unroll=config.scan_unroll,
         shared=("distance",),
         remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
@@ -302,7 +303,7 @@ def embed(
     source_BSD = embedded(config, params, batch["source"], rng, 0)
     B, T = batch["tokens"].shape
     target_BTD = jnp.zeros((B, T, config.width), source_BSD.dtype)
-    return {"source": source_BSD, "target": constrain(target_BTD, "batch", "sequence", None)}
+    return {"source": source_BSD, "target": pin_residual(target_BTD)}
 
 
 def encode(
@@ -344,7 +345,7 @@ def between(
     rng_norm = layers.fold(rng, config.layers + config.decoder_layers + 2)
     source_BSD = drop(norm(x["source"]), config.dropout, rng_norm)
     target_BTD = embedded(config, params, batch["tokens"], rng, 1)
-    return {"source": constrain(source_BSD, "batch", "sequence", None), "target": target_BTD}
+    return {"source": pin_residual(source_BSD), "target": target_BTD}
 
 
 def decode(
@@ -564,7 +565,7 @@ def embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int)
     x = layers.apply(layers.Embed, config, params["embed"])(tokens, None)
     # Layers fold in the numbers before these.
     rng = layers.fold(rng, config.layers + config.decoder_layers + use)
-    return constrain(drop(x, config.dropout, rng), "batch", "sequence", None)
+    return pin_residual(drop(x, config.dropout, rng))
 
 
 def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:

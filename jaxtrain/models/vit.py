@@ -28,7 +28,7 @@ from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.parallel.placement import pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.tree import named_leaves
 
@@ -224,7 +224,7 @@ def embed(
     x_BTD = layers.apply(Embed, config, params["embed"])(batch["image"])
     # Layers fold in 0 .. L - 1.
     rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return constrain(drop(x_BTD, config.dropout, rng), "batch", "sequence", None)
+    return pin_residual(drop(x_BTD, config.dropout, rng))
 
 
 def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:

@@ -1,5 +1,7 @@
 """What several operations share: the dtype of sums, the value of masked scores, and dropout."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,16 @@ def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     if rng is None or rate == 0.0:
         return x
 
-    def draw(row: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(rng, row), 1.0 - rate, x.shape[1:])
-
-    keep = jax.vmap(draw)(row_numbers(x.shape[0]))
+    keep = drawn_by_row(rng, row_numbers(x.shape[0]), 1.0 - rate, x.shape[1:])
     return jnp.where(keep, x / (1.0 - rate), 0)
+
+
+# Its name is how a trace tells what it draws from numbers that are drawn in another way.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def drawn_by_row(rng: jax.Array, rows_B: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
+    """Bernoulli draws [B, *shape], those of a row with a key of its own."""
+
+    def draw(row: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(rng, row), p, shape)
+
+    return jax.vmap(draw)(rows_B)

@@ -44,6 +44,7 @@ from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 
+DRAWN_BY_ROW = "drawn_by_row"  # the function of jaxtrain.ops.numerics, in a trace
 PROMISE = "gradients are reduced"  # what the report of a compiled step calls it
 ONCE = ", and weights are gathered once"
 
@@ -166,9 +167,11 @@ def find_shards(
     if wanted is None:
         obstacle = obstacle or "for the step does not know how its parameters lie"
     specs = wanted if specs is None else specs
-    devices = math.prod(mesh.shape[axis] for axis in carried)
-    obstacle = obstacle or _of_rows(given[-2], microbatches * devices)
-    obstacle = obstacle or _obstacle(loss_fn, params, *given)
+    obstacle = (
+        obstacle
+        or _rows_apart(given[-2], microbatches, carried)
+        or _obstacle(loss_fn, params, *given)
+    )
     axes = carried
     if obstacle is None and gather != "step":
         splits = {a for table in (specs, wanted) for spec in table.values() for a in axes_of(spec)}
@@ -183,17 +186,6 @@ def find_shards(
     if obstacle is not None or not axes:
         return None
     return Shards(axes, specs, wanted)
-
-
-def _of_rows(batch: PyTree, parts: int) -> str | None:
-    """What keeps a batch from being cut into parts of equally many rows, which is refused elsewhere
-    where it is an error."""
-    counts = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
-    if not rows_lead():
-        return "for not every leaf of the batch begins with its rows"
-    if len(counts) > 1 or any(count % parts for count in counts):
-        return f"for the batch cannot be cut into {parts} parts of as many rows"
-    return None
 
 
 def reduced_once(
@@ -294,18 +286,39 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
 def _obstacle(loss_fn: Callable[..., Any], *given: Any) -> str | None:
     """What of a loss that is declared a sum over rows depends on all of them nevertheless."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
-    for eqn in equations(jaxpr.jaxpr):
-        if eqn.primitive.name in ("random_bits", "random_gamma"):
-            key = eqn.invars[0].aval
-            if not key.ndim or str(key.dtype) != "key<fry>":
-                return (
-                    "for the loss draws numbers for all rows with one key (jaxtrain.ops.numerics."
-                    "drop draws row by row, with keys of the kind threefry)"
-                )
+    for eqn in equations(jaxpr.jaxpr, but=DRAWN_BY_ROW):
+        name = eqn.primitive.name
+        key = eqn.invars[0].aval if eqn.params.get("name") == DRAWN_BY_ROW else None
+        if name in ("random_bits", "random_gamma") or (key and not _is_threefry(key)):
+            return (
+                "for the loss draws numbers otherwise than by jaxtrain.ops.numerics.drop, which "
+                "draws row by row with keys of the kind threefry"
+            )
     loss = result[0] if isinstance(result, tuple) else result
     metrics = getattr(loss, "metrics", {}).items()
     last = [name for name, value in metrics if isinstance(value, Last)]
     return f"for metric {last[0]!r} is the last of all parts" if last else None
+
+
+def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str | None:
+    """What of a batch cannot be cut into the rows that each device has of a microbatch."""
+    counts = {name: x.shape[0] for name, x in named_leaves(batch).items() if jnp.ndim(x)}
+    rows = max(counts.values(), default=0)
+    other = [name for name, count in counts.items() if count != rows]
+    if other:
+        return f"for batch leaf {other[0]!r} has {counts[other[0]]} rows and others have {rows}"
+    if not rows_lead():
+        return "for not every leaf of the batch begins with its rows"
+    parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+    if rows % (microbatches * parts) == 0:
+        return None
+    return f"for its {rows // microbatches} rows do not divide over {parts} devices"
+
+
+def _is_threefry(key: Any) -> bool:
+    """Whether a key, or the default ones where it is raw data, has draws that vmap leaves alone."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return str(key.dtype if typed else jax.random.key(0).dtype) == "key<fry>"
 
 
 def _tell(mesh: Any, axes: tuple[str, ...], rest: list[str], microbatches: int) -> None:

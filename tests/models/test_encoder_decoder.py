@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.agreement import TOLERANCE, compare, parse_layout
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops import tiled
+from jaxtrain.parallel import placement
 
 ROWS, S, T = 16, 12, 8
 T5 = t5.T5Config(
@@ -28,6 +30,7 @@ FORMS = {
 }
 SLOW = pytest.mark.slow
 INTERLEAVED = {"schedule": "interleaved"}
+ONCE = INTERLEAVED | {"gather_once": True}
 
 
 def batch(seed=0, form="padded"):
@@ -47,7 +50,7 @@ def batch(seed=0, form="padded"):
     return made | {"source_segments": segments[0]}
 
 
-def experiment(model, pipe=1, form="padded", virtual=1, **pipeline):
+def experiment(model, pipe=1, form="padded", virtual=1, gather_once=None, **pipeline):
     """A T5 whose every parameter counts, with a layer for every chunk of both stacks."""
     layers = max(2, pipe * virtual)
     model = dataclasses.replace(model, layers=layers, decoder_layers=layers)
@@ -72,6 +75,8 @@ def experiment(model, pipe=1, form="padded", virtual=1, **pipeline):
         rules=jt.Rules(t5.RULES),
         stages=stages,
         pipeline={"microbatches": 4, "virtual": virtual} | pipeline,
+        gather="model",
+        gather_once=gather_once,
     )
 
 
@@ -95,6 +100,7 @@ CASES = [
     pytest.param("flan", 4, "fsdp=8", {"form": "packed"}, marks=SLOW),
     pytest.param("dropout in tiles", 4, "data=2,fsdp=2,tensor=2,zero=2", {}, marks=SLOW),
     pytest.param("dropout in tiles", 2, "pipe=4,data=2", INTERLEAVED, marks=SLOW),
+    pytest.param("dropout in tiles", 4, "pipe=2,fsdp=2,tensor=2", ONCE, marks=SLOW),
     pytest.param("dropout in tiles", 4, "pipe=2,fsdp=4", INTERLEAVED | {"virtual": 2}, marks=SLOW),
 ]
 
@@ -170,3 +176,27 @@ def test_mistakes_are_refused():
     del made["source_segments"]
     with pytest.raises(ValueError, match="a batch with segments needs source_segments"):
         jax.eval_shape(lambda p: t5.logits(T5, p, made | {"segments": made["tokens"]}), shapes)
+
+
+def test_both_streams_are_split_over_tensor_between_branches():
+    mesh, stages = jt.make_mesh(data=4, tensor=2), t5.stages(T5)
+    params = jax.eval_shape(lambda: t5.init(T5, jax.random.key(0)))
+    layers = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[key])
+              for key in t5.STACKS]  # fmt: skip
+
+    def specs(function, *args):
+        """How what a function returns is pinned; None for what it hands on."""
+        jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+        made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        pins = (made.get(v) for v in jaxpr.outvars)
+        return [e and e.params["sharding"].spec for e in pins]
+
+    with placement.tracing_on(mesh, None):
+        x = jax.eval_shape(stages.embed, params, batch(), None)
+        split = P("data", "tensor", None)
+        assert specs(lambda p: stages.embed(p, batch(), None), params) == [split] * 2
+        assert specs(lambda p, x: stages.between[0](p, x, batch(), None), params, x) == [split] * 2
+        rest = (params, x)
+        for k, found in enumerate([[split, None], [None, split]]):
+            run = lambda w, p, x, k=k: stages.blocks[k](w, p, x, batch())  # noqa: E731
+            assert specs(run, layers[k], *rest) == found

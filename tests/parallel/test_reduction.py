@@ -191,16 +191,30 @@ def with_the_last(params, batch, rng):
     return dataclasses.replace(loss, metrics=metrics)
 
 
+@jt.row_wise
+def drawn_with_split_keys(params, batch, rng):
+    keys = jax.random.split(rng, len(batch["x"]))
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return masked(params, dict(batch) | {"x": batch["x"] + noise}, None)
+
+
 WHOLE = {
+    drawn_with_split_keys: "draws numbers otherwise than by jaxtrain.ops.numerics.drop",
     contrastive: "not declared a sum over rows",
-    drawn_whole: "draws numbers for all rows with one key",
+    drawn_whole: "draws numbers otherwise than by jaxtrain.ops.numerics.drop",
     with_the_last: "metric 'last' is the last of all parts",
 }
 
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [contrastive, *(pytest.param(x, marks=pytest.mark.slow) for x in (drawn_whole, with_the_last))],
+    [
+        contrastive,
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (drawn_whole, drawn_with_split_keys, with_the_last)
+        ),
+    ],
     ids=lambda loss: loss.__name__,
 )
 def test_what_is_no_sum_over_rows_is_left_whole_and_said_to_be(loss_fn):
@@ -216,6 +230,23 @@ def test_a_false_declaration_is_found_by_parity():
     jt.parity(init, contrastive, rows(), **given)
     with pytest.raises(AssertionError, match="loss"):
         jt.parity(init, jt.row_wise(contrastive), rows(), **given)
+
+
+@pytest.mark.slow
+def test_a_batch_leaf_that_holds_no_rows_stays_whole():
+    @jt.row_wise
+    def loss_fn(params, batch, rng):
+        batch = dict(batch)
+        batch["mask"] *= batch.pop("of_class")[batch.pop("label")]
+        return masked(params, batch, None)
+
+    batch = dict(rows()) | {"of_class": np.arange(8, dtype="f4"), "label": np.arange(ROWS) % 8}
+    jt.parity(init, loss_fn, batch, rules=RULES, layouts=["data=4,fsdp=2"], gather="step", steps=1)
+
+
+def test_a_scalar_is_no_sum_over_rows():
+    with pytest.raises(ValueError, match="returned a scalar, which weighs 1 however many rows"):
+        jt.row_wise(lambda params, batch, rng: batch.sum())(None, jnp.ones(3), None)
 
 
 def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch):
