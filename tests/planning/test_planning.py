@@ -18,6 +18,7 @@ import tyro
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
+from experiments import language
 from jaxtrain.experiment import Experiment
 from jaxtrain.planning import ahead_of_time, chips, comparison, nearest_fit, targets
 from jaxtrain.planning.ahead_of_time import plan_experiment
@@ -371,7 +372,7 @@ def test_of_a_program_that_xla_cannot_print_the_traffic_is_that_of_the_trace(mon
     # one for each use.
     (row,) = plan.traffic
     assert (row.kind, row.axes) == ("all-reduce", ("data",))
-    model = experiment_gpt.model_config(SMALL, 257)
+    model = language.model_config(SMALL, 257)
     table = 4 * model.padded_vocab * model.width
     assert row.payload == pytest.approx(plan.memory.parameters + table, rel=0.01)
     assert row.sent == pytest.approx(2 * 7 / 8 * row.payload)
