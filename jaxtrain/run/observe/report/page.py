@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.optim.watching import NORMS, RATIO
 from jaxtrain.run.observe.goodput import account
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
@@ -208,6 +209,8 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         # An evaluation goes with the same metric of training, where there is one.
         if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
             continue
+        if name.startswith(tuple(f"train/{kind}/" for kind in (*NORMS, RATIO))):
+            continue  # of one parameter, beside those of all layers
         pair = [name, f"eval/{name[6:]}"] if name.startswith("train/") else [name]
         title = name.removeprefix("train/").replace("_", " ")
         charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=True))
