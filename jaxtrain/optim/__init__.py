@@ -14,6 +14,7 @@ from jaxtrain.optim.rate import (
 from jaxtrain.optim.reports import reports
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.optim.spikes import skip_spikes, spikes_skipped
+from jaxtrain.optim.watching import watch
 
 __all__ = [
     "OPTIMIZERS",
@@ -36,4 +37,5 @@ __all__ = [
     "skip_spikes",
     "spikes_skipped",
     "stacked_axes",
+    "watch",
 ]

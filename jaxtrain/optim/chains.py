@@ -16,6 +16,7 @@ from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.reports import nodes
 from jaxtrain.optim.spikes import skip_spikes as skip_spikes_of
+from jaxtrain.optim.watching import watch
 from jaxtrain.tree import named_leaves
 
 OPTIMIZERS = tuple(rules.RULES)
@@ -54,6 +55,7 @@ def make_optimizer(
     accumulate: int = 1,
     skip_spikes: float | None = None,
     ema: float | None = None,
+    watch_every: int = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Builds an optimizer: clip by global norm, update rule with weight decay, learning rate.
@@ -96,6 +98,8 @@ def make_optimizer(
         ``spikes.skip_spikes``. None leaves out none.
       ema: decay of a moving average of the parameters that train, in the state: one that an
         evaluation reads with :func:`jaxtrain.averaged`; see ``averages.ema``. None keeps none.
+      watch_every: updates between two measurements of the norms of every layer's gradient (before
+        clipping), parameters and update; see ``watching.watch``. 0 measures none.
       **options: of the rule. All but sgd take moment_dtype; see above.
 
     Returns:
@@ -116,7 +120,8 @@ def make_optimizer(
     Traceback (most recent call last):
     ...
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes, ema
+decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes, ema, \
+watch_every
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):
@@ -129,6 +134,7 @@ decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, sk
     if ema is not None:
         numerics.check_number("ema", ema, low=0.0, high=1.0, open_low=True)
     every = numerics.check_integer("accumulate", accumulate, low=1)
+    watch_every = numerics.check_integer("watch_every", watch_every, low=0)
 
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
         masks.check_matches("stacked", stacked, params)
@@ -166,6 +172,7 @@ decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, sk
         tx = optax.chain(clip, *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = tx if ema is None else ema_of(tx, ema)
+        tx = watch(tx, watch_every, stacked=stacked) if watch_every else tx
         tx = accumulate_calls(tx, every) if every > 1 else tx
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)

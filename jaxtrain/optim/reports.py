@@ -11,20 +11,22 @@ def reports(opt_state: Any, *, since: Any = None) -> dict[str, jax.Array]:
     """Returns what the transformations in an optimizer state report, by name.
 
     A transformation reports by its state: a node of it (a named tuple, a registered dataclass) with
-    a method ``reports() -> dict`` from names to scalars. Floats are of the latest update; integers
-    are counts, from the start on. :func:`jaxtrain.build_update` adds them to the metrics of the
-    step, the counts as what that step has added.
+    a method ``reports() -> dict`` from names to scalars, or to arrays such as one number for each
+    layer. Floats are of the latest update; integers are counts, from the start on.
+    :func:`jaxtrain.build_update` adds them to the metrics of the step, the counts as what that step
+    has added.
 
     ``make_optimizer`` reports ``learning_rate`` and, with ``skip_spikes``, ``spike``: the updates
-    left out. ``optax.inject_hyperparams`` reports its ``learning_rate`` where nothing else does.
-    Where several nodes report one name, the first in flattening order does.
+    left out, and with ``watch_every`` the norms of every layer. ``optax.inject_hyperparams``
+    reports its ``learning_rate`` where nothing else does. Where several nodes report one name, the
+    first in flattening order does.
 
     Args:
       opt_state: state of any optax transformation; traced is fine.
       since: an earlier state, from which the counts are taken; None for the start.
 
     Returns:
-      Scalars (with the leading axes of a vmapped state) by name.
+      Arrays (with the leading axes of a vmapped state) by name; most are scalars.
 
     >>> from jaxtrain.optim import make_optimizer
     >>> {k: float(v) for k, v in reports(make_optimizer("sgd", 0.5).init(jnp.ones(2))).items()}

@@ -147,6 +147,9 @@ class _ChainOptions:
     ema: float | None = None
     """Decay of a moving average of the parameters, such as 0.999, which is then evaluated and
     generates in their place; None keeps none."""
+    watch_every: int = 0
+    """Updates between two measurements of the norms of each layer's gradient, parameters and
+    update, which the log and the report show; 0 measures none."""
 
 
 # A flag for each option of a rule that a command line can take.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.run.observe.report import health, live, page, records
+from jaxtrain.run.observe.report import health, heat, live, page, records
 from jaxtrain.run.observe.report.records import Series
 
 START = 1_700_000_000.0
@@ -161,6 +161,43 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
+def test_a_heat_map_has_the_largest_norm_of_each_cell_and_marks_what_has_no_logarithm(tmp_path):
+    rng, n, layers = np.random.default_rng(0), 1000, 100
+    norms = 10.0 ** rng.uniform(-4, 2, (n, layers))
+    norms[500:, 7] = 0.0
+    norms[123, 3] = np.inf
+    lines = [
+        line(
+            step, **{"train/grad_norm/blocks": row, "train/grad_norm/head": step, "train/w": [1, 2]}
+        )
+        for step, row in enumerate(norms.tolist(), start=1)
+    ]
+    lines[123]["train/grad_norm/blocks"][3] = "inf"
+    lines[200] |= {"train/grad_norm/blocks": ["what"], "train/update_ratio/blocks": [[1.0]]}
+    norms[200] = 0.0
+    run = records.read([write_run(tmp_path / "a", lines)])[0]
+    (drawn,) = heat.maps(run, runs=1)
+    assert (drawn["title"], drawn["rows"]) == ("Gradient norm", [("blocks", layers), ("head", 0)])
+    ends = np.array(drawn["x"])
+    assert 100 < len(ends) <= heat.COLUMNS
+    assert ends[-1] == n
+    for layer in range(layers):
+        parts = np.split(norms[:, layer], ends[:-1])
+        for cell, part in zip(drawn["cells"][layer], parts, strict=True):
+            largest = part.max()
+            if largest == 0:
+                assert cell == heat.ZERO
+            elif np.isfinite(largest):
+                assert cell == pytest.approx(100 * np.log10(largest), abs=0.51)
+            else:
+                assert (cell, layer) == (heat.NOT_FINITE, 3)
+    assert drawn["cells"][layers][-1] == 300
+    text = page.make_page([dataclasses.replace(run, name=name) for name in "abcd"])
+    assert len(text.encode()) < 500_000
+    data = data_of(text)
+    assert not any("norm" in name for name in data["runs"][0]["series"])
+
+
 class _Drawn(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
@@ -185,7 +222,11 @@ def test_a_browser_draws_every_chart(tmp_path):
     runs = [
         write_run(
             tmp_path / name,
-            [line(i, train__grad_norm=1 / i, time__step_seconds=0.1) for i in range(1, 40)]
+            [
+                line(i, train__grad_norm=1 / i, time__step_seconds=0.1)
+                | {"train/grad_norm/blocks": [1 / i, 0, "nan"], "train/grad_norm/head": 2.0}
+                for i in range(1, 40)
+            ]
             + [line(40, eval__loss=2.5)],
         )
         for name in "ab"
@@ -202,7 +243,16 @@ def test_a_browser_draws_every_chart(tmp_path):
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
     assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
-    for title in ("Loss", "Gradient norm", "Seconds per step", "Step time", "2 runs", "75%"):
+    for title in (
+        "Loss",
+        "Gradient norm",
+        "Seconds per step",
+        "Step time",
+        "2 runs",
+        "75%",
+        "blocks 0",
+        "not finite",
+    ):
         assert title in drawn.text
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe.goodput import account
+from jaxtrain.run.observe.report import heat
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
 from jaxtrain.run.observe.throughput import PARTS
@@ -38,14 +39,17 @@ def make_page(
     Returns:
       The page, below 2 MB whatever the runs have logged.
     """
-    each = sum(len(record.series) for record in records) * 4 or 1
+    each = sum(not heat.of_one_layer(n) for record in records for n in record.series) * 4 or 1
     buckets = int(np.clip(NUMBERS // each, *BUCKETS))
     shared: dict[tuple, int] = {}
     made = datetime.datetime.now(datetime.UTC) if now is None else _utc(now)
     data = {
         "every": every,
         "made": f"{made:%Y-%m-%d %H:%M} UTC",
-        "runs": [_run(record, buckets, shared, now) for record in records],
+        "runs": [
+            _run(record, buckets, shared, now) | {"maps": heat.maps(record, runs=len(records))}
+            for record in records
+        ],
         "charts": _charts(records),
         "table": _table(records),
         "steps": list(map(list, shared)),
@@ -63,7 +67,11 @@ def _utc(seconds: float) -> datetime.datetime:
 
 def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[str, Any]:
     findings = examine(record, now=now)
-    series = {name: _packed(each, buckets, shared) for name, each in record.series.items()}
+    series = {
+        name: _packed(each, buckets, shared)
+        for name, each in record.series.items()
+        if not heat.of_one_layer(name)
+    }
     times = record.times
     if times.steps.size:
         hours = Series(times.steps, (times.values - times.values[0]) / 3600)
@@ -186,7 +194,7 @@ def _goodput(record: Record) -> list[list]:
 
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What is drawn, in order; a chart without a series in any run is left out."""
-    names = sorted({name for record in records for name in record.series})
+    names = sorted({n for record in records for n in record.series if not heat.of_one_layer(n)})
     held_out = sorted({name for record in records for name in held_out_losses(record)})
     rates = [name for name in names if name.startswith("time/") and name.endswith("_per_second")]
     charts = [

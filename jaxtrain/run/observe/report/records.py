@@ -29,7 +29,7 @@ class Series:
 
     Args:
       steps: int64 [n], rising.
-      values: float64 [n]; what was not finite is as it was.
+      values: float64 [n], or float32 [n, entries]; what was not finite is as it was.
     """
 
     steps: np.ndarray
@@ -49,6 +49,7 @@ class Record:
       path: its folder.
       name: what a page calls it.
       series: metrics of one number, by name.
+      vectors: metrics with one axis, by name; of lines of several lengths, those of the last.
       times: when each step was logged, in seconds since 1970.
       config: the flags and what else it was configured with, by dotted name.
       environment: versions, mesh and data, by name.
@@ -74,6 +75,7 @@ class Record:
     attempts: list[goodput.Attempt] = dataclasses.field(default_factory=list)
     step_times: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     stopped: str | None = None
+    vectors: dict[str, Series] = dataclasses.field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -124,6 +126,7 @@ def read_run(path: epath.Path, name: str) -> Record:
     lines, unreadable = _lines(texts[LOG])
     # A later line of a step has other names, or is of a later attempt and comes in its place.
     points: dict[str, dict[int, float]] = {}
+    vectors: dict[str, dict[int, np.ndarray]] = {}
     times: dict[int, float] = {}
     for line in lines:
         step = line["step"]
@@ -132,6 +135,8 @@ def read_run(path: epath.Path, name: str) -> Record:
         for key, value in line.items():
             if key not in _OWN and (number := _number(value)) is not None:
                 points.setdefault(key, {})[step] = number
+            elif (vector := _vector(value)) is not None:
+                vectors.setdefault(key, {})[step] = vector
     config = _json(texts[CONFIG])
     changes = []
     for line in filter(None, texts[CHANGES].split("\n")):
@@ -149,6 +154,7 @@ def read_run(path: epath.Path, name: str) -> Record:
         path=str(path),
         name=name or str(path),
         series={key: _series(each) for key, each in sorted(points.items())},
+        vectors={key: _vectors(each) for key, each in sorted(vectors.items())},
         times=_series(times),
         config=flatten({k: v for k, v in flags.items() if k != "provenance"}),
         environment=flatten(config.get("provenance", {})),
@@ -210,6 +216,12 @@ def _number(value: Any) -> float | None:
     return float(value) if not isinstance(value, str) or value in ("nan", "inf", "-inf") else None
 
 
+def _vector(value: Any) -> np.ndarray | None:
+    if not isinstance(value, list) or any(_number(each) is None for each in value):
+        return None
+    return np.array([_number(each) for each in value], np.float32) if value else None
+
+
 def _time(text: Any) -> float | None:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
@@ -220,6 +232,12 @@ def _time(text: Any) -> float | None:
 def _series(points: dict[int, float]) -> Series:
     steps = np.array(sorted(points), np.int64)
     return Series(steps, np.array([points[step] for step in steps.tolist()], float))
+
+
+def _vectors(points: dict[int, np.ndarray]) -> Series:
+    size = points[max(points)].size
+    kept = {step: point for step, point in sorted(points.items()) if point.size == size}
+    return Series(np.array(list(kept), np.int64), np.stack(list(kept.values())))
 
 
 def downsample(series: Series, buckets: int) -> dict[str, np.ndarray]:

@@ -1,0 +1,151 @@
+"""The norm of every layer's gradient, parameters and update, measured inside the step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.optim.masks import Stacked, layer_rows, stacked_axes
+from jaxtrain.optim.numerics import check_integer
+from jaxtrain.tree import named_leaves
+
+# What is measured, and what is reported of it besides: update_norm / param_norm.
+NORMS = ("grad_norm", "param_norm", "update_norm")
+RATIO = "update_ratio"
+
+# The name of a stack, or of a parameter outside of stacks, and its number of layers, or None.
+Group = tuple[str, int | None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchState:
+    """State of ``watch``.
+
+    Attributes:
+      inner_state: of the optimizer inside.
+      count: int32 scalar, updates so far.
+      norms: float32 [3, rows], the latest of each of ``NORMS``: the layers of each stack in natural
+        order, then the other parameters; 0 before the first update.
+      groups: what the rows are, in order.
+    """
+
+    inner_state: Any
+    count: jax.Array
+    norms: jax.Array
+    groups: tuple[Group, ...] = dataclasses.field(metadata={"static": True})
+
+    def reports(self) -> dict[str, jax.Array]:
+        grad, param, update = (self.norms[..., i, :] for i in range(3))
+        told = dict(zip(NORMS, (grad, param, update), strict=True))
+        told[RATIO] = jnp.where(update == 0, 0.0, update / jnp.where(update == 0, 1.0, param))
+        found, start = {}, 0
+        for name, layers in self.groups:
+            rows = start if layers is None else slice(start, start + layers)
+            found |= {f"{kind}/{name}": values[..., rows] for kind, values in told.items()}
+            start += layers or 1
+        return found
+
+
+def watch(
+    tx: optax.GradientTransformation, every: int, *, stacked: Stacked = ()
+) -> optax.GradientTransformationExtraArgs:
+    """Runs ``tx`` and measures the norms of every layer, in every ``every``-th update.
+
+    They are Euclidean: of the gradients as they come in, of the parameters before the update, and
+    of the update. The state reports them (:func:`jaxtrain.optim.reports`), under names such as
+    ``grad_norm/blocks`` (a vector [layers], in natural order however a pipeline has cut the stack)
+    and ``grad_norm/head/kernel`` (a number, for each parameter outside of stacks); likewise
+    ``param_norm``, ``update_norm`` and ``update_ratio``, the update's norm over the parameters': 0
+    where nothing is updated, infinite where parameters of norm 0 are. The squares of one kind sum
+    to the square of the norm over everything.
+
+    The first update is measured, and every one whose number ``every`` divides. The others cost
+    nearly nothing, keep the last values and report those. What ``tx`` returns is unchanged.
+
+    It belongs inside of what accumulates or leaves updates out, as ``make_optimizer(watch_every=)``
+    puts it: then it counts updates that are made, and sees their whole gradient.
+
+    Args:
+      tx: the optimizer.
+      every: updates between two measurements, at least 1.
+      stacked: which leading axes index layers; see :mod:`jaxtrain.optim.masks`.
+
+    Returns:
+      The transformation; call ``update(grads, state, params)``, with the parameters.
+
+    Raises:
+      ValueError: if ``every`` is no integer of at least 1; for an update without parameters.
+
+    >>> from jaxtrain.optim import reports
+    >>> params = {"blocks": {"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}, "bias": jnp.ones(1)}
+    >>> tx = watch(optax.sgd(0.5), every=10, stacked=("^blocks/",))
+    >>> _, state = tx.update(params, tx.init(params), params)
+    >>> {name: x.tolist() for name, x in reports(state).items() if name.startswith("update")}
+    {'update_norm/blocks': [2.5, 1.0], 'update_ratio/blocks': [0.5, 0.5], 'update_norm/bias': 0.5, \
+'update_ratio/bias': 0.5}
+    """
+    every = check_integer("every", every, low=1)
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        groups = tuple(_groups(params, stacked))
+        rows = sum(layers or 1 for _, layers in groups)
+        norms = jnp.zeros((len(NORMS), rows), jnp.float32)
+        return WatchState(tx.init(params), jnp.zeros([], jnp.int32), norms, groups)
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("watch measures the parameters: update(grads, state, params)")
+        count = optax.safe_increment(state.count)
+        due = (count == 1) | (count % every == 0)
+
+        def measured(kind: int, *trees: Any) -> jax.Array:
+            def measure() -> jax.Array:
+                return jnp.stack([_norms(tree, state.groups, stacked) for tree in trees])
+
+            return jax.lax.cond(due, measure, lambda: state.norms[kind : kind + len(trees)])
+
+        new_updates, inner = tx.update(updates, state.inner_state, params, **extra)
+        before, after = measured(0, updates, params), measured(2, new_updates)
+        return new_updates, WatchState(inner, count, jnp.concatenate([before, after]), state.groups)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _groups(params: Any, stacked: Stacked) -> dict[Group, list[str]]:
+    """The parameters of each group: stacks first, each by the first word of its paths."""
+    axes = named_leaves(stacked_axes(params, stacked))
+    rows = named_leaves(layer_rows(params, stacked))
+    stacks: dict[Group, list[str]] = {}
+    for name in axes:
+        if axes[name]:
+            stacks.setdefault((name.split("/")[0], len(rows[name])), []).append(name)
+    words = [word for word, _ in stacks]
+    # Stacks of several depths below one word are told apart by them.
+    named = {
+        (word if words.count(word) == 1 else f"{word}x{layers}", layers): names
+        for (word, layers), names in stacks.items()
+    }
+    return named | {(name or "params", None): [name] for name in axes if not axes[name]}
+
+
+def _norms(tree: Any, groups: tuple[Group, ...], stacked: Stacked) -> jax.Array:
+    """The Euclidean norm of each row, float32 [rows]."""
+    leaves = named_leaves(tree)
+    axes, rows = named_leaves(stacked_axes(tree, stacked)), named_leaves(layer_rows(tree, stacked))
+
+    def squares(name: str) -> jax.Array:
+        """Of each layer of a parameter, in natural order; [1] outside of stacks."""
+        x, n = leaves[name], axes[name]
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        each = jnp.sum(jnp.square(x), axis=tuple(range(n, x.ndim))).ravel()
+        natural = not n or np.array_equal(rows[name], np.arange(each.size))
+        return each if natural else each[rows[name]]
+
+    members = _groups(tree, stacked)
+    sums = [sum(map(squares, members[group])) for group in groups]
+    return jnp.sqrt(jnp.concatenate(sums)).astype(jnp.float32)
