@@ -43,6 +43,7 @@ from jaxtrain.run.folder import (
     write_text,
 )
 from jaxtrain.run.hooks import Hook, Value, as_value
+from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
@@ -189,6 +190,11 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    if options.early_stop_patience and not experiment.eval_sets:
+        raise ValueError(
+            f"early_stop_patience is {options.early_stop_patience} and experiment "
+            f"{experiment.name!r} has no eval_batches: there is nothing to go by"
+        )
     with Journal(began) as journal:
         return _fit(experiment, options, hooks, writers, journal)
 
@@ -268,18 +274,26 @@ def _fit(
         )
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
-        saving = Saving(run, checkpoints)
-        evaluation, end = Evaluation(run, [saving, *hooks]), None
+        saving, early = Saving(run, checkpoints), EarlyStopping(run)
+        evaluation, end = Evaluation(run, [saving, early, *hooks]), None
         if start < experiment.steps:
-            if options.eval_first and start == 0:
-                evaluation.on_step(0, state)
+            early.recall(start)
+            if (options.eval_first and start == 0) or early.awaits(start):
+                evaluation.on_step(start, state)
+            end = None if go_on else early.ending(start)  # It was killed before it could say so.
+            if early.awaits(start):  # A signal came in that evaluation: it is for the next attempt.
+                end = Ending(PREEMPTED, start)
+        if start < experiment.steps and end is None:
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
-            state, end = _train(run, train, state, batches, [evaluation, saving], hooks)
+            state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
-    if lines := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
-        terminal.print_lines(lines)
+        stopped = end.reason if end else stopped
+        lines = _told_of_end(experiment, checkpoints, int(state.step), stopped) if stopped else []
+    if compared := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
+        terminal.print_lines(compared)
     print_conclusion(experiment, averaged(state), means, str(run_dir), journal)
-    return FitResult(state, means, str(run_dir), end.reason if end else stopped)
+    terminal.print_lines(lines)
+    return FitResult(state, means, str(run_dir), stopped)
 
 
 @contextlib.contextmanager
@@ -327,6 +341,7 @@ def _train(
     batches: Iterable[PyTree],
     built_in: Sequence[Hook],
     hooks: Sequence[Hook],
+    stopping: EarlyStopping,
 ) -> tuple[TrainState, Ending | None]:
     """Trains to the last step or an early end; returns the state, and how it has ended early."""
     pace, skips = Pace(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
@@ -334,7 +349,7 @@ def _train(
 
     def ends(step: int) -> Ending | None:
         nonlocal early
-        early = skips.ending or ending(step, hooks, run.peers)
+        early = skips.ending or stopping.ending(step) or ending(step, hooks, run.peers)
         return early
 
     ledger = run.journal.ledger
@@ -387,6 +402,18 @@ def _finish(
         run.progress.note(str(preempted))
         raise preempted
     return means
+
+
+def _told_of_end(
+    experiment: Experiment, checkpoints: Checkpointer, step: int, reason: str
+) -> list[str]:
+    """The last lines of a run that was stopped on purpose: why, and where its best state is."""
+    lines = [f"stopped      after step {step}: {reason}"]
+    if (best := checkpoints.best_step()) is not None:
+        name = f"eval/{experiment.best_metric}"
+        value = checkpoints.metrics(best)[name]
+        lines.append(f"best         {checkpoints.directory / str(best)}, {name} {value:.4f}")
+    return lines
 
 
 def _open_checkpoints(

@@ -42,6 +42,9 @@ class RunOptions:
       eval_first: Evaluate before the first step too, as step 0.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
+      early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
+        best metric; the best checkpoint is kept, as with save_best. 0 never stops.
+      early_stop_min_change: For that, better means better by more than this.
       save_best: Save after every evaluation that is the best so far.
       save_frozen: Write frozen parameters into checkpoints too. Otherwise these have the checksums
         alone, and a resumed run takes the parameters from where it began.
@@ -61,6 +64,8 @@ class RunOptions:
     log_every: int = 10
     eval_every: int = 0
     eval_first: bool = False
+    early_stop_patience: int = 0
+    early_stop_min_change: float = 0.0
     save_every: int = 0
     save_minutes: float = 0.0
     save_best: bool = False
@@ -74,10 +79,26 @@ class RunOptions:
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
+        least |= {"early_stop_patience": 0, "early_stop_min_change": 0}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least {low}")
+        if self.early_stop_patience and not self.eval_every:
+            raise ValueError(
+                f"early_stop_patience is {self.early_stop_patience} and eval_every 0: give the "
+                "steps between evaluations too"
+            )
+        if self.early_stop_min_change and not self.early_stop_patience:
+            raise ValueError(
+                f"early_stop_min_change is {self.early_stop_min_change} and early_stop_patience 0: "
+                "give the number of evaluations to wait too"
+            )
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether the best evaluation is saved: where it is asked for, or may end up behind."""
+        return self.save_best or self.early_stop_patience > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Saving(Hook):
         self.looks_at = 0
         self.begun = self.failing = False
         self.best, self.best_at = math.nan, -1
-        if run.options.save_best and (step := checkpoints.best_step()) is not None:
+        if run.options.saves_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{run.experiment.best_metric}"]
 
     def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
@@ -63,7 +63,7 @@ class Saving(Hook):
         self._tell()
         every = self.run.options.save_every
         by_step = bool(every) and step % every == 0
-        by_best = self.run.options.save_best and self.best_at == step
+        by_best = self.run.options.saves_best and self.best_at == step
         by_time = self._is_time(step)  # asked at every step: it may speak to other processes
         if step != self.run.experiment.steps and (by_step or by_best or by_time):
             self.save(step, state)
