@@ -19,6 +19,7 @@ from experiments.bench import (
     start,
     step,
     throughput,
+    watch,
 )
 
 # A row is a module with a Config and main(config).
@@ -37,6 +38,7 @@ ROWS = {
     "attention": attention,
     "torch": against_torch,
     "throughput": throughput,
+    "watch": watch,
 }
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ def initialised_variant(
     *,
     policy: jt.Policy | None = None,
     optimizer: str = "adamw",
+    watch_every: int = 0,
 ) -> Variant:
     """The library's own step, built as the README builds one, from ``init_fn(rng)``."""
     chain = jt.make_optimizer(
@@ -138,6 +139,7 @@ def initialised_variant(
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
         stacked=jt.Stack().axes,
+        watch_every=watch_every,
     )
     state = jt.init_state(init_fn, chain, jax.random.key(0), policy=policy)
     step = jt.build_train_step(gpt.loss_fn(model), chain, policy=policy)

@@ -1,0 +1,45 @@
+"""What the norms of every layer cost, measured inside the step in every k-th one."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from experiments.bench import gpt_work, interleave, print_row
+from experiments.bench.step import SHAPES, initialised_variant, make_batch, model_and_rows
+from jaxtrain.models import gpt
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The step with ``make_optimizer(watch_every=)`` against the step without, on one device."""
+
+    shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
+    """Which model."""
+    optimizer: str = "adamw"
+    """Which update rule."""
+    every: int = 10
+    """Steps between two measurements."""
+    rounds: int = 30
+    """Timed rounds, of as many steps as lie between two measurements."""
+
+
+def main(config: Config) -> None:
+    """Runs the row and prints it."""
+    model, rows = model_and_rows(config.shape)
+    batch, init = make_batch(model, rows), functools.partial(gpt.init, model)
+    variants = {
+        name: initialised_variant(
+            model, init, batch, config.every, optimizer=config.optimizer, watch_every=every
+        )
+        for name, every in (("not watched", 0), ("watched", config.every))
+    }
+    about = {
+        "shape": config.shape,
+        "model": dataclasses.asdict(model),
+        "batch": (rows, model.seq_len),
+        "dtypes": "float32",
+        "optimizer": config.optimizer,
+        "watch_every": config.every,
+    }
+    work = gpt_work(model, rows, steps=config.every)
+    print_row("watch", about, interleave(variants, rounds=config.rounds, work=work), work=work)
