@@ -143,7 +143,7 @@ def factors():
     def update(grads, state, params=None):
         g = grads["blocks"]["q"]["kernel"]
         left = state["left"]["w"] + jnp.einsum("lmi,lni->lmn", g, g)
-        return grads, {"left": {"w": left}, "table": state["table"] + g.sum()}
+        return grads, {"left": {"w": left}, "table": state["table"] + jnp.abs(g).sum()}
 
     return optax.GradientTransformation(init, update)
 
