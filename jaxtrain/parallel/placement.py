@@ -220,8 +220,19 @@ def gather(params: PyTree, path: str = "") -> PyTree:
         return params
     placement.pins += 1
     free, under = free_axes(mesh), f"{path}/" if path else ""
-    specs = map_named(lambda name, x: _gathered_spec(under + name, x, free), params)
+    specs = map_named(
+        lambda name, x: _gathered_spec((under + name).removesuffix("/"), x, free), params
+    )
     return jax.lax.with_sharding_constraint(params, specs)
+
+
+@contextlib.contextmanager
+def gathers_whole() -> Iterator[None]:
+    """Makes :func:`gather`, in what is traced within, copy parameters whole over all axes."""
+    placement = _PLACEMENT.value
+    params = {name: (shape, P()) for name, (shape, _) in (placement.params or {}).items()}
+    with _PLACEMENT(dataclasses.replace(placement, params=params)):
+        yield
 
 
 def _gathered_spec(name: str, leaf: Any, free: Sequence[str]) -> P:

@@ -297,3 +297,39 @@ def test_a_leaf_that_has_no_rows_is_not_cut():
     rng = jax.random.key(0)
     mesh = jt.make_mesh(data=8)
     assert worst(trained(mesh), trained(None))[0] <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["model", "step"])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_stages_may_look_up_and_read_weights_of_their_own_however_these_are_split(gather, gathers):
+    """A table and a head that only one stage reads, split over fsdp and tensor."""
+    own = (lambda p, name: jt.gather(p[name], name)) if gathers else lambda p, name: p[name]
+
+    def more(rng):
+        keys = jax.random.split(rng, 3)
+        shapes = {"table": (WIDTH, WIDTH), "pre": (WIDTH, WIDTH), "head": (WIDTH, HIDDEN)}
+        return init(rng) | {
+            name: 0.3 * jax.random.normal(key, shape)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def embed(params, batch, rng):
+        x = batch["x"] + own(params, "table")[batch["word"]]
+        return jt.constrain(x + jnp.tanh(x @ own(params, "pre")), "batch", None)
+
+    def score(params, x, batch):
+        log_p = jax.nn.log_softmax(x @ own(params, "head"))
+        nll = -jnp.take_along_axis(log_p, batch["word"][:, None], 1)[:, 0]
+        return jt.WeightedLoss((nll * batch["mask"]).sum(), batch["mask"].sum())
+
+    rules = [
+        ("table$", ("vocab", "embed")),
+        ("pre$", ("mlp", "embed")),
+        ("head$", ("embed", "vocab")),
+    ]
+    stages = jt.Stages(embed, block, score, row_wise=True)
+    batch = dict(rows()) | {"word": np.arange(ROWS) * 7 % WIDTH}
+    given = {"rules": [*RULES, *rules], "layouts": ["pipe=2,fsdp=2,tensor=2"], "stages": stages}
+    loss_fn = jt.loss_from_stages(stages)
+    jt.parity(more, loss_fn, batch, gather=gather, accumulate=4, steps=1, **given)

@@ -38,6 +38,7 @@ from jaxtrain.parallel.pipeline.device import Plan, device_program, residual_str
 from jaxtrain.parallel.pipeline.stages import (
     Stages,
     enter_stages,
+    gather_in_stages,
     layers_of_stages,
     loss_from_stages,
 )
@@ -194,7 +195,9 @@ def _enter(
     batch = split_microbatches(batch, table.microbatches, "microbatches")
     batch = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1) if x.ndim > 1 else x, batch)
     once = gather == "step" and plan.shards is not None  # gathered within the map
-    if gather != "model" and not once:
+    if gather == "model" or once:
+        stages = gather_in_stages(stages, params, rows(batch, 0))
+    else:
         params, stages = enter_stages(stages, params, shardings)
     return dataclasses.replace(plan, stages=stages, counts=counts), params, batch
 

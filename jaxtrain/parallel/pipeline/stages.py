@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.gradients import row_wise
 from jaxtrain.parallel.mesh import platform
-from jaxtrain.parallel.placement import entered_specs
+from jaxtrain.parallel.placement import entered_specs, gather, gathers_whole, specs_of
 from jaxtrain.parallel.stack import Stack
+from jaxtrain.precision import equations
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -248,6 +249,42 @@ def enter_stages(
         block=tuple(map(pinned_block, stages.blocks, keys)),
         head_loss=pinned(stages.head_loss),
         between=tuple(map(pinned, stages.between)),
+    )
+
+
+def gather_in_stages(stages: Stages, params: PyTree, microbatch: PyTree) -> Stages:
+    """Gathers what a stage reads besides layers as it reads it, where the model gathers layers.
+
+    A model that pins activations alone leaves to XLA's partitioner how weights meet them. It may
+    exchange parts of a weight with a permutation, of which all devices of the mesh are part, within
+    a branch that only one stage takes: that one then waits for all others. Where anything is looked
+    up, by a token or of a target, parameters are whole on all axes, as of :func:`enter_stages`.
+
+    Args:
+      stages, params: the model.
+      microbatch: what its functions are traced with.
+    """
+    if specs_of(params) is None:
+        return stages
+    outer = stages.outer(params)
+    x = jax.eval_shape(stages.embed, outer, microbatch, None)
+
+    def gathered(function: Callable, *rest: Any) -> Callable:
+        traced = jax.make_jaxpr(function)(outer, *rest).jaxpr
+        if all(eqn.primitive.name != "gather" for eqn in equations(traced)):
+            return lambda params, *rest: function(gather(params), *rest)
+
+        def whole(params: PyTree, *rest: Any) -> PyTree:
+            with gathers_whole():
+                return function(gather(params), *rest)
+
+        return whole
+
+    return dataclasses.replace(
+        stages,
+        embed=gathered(stages.embed, microbatch, None),
+        head_loss=gathered(stages.head_loss, x, microbatch),
+        between=tuple(gathered(function, x, microbatch, None) for function in stages.between),
     )
 
 
