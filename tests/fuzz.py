@@ -140,6 +140,8 @@ def make_rules(r: random.Random, params, piped: bool) -> jt.Rules:
         if r.random() < 0.2 and not piped:
             continue  # left to the automatic rule
         axes = [r.choice(AXES) for _ in leaf.shape]
+        # A router's few experts are fewer than the devices along some axes.
+        axes = [axis if size >= 8 else None for axis, size in zip(axes, leaf.shape, strict=True)]
         if "experts" in name or "scan" in name:
             axes[0] = None
         if piped and name.startswith("blocks/"):
