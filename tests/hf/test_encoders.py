@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import jaxtrain as jt
 from jaxtrain import hf
@@ -109,6 +108,8 @@ def test_a_trained_step_comes_back(name, folder_of, tmp_path):
 
 def test_old_names_and_what_pretraining_leaves_are_read(folder_of, tmp_path):
     """As bert-base-uncased is on the hub: TensorFlow's names, copies, the next sentence."""
+    from safetensors.numpy import load_file, save_file
+
     folder = folder_of("bert, tokens")
     expected = load_file(folder / "model.safetensors")
     old = {
@@ -150,6 +151,8 @@ def test_another_head_is_made_and_the_rest_is_read(name, own, folder_of):
 
 
 def test_check_says_what_is_not_read(folder_of, capsys):
+    from safetensors.numpy import load_file
+
     status, out, _ = run(capsys, "hf", "check", str(folder_of("bert, none")))
     assert status == 0
     assert "not read, for the model has no such part, or has it twice: bert.pooler.dense" in out

@@ -51,9 +51,9 @@ every_model = pytest.mark.parametrize(
 
 def save(name, folder, *, dtype="float32", **options):
     """Saves a model whose every parameter is random, so that each of them counts."""
+    library = models.transformers()
     import torch
 
-    library = models.transformers()
     torch.manual_seed(0)
     config = library.T5Config(**MODELS[name])
     model = library.T5ForConditionalGeneration(config)
@@ -171,6 +171,7 @@ def test_a_trained_step_comes_back(name, folder_of, tmp_path):
 @pytest.mark.slow
 def test_a_table_of_more_rows_and_its_copies(tmp_path):
     """As published: tables of 61 rows for fewer tokens, under several names, and an unread bias."""
+    models.transformers()
     from safetensors.torch import load_file, save_file
 
     folder = save("t5", tmp_path / "model", dtype="bfloat16")
@@ -217,9 +218,8 @@ def test_what_no_t5_has_is_refused():
 
 
 def test_distances_fall_into_the_buckets_of_transformers():
-    import torch
-
     models.transformers()
+    import torch
     from transformers.models.t5.modeling_t5 import T5Attention
 
     for both_ways, buckets, far in ((True, 32, 128), (False, 32, 128), (True, 8, 20)):

@@ -136,6 +136,7 @@ CONFIG = vit.ViTConfig(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:rows of 17 positions are no multiple")  # 16 patches, one class
 @pytest.mark.parametrize(
     ("layout", "policy"),
     [
