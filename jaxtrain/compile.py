@@ -50,11 +50,13 @@ class CompiledStep:
         is among the checks too.
     """
 
-    def __init__(self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds):
+    def __init__(
+        self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds, told
+    ):
         self.compiled = compiled
         self.checks = tuple(checks)
         self.compile_seconds = compile_seconds
-        self.told: Mapping[str, str] = {}
+        self.told: Mapping[str, str] = told
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
@@ -197,8 +199,7 @@ def compile_step(
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += [Check(what, found, True) for what, found in told.items()]
     checks += _check_products(traced.jaxpr.jaxpr)
-    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
-    result.told = told
+    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told)
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result

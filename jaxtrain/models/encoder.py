@@ -34,7 +34,6 @@ from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import constrain, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.tree import named_leaves
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -365,9 +364,8 @@ def parameter_count(config: EncoderConfig) -> int:
     >>> parameter_count(bert_base()), parameter_count(roberta_base())
     (109514298, 124697433)
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     padding = config.padded_vocab - config.vocab_size
-    count = sum(leaf.size for leaf in named_leaves(shapes).values())
+    count = sum(layers.parameter_sizes(init, config).values())
     return count - padding * (config.width + (config.head == "tokens"))
 
 
@@ -389,8 +387,7 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
     >>> flops_per_row(bert_base(), length=128, predictions=20)
     70021393920
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+    sizes = layers.parameter_sizes(init, config)
     layer = sum(size for name, size in sizes.items() if name.startswith("blocks/"))
     head = sum(size for name, size in sizes.items() if name.startswith("head/"))
     head += config.vocab_size * config.width if config.head == "tokens" else 0

@@ -43,7 +43,7 @@ from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_laye
 from jaxtrain.parallel.placement import constrain, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import map_named
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -452,7 +452,7 @@ def parameter_count(config: T5Config) -> int:
     (60506624, 76961152)
     """
     padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
 
 
 # Of :func:`flops_per_row`.
@@ -466,7 +466,7 @@ def flops_per_row(config: T5Config) -> int:
     the decoder that read the source, by S; the decoder's others and the head by T; attention of L
     and M layers.
     """
-    S, T, sizes = config.source_len, config.target_len, _sizes(config)
+    S, T, sizes = config.source_len, config.target_len, layers.parameter_sizes(init, config)
     reads_source = re.compile("encoder|decoder/cross/(k|v)/")
     of_source = sum(size for path, size in sizes.items() if reads_source.match(path))
     of_target = sum(size for path, size in sizes.items() if re.match("decoder|final", path))
@@ -575,8 +575,3 @@ def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Arra
 
 def _head_kernel(config: T5Config, params: Params) -> jax.Array:
     return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
-
-
-def _sizes(config: T5Config) -> dict[str, int]:
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}

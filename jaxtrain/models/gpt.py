@@ -33,7 +33,6 @@ from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_laye
 from jaxtrain.parallel.placement import pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import named_leaves
 
 __all__ = [
     "PRESETS",
@@ -282,7 +281,7 @@ def parameter_count(config: GPTConfig) -> int:
     (124439808, 6738415616)
     """
     padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
 
 
 # Of :func:`flops_per_token`.
@@ -306,11 +305,6 @@ def flops_per_token(config: GPTConfig) -> int:
     keys = min(config.seq_len, config.window or config.seq_len)
     attend = 12 * config.layers * config.heads * config.block.head_dim * keys
     return 6 * (parameter_count(config) - lookups) + attend
-
-
-def _sizes(config: GPTConfig) -> dict[str, int]:
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
 
 def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

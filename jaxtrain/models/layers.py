@@ -38,6 +38,7 @@ from jaxtrain.parallel.placement import (
     splits_residual,
     warn_if_whole,
 )
+from jaxtrain.tree import named_leaves
 
 # (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
 # to a cache that it hands back.
@@ -52,6 +53,18 @@ def pure(module: type[nnx.Module], config: Any, rng: jax.Array) -> dict[str, Any
 def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> nnx.Module:
     """Returns ``module`` with what is in ``params`` in place of its own, ready to be called."""
     return nnx.merge(_definition(module, config), *params)
+
+
+@functools.cache
+def parameter_sizes(init: Callable[[Any, jax.Array], Any], config: Any) -> Mapping[str, int]:
+    """Counts the values of each parameter of a model by its path; nothing is computed.
+
+    Args:
+      init: the model's ``init(config, rng)``.
+      config: the model.
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
 
 @functools.cache

@@ -30,7 +30,6 @@ from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.tree import named_leaves
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -246,5 +245,4 @@ def parameter_count(config: ViTConfig) -> int:
     >>> parameter_count(vit_base())
     86567656
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return sum(leaf.size for leaf in named_leaves(shapes).values())
+    return sum(layers.parameter_sizes(init, config).values())
