@@ -169,10 +169,11 @@ def of_vit(config: Config, **sizes: Any) -> dict[str, Any]:
         recompute=config.pipeline.remat == "full",
     )
     stages = dataclasses.replace(vit.stages(model), stacked=stack)
+    uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
     return {
         "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
         "loss_fn": loss_from_stages(stages),
-        "rules": Rules(vit.RULES),
+        "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
         "gather": "model",
         "stages": stages,
         "pipeline": pipeline | {"virtual": stack.virtual},
