@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,8 +16,10 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import data, hf
+from jaxtrain.compile import compile_step
 from jaxtrain.experiment import no_batches
 from jaxtrain.host.paths import as_path
+from jaxtrain.models.generate import Prompts, Weights
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import loss_from_stages
@@ -354,6 +356,32 @@ def facts(
         ),
         "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
     }
+
+
+def compile_writer(
+    step: Callable[[Any, Prompts], Any],
+    params: Any,
+    batch: Prompts,
+    *,
+    stack: Stack,
+    rules: Rules,
+) -> Callable[[Prompts], Any]:
+    """Compiles a step that generates for parameters where training has left them.
+
+    All processes call it and what it returns: the parameters lie on all of them.
+
+    Args:
+      step: of :mod:`jaxtrain.models.generate` or its like for targets.
+      params: of a train state.
+      batch: an example; rows divide over the mesh.
+      stack, rules: how the parameters are stacked, and their rules.
+    """
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.
+        return functools.partial(jax.jit(step), Weights(jax.jit(stack.natural)(params)))
+    weights = Weights(stack.natural(params))
+    compiled = compile_step(step, weights, batch, mesh=mesh, rules=rules, donate=False)
+    return functools.partial(compiled, weights)
 
 
 def text_name(config: Config) -> str:
