@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxtrain.data import SubwordTokenizer
-from jaxtrain.hf import weights
+from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
 from jaxtrain.run import trained
 
@@ -19,8 +19,9 @@ class CheckOptions:
     """Reads every tensor of a folder as a parameter, writes it again in memory, and compares the
     bits in both directions; prints what maps to what. The exit status is 1 where they differ."""
 
-    folder: tyro.conf.Positional[Path]
-    """With config.json and model.safetensors, or shards and their index."""
+    folder: tyro.conf.Positional[str]
+    """With config.json and model.safetensors, or shards and their index; or a name on the hub,
+    ORG/NAME or ORG/NAME@REVISION, which is downloaded into its cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
     del rest
     quiet.start()
     if isinstance(options.action, CheckOptions):
-        return _check(options.action.folder)
+        return _check(Path(hub.local_folder(options.action.folder)))
     return _export(options.action)
 
 

@@ -40,7 +40,7 @@ from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, pin_residual
+from jaxtrain.parallel.placement import constrain, gather, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named
@@ -289,10 +289,18 @@ def logits(
 def encoded(
     config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the encoder's result [B, S, D] for ``source`` and ``source_segments``."""
+    """Returns the encoder's result [B, S, D] for ``source`` and ``source_segments``.
+
+    On a mesh it gathers its layers one at a time.
+    """
     batch = dict(batch) | {"tokens": batch["source"][:, :1]}
     parts = stages(config)
-    x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
+
+    def gathering(layer):
+        return lambda weights, *rest: layer(gather(weights), *rest)
+
+    x = parts.enter(0, params, None, batch, rng)
+    x = run_layers(parts, params, x, batch, rng, wrap=gathering)
     return parts.enter(1, params, x, batch, rng)["source"]
 
 

@@ -227,6 +227,11 @@ def batch_shardings(
     return map_named(sharding, batch)
 
 
+def batch_parts(mesh: Mesh) -> int:
+    """Returns into how many parts a mesh splits the rows of a batch."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array whose leading axis is the batch."""
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
 from jaxtrain.models import encoder, encoder_decoder, gpt
+from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
 
@@ -25,15 +27,19 @@ FORMS = {
 Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 
 
-def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer]:
+def load(
+    run: str, step: int | None = None, *, mesh: Mesh | None = None
+) -> tuple[Model, dict, data.Tokenizer]:
     """Reads a run's model, parameters and tokenizer.
 
     Args:
       run: the run's folder.
       step: which checkpoint; by default the best one.
+      mesh: what the parameters are placed on, by the rules of their model; None for one device.
 
     Raises:
       FileNotFoundError: where there is no checkpoint.
+      ValueError: a parameter does not fit the mesh.
     """
     folder = as_path(run)
     with Checkpointer(folder / "checkpoints") as checkpoints:
@@ -42,6 +48,11 @@ def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
         module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
         shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
+        if mesh is not None:
+            shardings = param_shardings(shapes, mesh, module.RULES)
+            shapes = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+            )
         params = checkpoints.restore_params(shapes, step)
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
