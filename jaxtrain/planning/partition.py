@@ -262,9 +262,8 @@ class Partitioner:
             over = tuple(a for d in sorted(gone) for a in first.spec[d])
             self.send("all-reduce", over, self.size(shape, first.dtype, spec))
             return spec
-        # Per dimension, the axes of the largest operand that is split there.
+        # Per dimension, the axes of the first operand that is split there.
         alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
-        alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
         wanted = [
             () if n == 1 else next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ())
             for d, n in enumerate(shape)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
@@ -165,6 +166,25 @@ def test_what_is_not_known_is_named_and_takes_memory():
     assert cost.hbm_bytes >= 2 * 4 * 8 * 8
     assert cost.flops[MATMUL] >= 2 * 8 * 8
     assert peak >= 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("send", "kind", "sent"),
+    [
+        (lambda x: jax.lax.psum(x, "tensor"), "all-reduce", 2 * 3 / 4),
+        (lambda x: jax.lax.pmax(x, "tensor"), "all-reduce", 2 * 3 / 4),
+        (lambda x: jax.lax.all_gather(x, "tensor"), "all-gather", 3),
+        (lambda x: jax.lax.all_gather(x, "tensor", tiled=True), "all-gather", 3),
+        (lambda x: jax.lax.psum_scatter(x, "tensor"), "reduce-scatter", 3 / 4),
+        (lambda x: jax.lax.all_to_all(x, "tensor", 0, 1), "all-to-all", 3 / 4),
+        (lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]), "collective-permute", 1),
+    ],
+)
+def test_what_a_manual_region_sends_is_counted_by_its_kind(send, kind, sent):
+    mesh = jt.make_mesh(data=2, tensor=4)
+    mapped = jax.shard_map(send, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    cost, _ = walk(mapped, [((), ())], (4, 8), mesh=dict(mesh.shape))
+    assert cost.wire_bytes == {(kind, ("tensor",)): sent * 4 * 4 * 8}
 
 
 def test_what_is_computed_and_sent_is_the_compilers_own_figure():
