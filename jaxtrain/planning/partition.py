@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.specs import entries_of, names_of
 from jaxtrain.planning.roofline import ring_share
 
 Axes = tuple[str, ...]
@@ -283,11 +284,10 @@ class Partitioner:
         return self.fit(shape, wanted)
 
 
-def axis_names(entry: Any) -> Axes:
-    """The mesh axes in an entry of a ``PartitionSpec``."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def spec_of(leaf: Any) -> Spec:
+    """The mesh axes per dimension of an array, or a shape; none where it has no sharding."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    return tuple(map(names_of, entries_of(spec, len(leaf.shape))))
 
 
 def _itemsize(dtype: Any) -> int:

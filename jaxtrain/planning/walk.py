@@ -33,9 +33,10 @@ import jax
 import numpy as np
 
 from jaxtrain.ops.attention import KERNEL_SCOPE
+from jaxtrain.parallel.specs import entries_of, names_of
 from jaxtrain.planning.flops import CHEAP, bodies, count_equation, product_dimensions, product_flops
 from jaxtrain.planning.liveness import Liveness
-from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value, axis_names
+from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
 
 # Data is moved, or seen in another shape: part of what reads it.
 MOVES = frozenset(
@@ -296,7 +297,7 @@ class Walk(Partitioner):
     def exchange(self, name: str, equation: Any, inputs: list[Value], liveness) -> list[Value]:
         """Collectives of a manual region, in which a device's own part is the shape."""
         params, specs, whole = equation.params, [], 0
-        axes = axis_names(params.get("axes", params.get("axis_name")))
+        axes = names_of(params.get("axes", params.get("axis_name")))
         # A ragged exchange has more operands, which say what goes where.
         for value, variable in zip(inputs, equation.outvars, strict=False):
             shape = tuple(variable.aval.shape)
@@ -310,11 +311,10 @@ class Walk(Partitioner):
 
     def do_sharding_constraint(self, equation, inputs, liveness):
         (value,) = inputs
-        spec = equation.params["sharding"].spec
-        entries = list(spec) + [None] * (len(value.shape) - len(spec))
+        entries = entries_of(equation.params["sharding"].spec, len(value.shape))
         open_ = jax.sharding.PartitionSpec.UNCONSTRAINED
         wanted = [
-            old if entry is open_ else axis_names(entry)
+            old if entry is open_ else names_of(entry)
             for old, entry in zip(value.spec, entries, strict=True)
         ]
         laid = dataclasses.replace(value, spec=self.fit(value.shape, wanted))
@@ -325,16 +325,6 @@ class Walk(Partitioner):
             liveness.read(value.roots)
             laid.roots, laid.fused = liveness.write(copied), False
         return [laid]
-
-    def do_iota(self, equation, inputs, liveness):
-        aval = equation.outvars[0].aval
-        return [Value(tuple(aval.shape), aval.dtype, ((),) * len(aval.shape), free=True)]
-
-    def do_convert_element_type(self, equation, inputs, liveness):
-        (value,), aval = inputs, equation.outvars[0].aval
-        if aval.dtype == value.dtype:
-            return [dataclasses.replace(value)]
-        return [self.fuse(inputs, aval, value.spec)]
 
     def do_dot_general(self, equation, inputs, liveness):
         (lhs, rhs), aval = inputs[:2], equation.outvars[0].aval
@@ -420,10 +410,8 @@ class Walk(Partitioner):
         liveness.transient(peak - sum(self.bytes(r) for r in results if r.roots))
         specs = []
         for value, spec in zip(results, params["out_specs"], strict=True):
-            names = list(spec) + [None] * (len(value.shape) - len(spec))
-            specs.append(
-                tuple((*axis_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
-            )
+            entries = map(names_of, entries_of(spec, len(value.shape)))
+            specs.append(tuple((*n, *axes) for n, axes in zip(entries, value.spec, strict=True)))
         return self.landed(equation.outvars, specs, inputs, liveness)
 
     def do_scan(self, equation, inputs, liveness):
