@@ -24,7 +24,7 @@ from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import equations, products_in
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -241,7 +241,7 @@ def _processor() -> str:
 
 def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:
     aliased = compiled.memory_analysis().alias_size_in_bytes
-    placed = state if shardings is None else jax.tree.map(_on, state, shardings)
+    placed = state if shardings is None else shapes_on(state, shardings)
     wanted = local_bytes(placed)
     checks = [
         Check("state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted)
@@ -369,10 +369,6 @@ def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> N
                 f"{'no leaf of the state' if axis == 'pipe' else 'nothing in this step'}, so its "
                 f"devices would repeat each other's work: {mend}, or use size 1"
             )
-
-
-def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _lies(x: Any, sharding: NamedSharding) -> bool:

@@ -141,11 +141,7 @@ def abstract_state(
     if mesh is None:
         return shapes
     shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
-    return jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    return shapes_on(shapes, shardings)
 
 
 def train_state_shardings(
@@ -224,6 +220,15 @@ def describe_sharding(state: PyTree) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the shapes of a pytree (of arrays, or of shapes) with these shardings."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
 def local_bytes(tree: PyTree) -> int:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh, slow_parts
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
-from jaxtrain.parallel.specs import names_of, tidy, within
+from jaxtrain.parallel.specs import entries_of, names_of, tidy, within
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -332,8 +332,8 @@ def model_gathers() -> Iterator[None]:
 
 def _without_batch_axes(spec: P, rank: int, free: Sequence[str]) -> P:
     """A spec with an entry per dimension, of free axes that split no batch."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    kept = [tuple(a for a in names_of(e) if a in free and a not in BATCH_AXES) for e in entries]
+    entries = map(names_of, entries_of(spec, rank))
+    kept = [tuple(a for a in axes if a in free and a not in BATCH_AXES) for axes in entries]
     return P(*map(tidy, kept))
 
 

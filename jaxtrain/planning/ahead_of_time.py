@@ -33,10 +33,10 @@ from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import crossing_bytes, ring_share, wire_seconds
+from jaxtrain.planning.roofline import ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, local_bytes, shapes_on
 from jaxtrain.step import scan_steps
 
 PyTree = Any
@@ -210,11 +210,11 @@ def plan_step(
             estimated = on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
-    traffic = None
+    moved = None
     if not unread:
-        traffic = summarize(program.collectives, target)
+        moved = program.collectives
     elif estimated is not None:
-        traffic = _estimated_traffic(estimated.cost, target, mesh)
+        moved = traced_collectives(estimated.cost, mesh)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -225,7 +225,7 @@ def plan_step(
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
-        traffic=traffic,
+        traffic=None if moved is None else summarize(moved, target),
         traffic_estimated=bool(unread),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
@@ -284,17 +284,12 @@ def split_memory(
       kept_bytes: what loops keep for the backward pass, by the traced step.
     """
     shapes = jax.eval_shape(lambda tree: tree, batch)
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        train.batch_shardings,
-    )
     parts = {"parameters": 0, "optimizer_state": 0, "other_state": local_bytes(state)}
     if isinstance(state, TrainState):
         parts["parameters"] = local_bytes(state.params)
         parts["optimizer_state"] = local_bytes(state.opt_state)
         parts["other_state"] -= parts["parameters"] + parts["optimizer_state"]
-    parts["batch"] = local_bytes(placed)
+    parts["batch"] = local_bytes(shapes_on(shapes, train.batch_shardings))
     peak = peak_bytes(train.compiled, chip.kind)
     rest = max(0, peak - sum(parts.values()))
     kept = min(rest, kept_bytes)
@@ -354,21 +349,16 @@ def summarize(
     return tuple(sorted(rows, key=lambda row: -row.sent))
 
 
-def _estimated_traffic(cost: Cost, target: Target, mesh: Mesh) -> tuple[Traffic, ...]:
-    """What a trace sends, by kind and axes; the bytes of each are the mean."""
-    rows, slow = [], slow_parts(mesh)
+def traced_collectives(cost: Cost, mesh: Mesh) -> tuple[Collective, ...]:
+    """What a trace sends: by kind and axes, as many collectives as there are, of the mean size."""
+    found, slow = [], slow_parts(mesh)
     for (kind, axes), count in cost.wire_count.items():
-        group, sent = math.prod(mesh.shape[axis] for axis in axes), cost.wire_bytes[kind, axes]
-        if round(count) < 1:
-            continue
-        payload = round(sent / ring_share(kind, group))
-        each = round(payload / count)
-        crossing = crossing_bytes(kind, axes, sent, mesh.shape, slow)
-        seconds = _seconds(kind, sent, crossing, target)
-        rows.append(
-            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, False, crossing)
-        )
-    return tuple(sorted(rows, key=lambda row: -row.sent))
+        if times := round(count):
+            group = math.prod(mesh.shape[axis] for axis in axes)
+            islands = math.prod(slow.get(axis, 1) for axis in axes)
+            payload = cost.wire_bytes[kind, axes] / ring_share(kind, group) / times
+            found.append(Collective(kind, axes, group, times, round(payload), islands=islands))
+    return tuple(found)
 
 
 def _seconds(kind: str, sent: float, crossing: float, target: Target | None) -> float | None:

@@ -84,6 +84,7 @@ def predict(
     """Predicts the time of a train step that was compiled as a call of so many steps."""
     hosts = len({device.process_index for device in mesh.devices.flat})
     target = Target(chip.name, chip, (hosts, max(1, mesh.size // hosts)))
-    program = read_compiled(train.compiled, mesh)[0].per_step(steps)
+    program, _, unread = read_compiled(train.compiled, mesh)
     estimated = estimate.estimate(experiment, mesh.size, kind=chip.kind)
-    return estimate.predict(estimated, target, wires(program.collectives))
+    moved = None if unread else wires(program.per_step(steps).collectives)
+    return estimate.predict(estimated, target, moved)

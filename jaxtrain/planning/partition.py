@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.specs import entries_of, names_of
 from jaxtrain.planning.roofline import ring_share
 
 Axes = tuple[str, ...]
@@ -262,9 +263,8 @@ class Partitioner:
             over = tuple(a for d in sorted(gone) for a in first.spec[d])
             self.send("all-reduce", over, self.size(shape, first.dtype, spec))
             return spec
-        # Per dimension, the axes of the largest operand that is split there.
+        # Per dimension, the axes of the first operand that is split there.
         alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
-        alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
         wanted = [
             () if n == 1 else next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ())
             for d, n in enumerate(shape)
@@ -284,11 +284,10 @@ class Partitioner:
         return self.fit(shape, wanted)
 
 
-def axis_names(entry: Any) -> Axes:
-    """The mesh axes in an entry of a ``PartitionSpec``."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def spec_of(leaf: Any) -> Spec:
+    """The mesh axes per dimension of an array, or a shape; none where it has no sharding."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    return tuple(map(names_of, entries_of(spec, len(leaf.shape))))
 
 
 def _itemsize(dtype: Any) -> int:

@@ -420,6 +420,10 @@ def test_after_a_run(monkeypatch):
     assert lines[0].endswith("(+100.0%)")
     roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+    # Of a program that XLA cannot print, the traffic is that of the trace.
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "a new way of writing")
+    traced = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    assert traced.interconnect["data"] == pytest.approx(roofline.interconnect["data"], rel=0.3)
 
 
 @pytest.mark.slow
