@@ -29,11 +29,12 @@ from jaxtrain.planning.estimate import (
     predict,
     trace_step,
 )
+from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import ring_share, wire_seconds
+from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
@@ -209,6 +210,8 @@ def plan_step(
         if experiment is not None:
             estimated = on_critical_path(estimated, experiment, state.params)
         roofline = predict(estimated, target, None if unread else sent(program.collectives))
+        if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
+            roofline = as_scheduled(roofline, program, text, target, mesh, steps_per_call)
     traffic = None
     if not unread:
         traffic = summarize(program.collectives, target, mesh)
@@ -255,6 +258,24 @@ def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple
         what = "its text was not understood" if text else "XLA cannot print the program"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Program(), text, (f"communication is not known: {what} ({reason})",)
+
+
+def as_scheduled(
+    roofline: Prediction, program: Program, text: str, target: Target, mesh: Mesh, steps: int
+) -> Prediction:
+    """The prediction with what the schedule of a program of so many steps leaves exposed."""
+
+    def seconds(collective: Collective) -> float:
+        island = target.devices_per_island
+        given = collective.kind, collective.axes, collective.sent
+        return wire_seconds(*given, target.chip, mesh.shape, island)
+
+    products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
+    times = {"products": steps * products, "others": steps * others}
+    waits = exposed_seconds(text, program, **times, seconds=seconds)
+    if waits is None:
+        return roofline
+    return dataclasses.replace(roofline, waits={axes: s / steps for axes, s in waits.items()})
 
 
 def sent(collectives: tuple[Collective, ...]) -> Mapping[tuple[str, tuple[str, ...]], float]:

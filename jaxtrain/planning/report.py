@@ -321,14 +321,17 @@ def _roofline(plan: Plan) -> Table:
     table.add_row("HBM", _seconds(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
     for axes, seconds in roofline.interconnect.items():
         overlaps = "overlaps" if hides(axes) else "does not overlap"
+        if roofline.waits is not None:
+            overlaps = f"of which {_seconds(roofline.waits.get(axes, 0.0))} exposed"
         table.add_row(f"interconnect {axes}", _seconds(seconds), overlaps)
     return table
 
 
 def _prediction(plan: Plan) -> str:
     roofline, mfu, most = plan.roofline, plan.mfu, plan.mfu_ceiling
+    how = "" if roofline.waits is None else " as it is scheduled"
     text = (
-        f"bound by {roofline.bound}; predicted step time {_seconds(roofline.step_seconds)}"
+        f"bound by {roofline.bound}; predicted step time{how} {_seconds(roofline.step_seconds)}"
         + ("" if mfu is None else f" (MFU {mfu:.1%})")
         + f", {_seconds(roofline.step_seconds_apart)} if no communication overlaps; its products "
         f"alone take at least {_seconds(roofline.least)}"
