@@ -86,10 +86,11 @@ ENTRY %main (a: f32[8,8]) -> f32[16,8] {{
   %a = f32[8,8]{{1,0}} parameter(0)
   %s = f32[16,8]{{1,0}} fusion(%a), kind=kCustom, calls=%f.Start
   %d = {DOT}
-  ROOT %e = f32[16,8]{{1,0}} fusion(%a), kind=kCustom, calls=%f.Done
+  %e = f32[16,8]{{1,0}} fusion(%a), kind=kCustom, calls=%f.Done
+  ROOT %d.2 = {DOT}
 }}
 """
-    assert waits(text, products=1.0, gather=3.0) == {"tensor": 2.0}
+    assert waits(text, products=2.0, gather=3.0) == {"tensor": 2.0}
 
 
 def test_a_program_that_is_not_scheduled_says_nothing():
