@@ -330,7 +330,9 @@ def _named_spec(
         entries.append(tidy(carried))
     table = LOGICAL_AXES | dict(rules.axes)
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
-    on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
+    # "layers" does not count, which a pipeline alone splits.
+    named = set(axes) - {None, "layers"}
+    on_purpose = not any(table.get(logical, logical) for logical in named)
     return P(*entries) if any(entries) or on_purpose else P()
 
 

@@ -29,11 +29,12 @@ from jaxtrain.planning.estimate import (
     predict,
     trace_step,
 )
+from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import ring_share, wire_seconds
+from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes, shapes_on
@@ -210,6 +211,8 @@ def plan_step(
             estimated = on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
+        if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
+            roofline = as_scheduled(roofline, program, text, target, steps_per_call)
     moved = None
     if not unread:
         moved = program.collectives
@@ -256,6 +259,23 @@ def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple
         what = "its text was not understood" if text else "XLA cannot print the program"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Program(), text, (f"communication is not known: {what} ({reason})",)
+
+
+def as_scheduled(
+    roofline: Prediction, program: Program, text: str, target: Target, steps: int
+) -> Prediction:
+    """The prediction with what the schedule of a program of so many steps leaves exposed."""
+
+    def seconds(collective: Collective) -> float:
+        given = collective.kind, collective.sent, collective.crossing
+        return sum(wire_seconds(*given, target.chip))
+
+    products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
+    times = {"products": steps * products, "others": steps * others}
+    waits = exposed_seconds(text, program, **times, seconds=seconds)
+    if waits is None:
+        return roofline
+    return dataclasses.replace(roofline, waits={axes: s / steps for axes, s in waits.items()})
 
 
 def wires(

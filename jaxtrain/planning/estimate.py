@@ -306,7 +306,11 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     )
     recompute = pipeline.get("remat", "full") == "full"
     if len(stages.blocks) == 1:
-        weights = weigh(stages, experiment.init_fn, experiment.batch)
+        weights = weigh(
+            stages,
+            lambda rng: stages.stacked.natural(experiment.init_fn(rng)),
+            experiment.batch,
+        )
     else:  # all layers alike, and nothing around them
         weights = Weights(embed=(0.0, 0.0), layer=(1.0, 3.0), head=(0.0, 0.0))
     counts = layers_of_stages(stages, params, devices=devices)

@@ -396,6 +396,16 @@ def test_stages_that_are_balanced_take_less_time_than_even_ones():
     assert work[1] < 0.95 * work[0]
 
 
+def test_an_interleaved_pipeline_waits_as_its_table_says():
+    pipeline = options.PipelineOptions(schedule="interleaved", microbatches=8, virtual=2)
+    found = estimate(tiny({"pipe": 2, "data": 4}, pipeline=pipeline, layers=4), 8)
+    natural = tiny({"data": 8}, layers=4)
+    weights = weigh(natural.stages, natural.init_fn, natural.batch)
+    forward, backward = weights.of_stages([1] * 4)
+    table = make_table("interleaved", stages=2, microbatches=8, virtual=2)
+    assert found.bubble == bubble(table, forward=forward, backward=backward)
+
+
 def test_the_order_of_sizes_is_the_compilers():
     estimated, compiled = [], []
     for changes in ({"remat": "none"}, {"remat": "full", "accumulate": 4}):

@@ -20,8 +20,6 @@ from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import parse_target
 
 TOLERANCE = 0.25
-# Norms of 16,384 features times 64 layers are whole on purpose.
-RULES = type(gpt.RULES)((("^blocks/norm_(attn|mlp)/(scale|bias)$", (None, None)), *gpt.RULES))
 
 MAXTEXT = "MaxText, configs/tpu"
 MAXTEXT_GPU = "MaxText, configs/gpu/a3"
@@ -102,7 +100,7 @@ class Run:
             train_batches=no_batches,
             steps=1,
             mesh=self.mesh,
-            rules=Rules(RULES),
+            rules=Rules(gpt.RULES),
             gather="model",
             policy=jt.Policy.bf16(),
             accumulate=self.accumulate,
