@@ -3,7 +3,6 @@
 Everything starts from shapes: nothing is allocated, and no data is read.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -15,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh, slow_parts
@@ -66,7 +65,7 @@ def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -
         "outputs in place": sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
         "program": sizes.generated_code_size_in_bytes,
-        "peak": peak_bytes(compiled, _platform(compiled)),
+        "peak": peak_bytes(compiled),
     }
     found = () if params is None or mesh is None else unexpected_gathers(program, params, mesh)
     return Explanation(
@@ -310,7 +309,7 @@ def split_memory(
         parts["optimizer_state"] = local_bytes(state.opt_state)
         parts["other_state"] -= parts["parameters"] + parts["optimizer_state"]
     parts["batch"] = local_bytes(shapes_on(shapes, train.batch_shardings))
-    peak = peak_bytes(train.compiled, chip.kind)
+    peak = train.memory_bytes
     rest = max(0, peak - sum(parts.values()))
     kept = min(rest, kept_bytes)
     return Memory(
@@ -320,20 +319,6 @@ def split_memory(
         program=train.compiled.memory_analysis().generated_code_size_in_bytes,
         peak=peak,
         limit=chip.memory_bytes,
-    )
-
-
-def peak_bytes(compiled: Any, kind: str) -> int:
-    """Bytes on one device at the fullest moment of a compiled function."""
-    sizes = compiled.memory_analysis()
-    if kind != "cpu":
-        return sizes.peak_memory_in_bytes
-    # The CPU compiler's own figure leaves temporaries out.
-    return (
-        sizes.argument_size_in_bytes
-        + sizes.temp_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
     )
 
 
@@ -402,13 +387,6 @@ def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:
 def _mesh_of(state: PyTree) -> Mesh | None:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-
-
-def _platform(compiled: Any) -> str:
-    with contextlib.suppress(StopIteration, AttributeError, TypeError):
-        sharding = next(iter(jax.tree.leaves(compiled.output_shardings)))
-        return next(iter(sharding.device_set)).platform
-    return "cpu"
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:

@@ -10,7 +10,7 @@ from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import estimate
-from jaxtrain.planning.ahead_of_time import peak_bytes, read_compiled, wires
+from jaxtrain.planning.ahead_of_time import read_compiled, wires
 from jaxtrain.planning.chips import Chip, chip_of
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
@@ -46,7 +46,7 @@ def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None)
     try:
         chip = chip_of(device.device_kind)
         return [
-            _memory_line(peak_bytes(train.compiled, device.platform), device.platform),
+            _memory_line(train.memory_bytes, device.platform),
             _time_line(train, steps, mesh, experiment, seconds, chip),
         ]
     except Exception as error:  # the run is done and saved: nothing said about it may end it

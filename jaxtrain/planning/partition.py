@@ -132,11 +132,14 @@ class Partitioner:
 
     # Traffic. Bytes are what one device sends in a ring.
 
-    def send(self, kind: str, axes: Axes, size: float) -> None:
-        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array."""
+    def send(self, kind: str, axes: Axes, size: float, *, times: int = 1) -> None:
+        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array.
+
+        ``times`` is -1 for an all-reduce of a value that turns out to be added up otherwise.
+        """
         if (n := self.parts(axes)) > 1:
-            self.cost.wire_bytes[kind, axes] += ring_share(kind, n) * size
-            self.cost.wire_count[kind, axes] += 1
+            self.cost.wire_bytes[kind, axes] += times * ring_share(kind, n) * size
+            self.cost.wire_count[kind, axes] += times
 
     def reshard(self, value: Value, spec: Spec) -> int:
         """Lays a value out anew, and returns the bytes of a gathered copy (0 for none)."""
@@ -151,19 +154,13 @@ class Partitioner:
         self.send("all-to-all", moved, self.bytes(value))
         return size
 
-    def unsend(self, value: Value) -> None:
-        """Takes back the all-reduce of a value that turns out to be added up otherwise."""
-        key, size = ("all-reduce", value.summed), self.bytes(value)
-        self.cost.wire_bytes[key] -= ring_share(key[0], self.parts(value.summed)) * size
-        self.cost.wire_count[key] -= 1
-
     def scatter(self, value: Value, spec: Spec) -> bool:
         """Whether a sum that is laid out anew is scattered: each device keeps a part of it."""
         before = {a for axes in value.spec for a in axes}
         cut = {a for axes in spec for a in axes} - before
         if not value.summed or cut != set(value.summed):
             return False
-        self.unsend(value)
+        self.send("all-reduce", value.summed, self.bytes(value), times=-1)
         self.send("reduce-scatter", value.summed, self.bytes(value))
         return True
 

@@ -44,11 +44,6 @@ class Memory:
     limit: int | None
 
     @property
-    def state(self) -> int:
-        """Parameters, optimizer state and the rest of the state."""
-        return self.parameters + self.optimizer_state + self.other_state
-
-    @property
     def needed(self) -> int:
         """The peak and the program."""
         return self.peak + self.program

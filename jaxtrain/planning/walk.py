@@ -48,9 +48,9 @@ MOVES = frozenset(
 )
 # What is sent in a manual region.
 COLLECTIVES = {
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
-    "reduce_scatter": "reduce-scatter",
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), "reduce-scatter"),
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
     "ppermute": "collective-permute",
 }
@@ -267,7 +267,7 @@ class Walk(Partitioner):
         specs = [self.along("add_any", {}, inputs, first.shape)]
         total = self.fuse(inputs, equation.outvars[0].aval, specs[0])
         if first.summed and first.summed == second.summed and first.spec == second.spec:
-            self.unsend(second)
+            self.send("all-reduce", second.summed, self.bytes(second), times=-1)
             total.summed = first.summed
         return [total]
 
@@ -279,13 +279,10 @@ class Walk(Partitioner):
         outputs = []
         for variable in equation.outvars:
             shape = tuple(variable.aval.shape)
-            if name in ("reshape", "expand_dims"):
+            if name in ("reshape", "expand_dims", "squeeze"):
                 spec = self.reshaped(value, shape)
             elif name == "transpose":
                 spec = tuple(value.spec[d] for d in params["permutation"])
-            elif name == "squeeze":
-                gone = {d % len(value.shape) for d in params["dimensions"]}
-                spec = tuple(axes for d, axes in enumerate(value.spec) if d not in gone)
             else:
                 spec = self.fit(shape, value.spec)
             part = value.part or name in ("slice", "dynamic_slice")

@@ -388,7 +388,8 @@ def test_a_call_of_many_steps_is_planned_as_it_runs():
     )
     # The compiled call's memory: all of its batches, beside one state.
     assert many.memory.batch == 4 * one.memory.batch
-    assert many.memory.state == one.memory.state
+    for part in ("parameters", "optimizer_state", "other_state"):
+        assert getattr(many.memory, part) == getattr(one.memory, part)
     assert one.memory.peak < many.memory.peak < 2 * one.memory.peak
     # Of one step: what it computes and communicates.
     assert many.flops == one.flops
