@@ -19,7 +19,6 @@ import numpy as np
 from jaxtrain.models import layers
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.gpt import Params, embed, head_logits
-from jaxtrain.ops.attention import attention, cached_attention
 
 
 @jax.tree_util.register_dataclass
@@ -138,25 +137,21 @@ def prefill(
       cache_len: S, at least P.
     """
     B, P = tokens_BP.shape
-    angles = layers.row_angles(config.block, None, P)
 
-    def attend(q_BTHK, k_BTGK, v_BTGK):
-        # Padding comes after the prompt, where causal attention does not look; its keys in the
-        # cache are overwritten before any position may see them.
-        out_BTHK = attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGK,
-            window=config.window,
-            implementation=config.attention,
-        )
-        return out_BTHK, (k_BTGK, v_BTGK)
+    def layer(x_BTD, params_and_index):
+        layer_params, l = params_and_index
 
-    def layer(x_BTD, layer_params):
+        def attend(*qkv):
+            # Padding comes after the prompt, where causal attention does not look; its keys in the
+            # cache are overwritten before any position may see them.
+            return layers.row_attention(config.block, l, *qkv), qkv[1:]
+
+        angles = layers.row_angles(config.block, l, None, P)
         return layers.apply(layers.Block, config.block, layer_params)(x_BTD, angles, attend)
 
     x_BTD = embed(config, params, {"tokens": tokens_BP})
-    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, params["blocks"])
+    xs = (params["blocks"], jnp.arange(config.layers))
+    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, xs)
     last_B1D = x_BTD[jnp.arange(B), lengths_B - 1][:, None]
     padding = ((0, 0), (0, 0), (0, 0), (0, cache_len - P), (0, 0))
     k, v = (jnp.pad(x.transpose(0, 1, 3, 2, 4), padding) for x in kv_LBTGK)
@@ -173,7 +168,7 @@ def decode_step(
       tokens_B, positions_B: int32.
     """
     positions_B1 = positions_B[:, None]
-    angles, rows = layers.row_angles(config.block, positions_B1, 1), jnp.arange(tokens_B.shape[0])
+    rows = jnp.arange(tokens_B.shape[0])
 
     def layer(carry, params_and_index):
         x_B1D, cache = carry
@@ -182,11 +177,10 @@ def decode_step(
         def attend(q_B1HK, k_B1GK, v_B1GK):
             k = cache.k.at[l, rows, :, positions_B].set(k_B1GK[:, 0])
             v = cache.v.at[l, rows, :, positions_B].set(v_B1GK[:, 0])
-            out_BHK = cached_attention(
-                q_B1HK[:, 0], k[l], v[l], positions_B=positions_B, window=config.window
-            )
+            out_BHK = layers.step_attention(config.block, l, q_B1HK[:, 0], k[l], v[l], positions_B)
             return out_BHK[:, None], Cache(k, v)
 
+        angles = layers.row_angles(config.block, l, positions_B1, 1)
         return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None
 
     x_B1D = embed(config, params, {"tokens": tokens_B[:, None], "positions": positions_B1})

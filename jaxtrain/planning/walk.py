@@ -33,7 +33,13 @@ import jax
 import numpy as np
 
 from jaxtrain.ops.attention import KERNEL_SCOPE
-from jaxtrain.planning.flops import CHEAP, count_equation, product_dimensions, product_flops
+from jaxtrain.planning.flops import (
+    CHEAP,
+    branch_shares_of,
+    count_equation,
+    product_dimensions,
+    product_flops,
+)
 from jaxtrain.planning.liveness import Liveness
 from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value, axis_names
 
@@ -511,7 +517,9 @@ class Walk(Partitioner):
             walked.append((sum(self.cost.flops.values()), peak - own, self.cost, results))
         self.cost = outer
         dearest = max(walked, key=lambda w: w[0])
-        self.cost.add(dearest[2])
+        shares = branch_shares_of(equation) or [float(w is dearest) for w in walked]
+        for share, (_, _, cost, _) in zip(shares, walked, strict=True):
+            self.cost.add(cost, share)
         liveness.transient(max(w[1] for w in walked))
         outputs = []
         for i, variable in enumerate(equation.outvars):
