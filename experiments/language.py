@@ -355,6 +355,8 @@ def facts(
             head_dim=model.block.head_dim,
             length=length,
             dropout=model.attention_dropout,
+            window=model.window,
+            softcap=model.attention_softcap,
             **shape,
         ),
         "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",

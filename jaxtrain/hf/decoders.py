@@ -1,12 +1,12 @@
-"""The families of decoders: GPT-2, Llama, Mistral and Qwen."""
+"""The families of decoders: GPT-2, Llama, Mistral, Qwen and Gemma."""
 
 import dataclasses
 from typing import Any
 
-from jaxtrain.hf.family import Family, check_positive
+from jaxtrain.hf.family import Family, check_positive, windows_of
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
 from jaxtrain.models.gpt import GPTConfig
-from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
 
 
 def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
@@ -24,78 +24,139 @@ def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
     for name, value in {"rope_theta": theta, **found}.items():
         if name in ("rope_theta", *_LLAMA3):
             check_positive(name, value)
-    if kind == "llama3" and found.keys() == set(_LLAMA3):
-        return {"rope_theta": theta, "rope_scaling": Llama3Scaling(*map(found.get, _LLAMA3))}
+    for scaling, (name, numbers) in _SCALINGS.items():
+        if kind == name and found.keys() == set(numbers):
+            return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
     if kind != "default" or found:
+        known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
         raise ValueError(
             f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', and 'llama3' with {', '.join(_LLAMA3)}"
+            f"'default', {', '.join(known)}"
         )
     return {"rope_theta": theta, "rope_scaling": None}
 
 
-# In the order of Llama3Scaling.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Their name and numbers, in the order of ours.
+_SCALINGS = {Llama3Scaling: ("llama3", _LLAMA3), LinearScaling: ("linear", ("factor",))}
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling and dict(zip(_LLAMA3, config.rope_scaling, strict=True))
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling and {"rope_type": "llama3"} | scaling,
-    }
+    return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
 
 
-_SLIDING = "sliding_attention"
+def _scaling(config: GPTConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
+        return None
+    name, numbers = _SCALINGS[type(config.rope_scaling)]
+    return {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
+    if config.width % config.heads:
+        raise ValueError(
+            f"{family} has no width={config.width} that is not a multiple of heads={config.heads}"
+        )
+    return {}
 
 
 def _write_llama(config: GPTConfig) -> dict[str, Any]:
-    if config.width % config.heads:
-        raise ValueError(
-            f"llama has no width={config.width} that is not a multiple of heads={config.heads}"
-        )
-    return _write_rope(config)
+    return _check_width("llama", config) | _write_rope(config)
 
 
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, and a window of all layers or of none."""
+    """Rotary positions, and a window of all layers, of some or of none."""
     used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", 4096)
     window = window if used else None
     layers, first = theirs.get("num_hidden_layers", 0), theirs.get("max_window_layers", 28)
-    kinds = theirs.pop("layer_types", None)
     for name, value in {"num_hidden_layers": layers, "max_window_layers": first}.items():
         if not isinstance(value, int):
             raise ValueError(f"{name}={value!r} must be a whole number")
-    if kinds is None:
-        slides = [window is not None and l >= first for l in range(layers)]
-    elif not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
-    elif unknown := [kind for kind in kinds if kind not in ("full_attention", _SLIDING)]:
-        raise ValueError(
-            f"layer_types has {unknown[0]!r}, which is not known here: only 'full_attention' and "
-            f"{_SLIDING!r}"
-        )
-    else:
+    slides = [window is not None and l >= first for l in range(layers)]
+    return _read_kinds(theirs, slides, window) | _read_rope(theirs, REQUIRED)
+
+
+def _read_kinds(theirs: dict[str, Any], slides: list[bool], window: int | None) -> dict[str, Any]:
+    """Which layers have a window: as ``layer_types`` says, or else ``slides``."""
+    layers, kinds = theirs.get("num_hidden_layers", 0), theirs.pop("layer_types", None)
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
+        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+            raise ValueError(
+                f"layer_types has {unknown[0]!r}, which is not known here: only {_FULL!r} and "
+                f"{_SLIDING!r}"
+            )
         slides = [kind == _SLIDING for kind in kinds]
-    if any(slides) and window is None:
-        raise ValueError(
-            f"layer_types has {_SLIDING!r}, and use_sliding_window and sliding_window give no "
-            "window"
-        )
-    if any(slides) and not all(slides):
-        raise ValueError("some layers have a sliding window and others none: not known here")
-    return {"window": window if all(slides) else None} | _read_rope(theirs, REQUIRED)
+    if not any(slides):
+        return {"window": None}
+    if window is None:
+        raise ValueError(f"layer_types has {_SLIDING!r}, and the other fields give no window")
+    repeats = (n for n in range(1, layers + 1) if slides[n:] == slides[:-n])
+    return {"window": window, "window_pattern": tuple(slides[: next(repeats)])}
+
+
+def _write_kinds(config: GPTConfig) -> dict[str, Any]:
+    kinds = [_SLIDING if slides else _FULL for slides in windows_of(config)]
+    return {"sliding_window": config.window, "layer_types": kinds}
 
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
-    slides = config.window is not None
-    kind = _SLIDING if slides else "full_attention"
+    slides = windows_of(config)
     return {
-        "use_sliding_window": slides,
-        "sliding_window": config.window,
-        "max_window_layers": 0 if slides else config.layers,
-        "layer_types": [kind] * config.layers,
-    } | _write_rope(config)
+        "use_sliding_window": any(slides),
+        "max_window_layers": slides.index(True) if any(slides) else config.layers,
+        **_write_kinds(config),
+        **_write_rope(config),
+    }
+
+
+def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, and a window of every other layer."""
+    slides = [l % 2 == 0 for l in range(_layers(theirs))]
+    found = _read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return found | _read_rope(theirs, 10000.0)
+
+
+def _write_gemma2(config: GPTConfig) -> dict[str, Any]:
+    return _check_width("gemma2", config) | _write_kinds(config) | _write_rope(config)
+
+
+def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
+    """A window of all layers but every sixth, and rotary positions of both kinds of layers."""
+    every = theirs.pop("sliding_window_pattern", 6)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"sliding_window_pattern={every!r} must be a whole number above 0")
+    slides = [(l + 1) % every != 0 for l in range(_layers(theirs))]
+    found = _read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    both = theirs.pop("rope_parameters", None) or {}
+    if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:
+        raise ValueError(f"rope_parameters={both!r} is not an object of {_FULL} and {_SLIDING}")
+    scaled = {"rope_scaling": theirs.pop("rope_scaling", None), "rope_parameters": both.get(_FULL)}
+    whole = _read_rope({"rope_theta": theirs.pop("rope_theta", 1e6)} | scaled, 1e6)
+    theta = theirs.pop("rope_local_base_freq", 1e4)
+    own = _read_rope({"rope_theta": theta, "rope_parameters": both.get(_SLIDING)}, 1e4)
+    if own["rope_scaling"] is not None:
+        raise ValueError(f"rope_parameters scale the positions of {_SLIDING}: not known here")
+    local = {} if found["window"] is None else {"local_rope_theta": own["rope_theta"]}
+    return found | whole | local
+
+
+def _write_gemma3(config: GPTConfig) -> dict[str, Any]:
+    scaling = _scaling(config) or {"rope_type": "default"}
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta or 1e4}
+    whole = scaling | {"rope_theta": config.rope_theta}
+    rope = {"rope_parameters": {_FULL: whole, _SLIDING: local}}
+    return _check_width("gemma3_text", config) | _write_kinds(config) | rope
+
+
+def _layers(theirs: dict[str, Any]) -> int:
+    if type(layers := theirs.get("num_hidden_layers")) is not int:
+        raise ValueError(f"num_hidden_layers={layers!r} must be a whole number")
+    return layers
 
 
 GPT2_ROWS = (
@@ -141,6 +202,14 @@ LLAMA_ROWS = (
     Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.down_proj.weight", T),
     Row("final_norm/scale", "model.norm.weight"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+# Llama's, but for the norms around both branches.
+GEMMA_ROWS = (
+    *(row for row in LLAMA_ROWS if row.ours != "blocks/norm_mlp/scale"),
+    Row("blocks/norm_attn_out/scale", "model.layers.{l}.post_attention_layernorm.weight"),
+    Row("blocks/norm_mlp/scale", "model.layers.{l}.pre_feedforward_layernorm.weight"),
+    Row("blocks/norm_mlp_out/scale", "model.layers.{l}.post_feedforward_layernorm.weight"),
 )
 
 GPT2 = Family(
@@ -234,4 +303,42 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
 
-DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+_GEMMA_SHAPE = {name: f for name, f in LLAMA.fields.items() if name != "hidden_act"}
+
+GEMMA2 = dataclasses.replace(
+    LLAMA,
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    rows=GEMMA_ROWS,
+    fields=_GEMMA_SHAPE
+    | {
+        "num_key_value_heads": Field("kv_heads", 4),
+        "head_dim": Field("head_dim", 256),
+        "hidden_activation": Field(
+            "mlp", "gelu_pytorch_tanh", dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "geglu")
+        ),
+        "query_pre_attn_scalar": Field("query_pre_attn_scalar", 256),
+        "attn_logit_softcapping": Field("attention_softcap", 50.0),
+        "final_logit_softcapping": Field("logit_softcap", 30.0),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    ours=LLAMA.ours | {"norm_offset": True, "norm_position": "sandwich", "embed_scale": True},
+    fixed={"attention_bias": False, "is_encoder_decoder": False},
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fields={name: f for name, f in GEMMA2.fields.items() if f.ours != "attention_softcap"}
+    | {"final_logit_softcapping": Field("logit_softcap", None)},
+    ours=GEMMA2.ours | {"qk_norm": True},
+    # Which transformers does not read there.
+    fixed=GEMMA2.fixed | {"attn_logit_softcapping": None},
+    read=_read_gemma3,
+    write=_write_gemma3,
+)
+
+DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)

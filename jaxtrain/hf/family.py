@@ -24,6 +24,7 @@ INERT = {
     "_attn_implementation_autoset",
     "_name_or_path",
     "_num_labels",
+    "_sliding_window_pattern",
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
@@ -79,6 +80,7 @@ OFF = {
     "position_embedding_type": "absolute",
     "pruned_heads": {},
     "rope_interleaved": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
 }
 # Our fields that no other model tells: of training and of speed.
@@ -219,6 +221,12 @@ class Family:
         return sizes
 
 
+def windows_of(config: ModelConfig) -> list[bool]:
+    """Whether each layer has a window."""
+    pattern = config.window_pattern
+    return [config.window is not None and pattern[l % len(pattern)] for l in range(config.layers)]
+
+
 def check_positive(name: str, value: Any) -> None:
     """Raises where a field of a config.json is no number above 0."""
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -228,6 +236,7 @@ def check_positive(name: str, value: Any) -> None:
 def _essence(config: ModelConfig) -> dict[str, Any]:
     """What makes the function that a model is."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
+    fields["window_pattern"] = windows_of(config)
     if config.positions == "learned":
         del fields["rope_theta"]
     return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}

@@ -116,6 +116,7 @@ class EncoderConfig(LayerFields):
     # Of every one; no fields, for there is no other.
     positions = "learned"
     tied = True
+    embed_scale = False
 
 
 def tiny() -> EncoderConfig:

@@ -121,8 +121,11 @@ class T5Config(LayerFields):
                 f"buckets={self.buckets} must be even and at least 4, and max_distance="
                 f"{self.max_distance} above half of it"
             )
-        if self.rope_scaling is not None or self.window is not None:
-            raise ValueError("a T5 has neither rotary positions nor a window: leave both out")
+        for name in _LACKS:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"a T5 has no {name}, and it is {getattr(self, name)}: leave it out"
+                )
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss={self.z_loss} must be at least 0")
         if self.loss_chunk is not None and self.target_len % self.loss_chunk:
@@ -148,10 +151,9 @@ class T5Config(LayerFields):
         """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
-    @property
-    def positions(self) -> str:
-        """They are in the attention, and not in the embedding."""
-        return "relative"
+    # Of every one; no fields. Positions are in the attention, and not in the embedding.
+    positions = "relative"
+    embed_scale = False
 
 
 class DecoderBlock(layers.Block):
@@ -523,6 +525,11 @@ def flan_t5_xl() -> T5Config:
     return _t5(width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots")
 
 
+# Fields of layers that a T5's have not.
+_LACKS = (
+    *("rope_scaling", "local_rope_theta", "window"),
+    *("query_pre_attn_scalar", "attention_softcap"),
+)
 _FLAN = {"mlp": "geglu", "tied": False}
 
 

@@ -29,7 +29,6 @@ import numpy as np
 from jaxtrain.models import layers
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.gpt import Params, embed, head_logits
-from jaxtrain.ops.attention import attention, cached_attention
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.parallel.placement import constrain, gather
 
@@ -275,26 +274,23 @@ def prefill(
       cache_len: S, at least P.
     """
     P = tokens_BP.shape[1]
-    angles = layers.row_angles(config.block, None, P)
 
-    def attend(q_BTHK, k_BTGK, v_BTGK):
-        # Padding comes after the prompt, where causal attention does not look; its keys in the
-        # cache are overwritten before any position may see them.
-        out_BTHK = attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGK,
-            window=config.window,
-            implementation=config.attention,
-        )
-        return out_BTHK, tuple(cached(x, config.heads) for x in (k_BTGK, v_BTGK))
+    def layer(x_BTD, params_and_index):
+        layer_params, l = params_and_index
 
-    def layer(x_BTD, layer_params):
+        def attend(q_BTHK, k_BTGK, v_BTGK):
+            # Padding comes after the prompt, where causal attention does not look; its keys in the
+            # cache are overwritten before any position may see them.
+            out_BTHK = layers.row_attention(config.block, l, q_BTHK, k_BTGK, v_BTGK)
+            return out_BTHK, tuple(cached(x, config.heads) for x in (k_BTGK, v_BTGK))
+
         layer_params = gather(layer_params, "blocks")
+        angles = layers.row_angles(config.block, l, None, P)
         return layers.apply(layers.Block, config.block, layer_params)(x_BTD, angles, attend)
 
     x_BTD = embed(config, params, {"tokens": tokens_BP})
-    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, params["blocks"])
+    xs = (params["blocks"], jnp.arange(config.layers))
+    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, xs)
     last_B1D = jax.vmap(lambda x_TD, n: x_TD[n - 1][None])(x_BTD, lengths_B)
     padding = ((0, 0), (0, 0), (0, 0), (0, cache_len - P), (0, 0))
     k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBTGK)
@@ -311,7 +307,6 @@ def decode_step(
       tokens_B, positions_B: int32.
     """
     positions_B1 = positions_B[:, None]
-    angles = layers.row_angles(config.block, positions_B1, 1)
 
     def layer(carry, params_and_index):
         x_B1D, cache = carry
@@ -322,12 +317,11 @@ def decode_step(
                 _put(whole, l, positions_B, cached(new, config.heads)[:, 0])
                 for whole, new in ((cache.k, k_B1GK), (cache.v, v_B1GK))
             )
-            out_BHK = cached_attention(
-                q_B1HK[:, 0], k[l], v[l], positions_B=positions_B, window=config.window
-            )
+            out_BHK = layers.step_attention(config.block, l, q_B1HK[:, 0], k[l], v[l], positions_B)
             return out_BHK[:, None], Cache(k, v)
 
         layer_params = gather(layer_params, "blocks")
+        angles = layers.row_angles(config.block, l, positions_B1, 1)
         return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None
 
     x_B1D = embed(config, params, {"tokens": tokens_B[:, None], "positions": positions_B1})

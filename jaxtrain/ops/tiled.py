@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.numerics import MASKED, drop, wide
+from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import constrain
 
@@ -41,6 +41,7 @@ def tiled_attention(
     window: int | None,
     segments: tuple[jax.Array, jax.Array] | None,
     bias_HO: jax.Array | None,
+    softcap: float | None,
     dropout: float,
     rng: jax.Array | None,
     block: int | None,
@@ -58,7 +59,8 @@ def tiled_attention(
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
     block = block or _block(T)
     short = -(-T // block) <= UNROLLED
-    form = _Form(causal, window, block, dropout, S, T if short else -(-T // block) * block)
+    queries = T if short else -(-T // block) * block
+    form = _Form(causal, window, softcap, block, dropout, S, queries)
     rng = rng if dropout else None
     bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
     out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
@@ -76,6 +78,7 @@ class _Form(NamedTuple):
 
     causal: bool
     window: int | None
+    softcap: float | None
     block: int
     dropout: float
     keys: int
@@ -109,7 +112,12 @@ def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
 
 
 def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
-    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
+    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``.
+
+    Not under a soft cap, whose slope needs the scores.
+    """
+    if form.softcap is not None:
+        return False
     (T, K), dtype = q_BGRTK.shape[3:], q_BGRTK.dtype
     sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
     return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
@@ -146,7 +154,7 @@ def _backward(form, saved, d_out_BGRTK):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
         if weights is not None:
-            return _d_weighted(form, weights[tile], *of_rows, None, of_keys, rng, tile)
+            return _d_weighted(form, weights[tile], None, *of_rows, None, of_keys, rng, tile)
         if tile and platform() == "gpu":
             # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
             # rematerialised layer has computed for its forward pass as well.
@@ -266,11 +274,13 @@ def _d_tile(form: _Form, of_rows, of_keys, starts, segments, bias_GRO, rng, tile
     q, d_out, delta, lse = of_rows
     scores = _scores(form, q, of_keys[0], starts, segments, bias_GRO)
     weights = jnp.exp(scores - _merge(lse))
-    return _d_weighted(form, weights, q, d_out, delta, of_keys, rng, tile)
+    slope = None if form.softcap is None else soft_cap_slope(scores, form.softcap)
+    return _d_weighted(form, weights, slope, q, d_out, delta, of_keys, rng, tile)
 
 
-def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
-    """The same from the tile's weights; ``delta_BGRT1`` None sums it from them."""
+def _d_weighted(form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
+    """The same from the tile's weights and the slope of its scores' soft cap, if there is one;
+    ``delta_BGRT1`` None sums it from the weights."""
     (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
     q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
     d_weights = _drop(wide_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
@@ -279,6 +289,7 @@ def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys
     else:
         delta = _merge(delta_BGRT1)
     of_scores = weights * (d_weights - delta)
+    of_scores = of_scores if slope is None else of_scores * slope
     d_scores = (scale * of_scores).astype(dtype)
     weights = _drop(weights, form, rng, tile).astype(dtype)
     d_q = _split(wide_einsum("bgns,bgsk->bgnk", d_scores, k), q_BGRTK.shape[2])
@@ -313,7 +324,7 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     scores = wide_einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
     if bias_GRO is not None:
         scores += _bias_of_tile(bias_GRO, starts, form.queries, (T, S))
-    return masked(scores, first_row, first_key, segments)
+    return masked(soft_cap(scores, form.softcap), first_row, first_key, segments)
 
 
 def _bias_of_tile(bias_GRO, starts, queries: int, shape: tuple[int, int]) -> jax.Array:

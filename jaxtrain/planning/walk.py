@@ -34,7 +34,14 @@ import numpy as np
 
 from jaxtrain.ops.attention import KERNEL_SCOPE
 from jaxtrain.parallel.specs import entries_of, names_of
-from jaxtrain.planning.flops import CHEAP, bodies, count_equation, product_dimensions, product_flops
+from jaxtrain.planning.flops import (
+    CHEAP,
+    bodies,
+    branch_shares_of,
+    count_equation,
+    product_dimensions,
+    product_flops,
+)
 from jaxtrain.planning.liveness import Liveness
 from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
 
@@ -481,7 +488,9 @@ class Walk(Partitioner):
             walked.append((sum(self.cost.flops.values()), peak - own, self.cost, results))
         self.cost = outer
         dearest = max(walked, key=lambda w: w[0])
-        self.cost.add(dearest[2])
+        shares = branch_shares_of(equation) or [float(w is dearest) for w in walked]
+        for share, (_, _, cost, _) in zip(shares, walked, strict=True):
+            self.cost.add(cost, share)
         liveness.transient(max(w[1] for w in walked))
         outputs = []
         for i, variable in enumerate(equation.outvars):
