@@ -211,6 +211,7 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
         recompute=config.pipeline.remat == "full",
     )
     stages = dataclasses.replace(vit.stages(model), stacked=stack)
+    uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
     prints, start = fingerprints(images), {}
     if source is not None:
         start = {"params": lambda: source.weights(model, stack)}
@@ -222,7 +223,7 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
         "config": stored | {"pixels": source and source.pixels},
         "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
         "loss_fn": loss_from_stages(stages),
-        "rules": Rules(vit.RULES),
+        "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
         "gather": "model",
         "stages": stages,
         "pipeline": pipeline | {"virtual": stack.virtual},

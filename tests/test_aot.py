@@ -46,6 +46,11 @@ def two_slices():
     return parse_target("v5e:2x2", slices=2).devices()
 
 
+def two_hosts():
+    gpu()
+    return parse_target("h100:2x4").devices()
+
+
 def gpu():
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("needs the GPU compiler: pip install 'jaxtrain[aot]'")
@@ -216,6 +221,53 @@ def test_a_step_on_two_slices_gathers_weights_inside_each():
     assert {c.axes for c in collectives if c.kind == "all-gather"} == {("fsdp",)}
     # Sums travel shard by shard: scattered on the fast links, reduced across the slow ones.
     assert {c.kind for c in collectives if "data" in c.axes} == {"all-reduce"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [two_slices, two_hosts])
+@pytest.mark.parametrize("slow", ["data", "fsdp", "pipe"])
+def test_what_crosses_slices_or_hosts_is_a_share_of_the_gradients(slow, devices):
+    """Reduced inside first: on TPUs the compiler's own way, on GPUs as the program says."""
+    sizes = {"data": {"data": 4, "fsdp": 2}, "fsdp": {"fsdp": 4, "tensor": 2}}
+    sizes = sizes.get(slow, {"pipe": 2, "fsdp": 4})
+    mesh = jt.make_mesh(**sizes, **{f"dcn_{slow}": 2}, devices=devices())
+    config, optimizer = dataclasses.replace(LLAMA, layers=4), jt.make_optimizer("adamw", 1e-3)
+    state = jt.abstract_state(
+        lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES
+    )
+    tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets"), tokens)
+    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    how = {"gradient_shardings": jt.gradient_shardings(state), "gather": "step"}
+    if slow == "pipe":
+        engine = jt.pipeline(gpt.stages(config), mesh=mesh, microbatches=8, **how)
+        step = build_update(engine, optimizer)
+    else:
+        step = jt.build_train_step(gpt.loss_fn(config), optimizer, accumulate=2, **how)
+    train = jt.compile_step(step, state, batch, mesh=mesh, rules=gpt.RULES)
+    crossing = collections.Counter()
+    for c in read_program(train.compiled.as_text(), mesh).collectives:
+        if c.islands > 1 and c.payload > 64:
+            assert slow in c.axes, c
+            crossing[c.kind] += c.executions * c.payload
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(state.params)
+    )
+    if slow == "data":
+        # Of the part that fsdp leaves to a device, the half that the fast part of data leaves.
+        wanted = {"all-reduce": held / 2}
+    elif slow == "fsdp":
+        # A device's piece crosses once each way: of two pieces, one is its own.
+        wanted = {"all-gather": 2 * held, "reduce-scatter": 2 * held}
+        assert crossing.pop("all-reduce") < 0.01 * held  # what lies whole
+    else:
+        # Two rows a tick in float32, both ways; and sums of embedding and head.
+        ticks = make_table("1f1b", stages=2, microbatches=8).ticks
+        wanted = {"collective-permute": 2 * ticks * 2 * config.seq_len * config.width * 4}
+        assert crossing.pop("all-reduce") < 0.2 * held
+    assert set(crossing) == set(wanted)
+    for kind, size in wanted.items():
+        assert size == pytest.approx(crossing[kind], rel=0.1), (kind, crossing)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from jaxtrain.ops.linear import matmul_float32, through
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, pin_residual
+from jaxtrain.parallel.placement import constrain, gather_sequence, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 
 Params = Mapping[str, Any]
@@ -197,7 +197,7 @@ class ClassHead(nnx.Module):
         self.out = _dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        pooled_BD = jnp.tanh(self.pool(x_BTD[:, 0]))
+        pooled_BD = jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0]))
         logits_BC = matmul_float32(pooled_BD, self.out.kernel.get_value())
         return logits_BC + self.out.bias[...].astype(logits_BC.dtype)
 

@@ -11,12 +11,12 @@ context   the sequence
 expert    the experts of a mixture
 ========  =====================================================================================
 
-Where devices lie on several slices or hosts, with a slow network (DCN) between them, ``dcn_data``
-says that the outer part of the data axis crosses it, and no other axis does.
+Where devices lie on several slices or hosts, with a slow network (DCN) between them, ``dcn_pipe``,
+``dcn_data`` and ``dcn_fsdp`` say which outer parts of these axes cross it; nothing else does.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from jax.sharding import AxisType, Mesh
 # Outermost first: neighbours on the last axes talk most, so those get the closest devices.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
+# Those of which a part may cross the slow network: what they move can wait, or is little.
+SLOW_AXES = ("pipe", "data", "fsdp")
 
 
 def make_mesh(
@@ -37,6 +39,8 @@ def make_mesh(
     context: int = 1,
     expert: int = 1,
     dcn_data: int = 1,
+    dcn_fsdp: int = 1,
+    dcn_pipe: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Arranges devices in a mesh whose axes are all of :data:`AXES`.
@@ -44,9 +48,10 @@ def make_mesh(
     Args:
       data, fsdp, tensor, pipe, context, expert: sizes; one of them may be -1 and takes what is
         left over.
-      dcn_data: a divisor of ``data``: how many parts of the devices, with a slow network between
-        them, the data axis spans. On TPU the parts are the slices, all of them; elsewhere whole
-        hosts (or processes), and on one host equal runs of devices, which simulates them.
+      dcn_data, dcn_fsdp, dcn_pipe: divisors of ``data``, ``fsdp`` and ``pipe``: over how many parts
+        of the devices, with a slow network between them, that axis extends. Their product is the
+        number of parts. On TPU the parts are the slices, all of them; elsewhere whole hosts (or
+        processes), and on one host equal runs of devices, which simulates them.
       devices: the devices to use, all of them; by default all that JAX sees.
 
     Returns:
@@ -54,7 +59,7 @@ def make_mesh(
 
     Raises:
       ValueError: where a size is neither positive nor -1, the sizes do not multiply to the number
-        of devices, or ``dcn_data`` does not fit the slices or hosts.
+        of devices, or the parts do not fit their axes or the slices or hosts.
 
     >>> make_mesh(tensor=-1, devices=jax.devices()[:1]).shape["tensor"]
     1
@@ -69,13 +74,18 @@ def make_mesh(
     }
     devices = list(jax.devices() if devices is None else devices)
     sizes = fill_sizes(sizes, len(devices))
-    parts = split_by_network(devices, dcn_data)
-    check_dcn_data(sizes["data"], dcn_data)
-    shape = tuple(size // dcn_data if axis == "data" else size for axis, size in sizes.items())
+    slow = {"pipe": dcn_pipe, "data": dcn_data, "fsdp": dcn_fsdp}
+    check_slow(sizes, slow)
+    parts = split_by_network(devices, slow)
+    outer = tuple(slow.get(axis, 1) for axis in AXES)
+    inner = tuple(size // parts for size, parts in zip(sizes.values(), outer, strict=True))
     grids = [
-        mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True) for part in parts
+        mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in parts
     ]
-    grid = np.concatenate(grids, axis=AXES.index("data"))
+    # [outer of every axis, inner of every axis] -> outer and inner side by side.
+    side_by_side = [d for axis in range(len(AXES)) for d in (axis, axis + len(AXES))]
+    grid = np.stack(grids).reshape(*outer, *inner).transpose(side_by_side)
+    grid = grid.reshape(tuple(sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -106,45 +116,60 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def check_dcn_data(data: int, dcn_data: int) -> None:
-    """Raises ValueError unless ``dcn_data`` divides the size of the data axis."""
-    if data % dcn_data:
-        raise ValueError(
-            f"mesh axis 'data' has size {data}, which dcn_data={dcn_data} does not divide: it is "
-            "the part of the data axis that crosses the slow network"
-        )
+def check_slow(sizes: Mapping[str, int], slow: Mapping[str, int]) -> None:
+    """Raises ValueError unless each axis has a size that its part across the network divides.
+
+    Args:
+      sizes: of mesh axes.
+      slow: parts across the slow network, by axis.
+
+    >>> check_slow({"data": 6}, {"data": 2})
+    """
+    for axis, parts in slow.items():
+        if parts < 1:
+            raise ValueError(f"dcn_{axis} is {parts}: give at least 1")
+        if sizes[axis] % parts:
+            raise ValueError(
+                f"mesh axis {axis!r} has size {sizes[axis]}, which dcn_{axis}={parts} does not "
+                f"divide: it is the part of the {axis} axis that crosses the slow network"
+            )
 
 
-def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax.Device]]:
+def split_by_network(
+    devices: Sequence[jax.Device], slow: Mapping[str, int]
+) -> list[list[jax.Device]]:
     """Splits devices into equal parts with no slice or host in two of them, in their order.
 
     This is what ``mesh_utils.create_hybrid_device_mesh`` does with slices alone or processes alone;
     here a part may also be several hosts, or simulated.
 
+    Args:
+      devices: of one platform.
+      slow: parts across the slow network, by axis; there are as many as their product.
+
     Raises:
-      ValueError: where ``parts`` is below 1, is not the number of slices of a TPU, or does not
-        divide the hosts or devices.
+      ValueError: where that is not the number of slices of a TPU, or does not divide the hosts or
+        devices.
     """
-    devices = list(devices)
-    if parts < 1:
-        raise ValueError(f"dcn_data is {parts}: give at least 1")
+    devices, parts = list(devices), math.prod(slow.values())
+    named = " x ".join(f"dcn_{axis}" for axis, n in slow.items() if n > 1) or "dcn_data"
     slices = sorted({slice_of(device) for device in devices})
     if devices[0].platform == "tpu" and parts != len(slices):
         raise ValueError(
-            f"dcn_data is {parts} and the devices lie in {len(slices)} TPU slices: set it to "
-            f"{len(slices)}, so that only the data axis crosses the slow network between them"
+            f"{named} is {parts} and the devices lie in {len(slices)} TPU slices: set it to "
+            f"{len(slices)}, so that nothing else crosses the slow network between them"
         )
     if parts == 1:
         return [devices]
-    attribute = slice_of if len(slices) > 1 else lambda device: device.process_index
     units: dict[int, list[jax.Device]] = {}
+    attribute = slice_of if len(slices) > 1 else host_of
     for device in devices:
         units.setdefault(attribute(device), []).append(device)
     whole = [units[key] for key in sorted(units)] if len(units) > 1 else [[d] for d in devices]
     if len(whole) % parts or len({len(unit) for unit in whole}) > 1:
         name = "slices" if len(slices) > 1 else "hosts" if len(units) > 1 else "devices"
         raise ValueError(
-            f"dcn_data is {parts} and there are {len(whole)} {name}: use a number that divides "
+            f"{named} is {parts} and there are {len(whole)} {name}: use a number that divides "
             "them, of equal sizes"
         )
     each = len(whole) // parts
@@ -152,11 +177,39 @@ def split_by_network(devices: Sequence[jax.Device], parts: int) -> list[list[jax
     return [[device for unit in group for device in unit] for group in groups]
 
 
+def slow_parts(mesh: Mesh) -> dict[str, int]:
+    """Over how many slices (or hosts, of other chips) each axis of a mesh extends, by its devices.
+
+    An axis whose neighbours do not change slice at regular places counts as slow from end to end.
+
+    >>> slow_parts(make_mesh(data=-1))["data"]
+    1
+    """
+    slices = len({slice_of(device) for device in mesh.devices.flat}) > 1
+    joined_by_slice = slices or mesh.devices.flat[0].platform == "tpu"
+    numbers = np.vectorize(slice_of if joined_by_slice else host_of)(mesh.devices)
+    parts = {}
+    for d, (axis, size) in enumerate(mesh.shape.items()):
+        lines = np.moveaxis(numbers, d, -1).reshape(-1, size)
+        changes = (np.diff(lines, axis=1) != 0).any(axis=0)
+        count = int(changes.sum()) + 1
+        regular = (
+            size % count == 0 and changes[size // count - 1 :: size // count].sum() + 1 == count
+        )
+        parts[axis] = count if regular else size
+    return parts
+
+
 def slice_of(device: jax.Device) -> int:
     """The number of a device's slice, 0 where there is only one."""
     # Only some backends say; on GPU a slice is a domain of fast links.
     index = getattr(device, "slice_index", None)
     return 0 if index is None else index
+
+
+def host_of(device: jax.Device) -> int:
+    """The number of a device's host, which is that of the process it belongs to."""
+    return device.process_index
 
 
 def fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh
+from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh, slow_parts
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
 from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.tree import map_named, named_leaves
@@ -34,6 +34,7 @@ class _Placement:
     pins: int = 0  # calls of constrain and gather
     told: dict[str, str] = dataclasses.field(default_factory=dict)
     sized: bool = True  # False where the trace stands for meshes of other sizes too
+    slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
 
 
 # Part of the key of JAX's caches: another table is another trace.
@@ -57,8 +58,10 @@ def tracing_on(
     if (tree := getattr(state, "params", None)) is not None:
         named = named_leaves(tree).items()
         params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
-    enter = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
-    placement = _Placement(as_rules(rules), params, sized=isinstance(mesh, Mesh))
+    sized = isinstance(mesh, Mesh)
+    enter = jax.set_mesh if sized else jax.sharding.use_abstract_mesh
+    slow = slow_parts(mesh) if sized else {}
+    placement = _Placement(as_rules(rules), params, sized=sized, slow=slow)
     with _PLACEMENT(placement), enter(mesh):
         yield placement.told
 
@@ -71,6 +74,11 @@ def tell(what: str, found: str) -> None:
 def for_one_size() -> bool:
     """Whether what is traced may depend on the sizes of the mesh; an estimate's may not."""
     return _PLACEMENT.value.sized
+
+
+def slow_axes() -> dict[str, int]:
+    """Axes of the mesh traced for that cross the slow network, and over how many parts of it."""
+    return {axis: n for axis, n in _PLACEMENT.value.slow.items() if n > 1}
 
 
 def rows_lead() -> bool:

@@ -29,12 +29,14 @@ from jaxtrain.gradients import (
     run,
     trainable,
 )
+from jaxtrain.parallel import hierarchy
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.placement import (
     Gather,
     for_one_size,
     free_axes,
     rows_lead,
+    slow_axes,
     specs_of,
     tell,
 )
@@ -57,18 +59,20 @@ class Shards:
       axes: those that it takes over, outermost first.
       params: how parameters lie on the mesh, by path.
       grads: how their gradients are to, by path.
+      slow: over how many parts across the slow network an axis extends, where that is above 1.
     """
 
     axes: tuple[str, ...] = ()
     params: Mapping[str, P] = dataclasses.field(default_factory=dict)
     grads: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    slow: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def gathered(self, params: PyTree) -> PyTree:
         """Within the map: parameters, or layers of them, whole along its axes."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
             for d, names in self._split(self.params[name]):
-                x = jax.lax.all_gather(x, names, axis=d, tiled=True)
+                x = hierarchy.all_gather(x, names, d, self.slow)
             return x
 
         return self._on_each_device(whole, self.params, params)
@@ -78,9 +82,9 @@ class Shards:
 
         def summed(name: str, grad: jax.Array) -> jax.Array:
             for d, names in self._split(self.grads[name]):
-                grad = jax.lax.psum_scatter(grad, names, scatter_dimension=d, tiled=True)
+                grad = hierarchy.psum_scatter(grad, names, d, self.slow)
             rest = tuple(a for a in self.axes if a not in axes_of(self.grads[name]))
-            return jax.lax.psum(grad, (*more, *rest)) if more or rest else grad
+            return hierarchy.psum(grad, (*more, *rest), self.slow) if more or rest else grad
 
         return self._on_each_device(summed, self.grads, grads)
 
@@ -180,14 +184,14 @@ def find_shards(
     splits = {axis for table in kept for spec in table.values() for axis in axes_of(spec)}
     split = [axis for axis in carried if axis in splits]
     axes = carried if gather == "step" else tuple(a for a in carried if a not in splits)
-    found = [f"once per step over {' x '.join(axes)}"] if axes else []
+    found = [f"once per step over {' x '.join(axes)}{_inside_first(mesh, axes)}"] if axes else []
     if split and gather == "step":
         found[0] += ONCE
     elif split:
         each = f"in each of {microbatches} microbatches, whose weights or gradients it splits"
         found.append(f"over {' x '.join(split)} {each}")
     tell(PROMISE, "; ".join(found))
-    return Shards(axes, specs, wanted) if axes else None
+    return Shards(axes, specs, wanted, slow_axes()) if axes else None
 
 
 def reduced_once(
@@ -321,6 +325,13 @@ def _is_threefry(key: Any) -> bool:
     """Whether a key, or the default ones where it is raw data, has draws that vmap leaves alone."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return str(key.dtype if typed else jax.random.key(0).dtype) == "key<fry>"
+
+
+def _inside_first(mesh: Any, axes: tuple[str, ...]) -> str:
+    """What is said where a sum goes over fast links first."""
+    slow = slow_axes()
+    both = math.prod(mesh.shape[a] for a in axes) > math.prod(slow.get(a, 1) for a in axes) > 1
+    return ", on fast links first and in shares over the slow network" if both else ""
 
 
 def _specs(shardings: PyTree) -> dict[str, P]:

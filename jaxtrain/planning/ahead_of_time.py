@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import ahead_of_time
-from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.mesh import make_mesh, slow_parts
 from jaxtrain.parallel.reduction import ONCE
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
@@ -33,7 +33,7 @@ from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import ring_share, wire_seconds
+from jaxtrain.planning.roofline import crossing_bytes, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, local_bytes
@@ -208,10 +208,11 @@ def plan_step(
     if estimated is not None:
         if experiment is not None:
             estimated = on_critical_path(estimated, experiment, state.params)
-        roofline = predict(estimated, target, None if unread else sent(program.collectives))
+        estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
+        roofline = predict(estimated, target, None if unread else wires(program.collectives))
     traffic = None
     if not unread:
-        traffic = summarize(program.collectives, target, mesh)
+        traffic = summarize(program.collectives, target)
     elif estimated is not None:
         traffic = _estimated_traffic(estimated.cost, target, mesh)
     params = getattr(state, "params", None)
@@ -257,9 +258,15 @@ def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple
         return Program(), text, (f"communication is not known: {what} ({reason})",)
 
 
-def sent(collectives: tuple[Collective, ...]) -> Mapping[tuple[str, tuple[str, ...]], float]:
-    """Bytes that one device sends, by kind and axes."""
-    return {(row.kind, row.axes): row.sent for row in summarize(collectives)}
+def wires(
+    collectives: tuple[Collective, ...],
+) -> Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]:
+    """Bytes that one device sends, and those that cross the slow network, by kind and axes."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+    for row in summarize(collectives):
+        sent, crossing = found.get((row.kind, row.axes), (0.0, 0.0))
+        found[row.kind, row.axes] = sent + row.sent, crossing + row.crossing
+    return found
 
 
 def split_memory(
@@ -316,18 +323,20 @@ def peak_bytes(compiled: Any, kind: str) -> int:
 
 
 def summarize(
-    collectives: tuple[Collective, ...], target: Target | None = None, mesh: Mesh | None = None
+    collectives: tuple[Collective, ...], target: Target | None = None
 ) -> tuple[Traffic, ...]:
-    """Adds up collectives by kind and axes, those that send most first; times where given whose."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    """Adds up collectives by kind, axes and whether they cross the slow network.
+
+    Those that send most come first; times are there where a target is given.
+    """
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
     for collective in collectives:
-        groups.setdefault((collective.kind, collective.axes), []).append(collective)
+        key = collective.kind, collective.axes, collective.islands > 1
+        groups.setdefault(key, []).append(collective)
     rows = []
-    for (kind, axes), group in groups.items():
-        seconds, bytes_sent = None, sum(c.executions * c.sent for c in group)
-        if target is not None and target.chip.link_bytes_per_s is not None:
-            island = target.devices_per_island
-            seconds = wire_seconds(kind, axes, bytes_sent, target.chip, mesh.shape, island)
+    for (kind, axes, _), group in groups.items():
+        bytes_sent = sum(c.executions * c.sent for c in group)
+        crossing = sum(c.executions * c.crossing for c in group)
         rows.append(
             Traffic(
                 kind=kind,
@@ -337,8 +346,9 @@ def summarize(
                 largest=max(c.payload for c in group),
                 payload=sum(c.executions * c.payload for c in group),
                 sent=bytes_sent,
-                seconds=seconds,
+                seconds=_seconds(kind, bytes_sent, crossing, target),
                 conditional=any(c.conditional for c in group),
+                crossing=crossing,
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.sent))
@@ -346,20 +356,25 @@ def summarize(
 
 def _estimated_traffic(cost: Cost, target: Target, mesh: Mesh) -> tuple[Traffic, ...]:
     """What a trace sends, by kind and axes; the bytes of each are the mean."""
-    rows = []
+    rows, slow = [], slow_parts(mesh)
     for (kind, axes), count in cost.wire_count.items():
         group, sent = math.prod(mesh.shape[axis] for axis in axes), cost.wire_bytes[kind, axes]
         if round(count) < 1:
             continue
-        payload, seconds = round(sent / ring_share(kind, group)), None
-        if target.chip.link_bytes_per_s is not None:
-            island = target.devices_per_island
-            seconds = wire_seconds(kind, axes, sent, target.chip, mesh.shape, island)
+        payload = round(sent / ring_share(kind, group))
         each = round(payload / count)
+        crossing = crossing_bytes(kind, axes, sent, mesh.shape, slow)
+        seconds = _seconds(kind, sent, crossing, target)
         rows.append(
-            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, conditional=False)
+            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, False, crossing)
         )
     return tuple(sorted(rows, key=lambda row: -row.sent))
+
+
+def _seconds(kind: str, sent: float, crossing: float, target: Target | None) -> float | None:
+    if target is None or target.chip.link_bytes_per_s is None:
+        return None
+    return sum(wire_seconds(kind, sent, crossing, target.chip))
 
 
 def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:

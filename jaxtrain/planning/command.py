@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.planning import nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, stay_on_cpu
@@ -36,7 +37,7 @@ def run_plan(
     stay_on_cpu()
     target.devices()  # before anything asks JAX for devices
     experiment = load(flags)
-    sizes = {axis: size for axis, size in experiment.mesh.items() if axis != "dcn_data"}
+    sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
     devices = math.prod(sizes.values())
     if devices not in (target.size, -1) and devices > 0 and not has_flag("mesh"):
         raise ValueError(

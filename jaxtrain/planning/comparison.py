@@ -10,7 +10,7 @@ from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import estimate
-from jaxtrain.planning.ahead_of_time import peak_bytes, read_compiled, sent
+from jaxtrain.planning.ahead_of_time import peak_bytes, read_compiled, wires
 from jaxtrain.planning.chips import Chip, chip_of
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
@@ -86,4 +86,4 @@ def predict(
     target = Target(chip.name, chip, (hosts, max(1, mesh.size // hosts)))
     program = read_compiled(train.compiled, mesh)[0].per_step(steps)
     estimated = estimate.estimate(experiment, mesh.size, kind=chip.kind)
-    return estimate.predict(estimated, target, sent(program.collectives))
+    return estimate.predict(estimated, target, wires(program.collectives))

@@ -28,14 +28,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
-from jaxtrain.parallel.mesh import AXES, check_dcn_data, fill_sizes
+from jaxtrain.parallel.mesh import AXES, SLOW_AXES, check_slow, fill_sizes
 from jaxtrain.parallel.pipeline.stages import layers_of_stages
 from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.placement import UnevenWarning, tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.planning.balance import Weights, weigh
 from jaxtrain.planning.partition import Cost, Spec, axis_names
-from jaxtrain.planning.roofline import Prediction, wire_seconds
+from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.state import TrainState, local_bytes
@@ -59,6 +59,8 @@ class Estimate:
       kept_bytes: of that, what loops over layers stack for the backward pass.
       cost: products, memory traffic and collectives, on the critical path.
       bubble: the part of a pipeline's time in which a device waits, 0 to 1.
+      slow: over how many slices (or hosts) each axis extends; None for devices that are numbered
+        along the mesh, the last axis running fastest.
     """
 
     mesh: Mapping[str, int]
@@ -70,6 +72,7 @@ class Estimate:
     kept_bytes: int
     cost: Cost
     bubble: float = 0.0
+    slow: Mapping[str, int] | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -105,6 +108,9 @@ def estimate(
         traced = trace(experiment, devices, kind=kind, state=state)
     mesh = state.step.sharding.mesh
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
+    slow = {axis: experiment.mesh.get(f"dcn_{axis}", 1) for axis in mesh.shape}
+    if max(slow.values()) > 1:
+        estimated = dataclasses.replace(estimated, slow=slow)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
@@ -218,16 +224,16 @@ def abstract_mesh(
         takes there; None takes those of JAX's default backend.
 
     Raises:
-      ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` does not
-        divide the data axis.
+      ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` (or that
+        of another axis) does not divide its axis.
 
     >>> abstract_mesh({"data": -1, "tensor": 2}, 8).shape["data"]
     4
     """
     sizes = dict(sizes)
-    dcn_data = sizes.pop("dcn_data", 1)
+    slow = {axis: sizes.pop(f"dcn_{axis}", 1) for axis in SLOW_AXES}
     filled = fill_sizes(dict.fromkeys(AXES, 1) | sizes, devices)
-    check_dcn_data(filled["data"], dcn_data)
+    check_slow(filled, slow)
     shape = tuple(filled[axis] for axis in AXES)
     device = AbstractDevice(kind, num_cores=None, platform=kind) if kind else None
     return AbstractMesh(
@@ -236,14 +242,15 @@ def abstract_mesh(
 
 
 def predict(
-    estimated: Estimate, target: Target, wire_bytes: Mapping[tuple, float] | None = None
+    estimated: Estimate, target: Target, wires: Mapping[tuple, tuple[float, float]] | None = None
 ) -> Prediction | None:
     """Predicts the time of a step (:mod:`.roofline`); None where the chip's peaks are not known.
 
     Args:
       estimated: of the same number of devices.
       target: what it would run on.
-      wire_bytes: what one device sends by a compiled program, in place of what the estimate says.
+      wires: bytes that one device sends by a compiled program, and those of them that cross the
+        slow network, by kind and axes; in place of what the estimate says.
     """
     chip, cost = target.chip, estimated.cost
     if chip.hbm_bytes_per_s is None:
@@ -256,12 +263,20 @@ def predict(
         # A kernel skips the tiles that a mask leaves out, which are counted: almost half of them.
         least += seconds / (2 if kind == "attention" else 1)
     memory = chip.hbm_bytes_per_s * chip.efficiency["memory"]
-    interconnect: collections.Counter = collections.Counter()
-    for (kind, axes), sent in (cost.wire_bytes if wire_bytes is None else wire_bytes).items():
-        island = target.devices_per_island
-        interconnect["+".join(axes)] += wire_seconds(kind, axes, sent, chip, estimated.mesh, island)
+    if wires is None:
+        slow = estimated.slow or slow_of(estimated.mesh, target.devices_per_island)
+        wires = {
+            (kind, axes): (sent, crossing_bytes(kind, axes, sent, estimated.mesh, slow))
+            for (kind, axes), sent in cost.wire_bytes.items()
+        }
+    interconnect, network = collections.Counter(), collections.Counter()
+    for (kind, axes), (sent, crossing) in wires.items():
+        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip)
+        interconnect["+".join(axes)] += fast
+        network["+".join(axes)] += slow_seconds
     products, rest = cost.product_bytes / memory, cost.other_bytes / memory
-    return Prediction(compute, products, rest, dict(interconnect), least)
+    interconnect, network = ({a: s for a, s in x.items() if s} for x in (interconnect, network))
+    return Prediction(compute, products, rest, interconnect, least, network)
 
 
 def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:

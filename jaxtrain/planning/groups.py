@@ -1,5 +1,6 @@
 """Which devices take part in a collective together, and along which mesh axes that is."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -7,7 +8,44 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.parallel.mesh import slice_of, slow_parts
+
 UNKNOWN = "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A mesh whose axes are cut in two where a part of them crosses a slow network.
+
+    Args:
+      names: the mesh axis of each dimension.
+      shape: devices along each dimension; the product is the number of the program's partitions.
+      slow: whether steps along it cross the network.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    slow: tuple[bool, ...]
+
+
+def make_grid(mesh: Mesh, partitions: int | None = None) -> Grid:
+    """The grid of a mesh, by where its devices are.
+
+    Args:
+      mesh: of devices.
+      partitions: of the program; fewer than there are devices where it is written for one TPU slice
+        (what crosses is then handed to the host, see :mod:`.hlo`).
+
+    >>> import jax
+    >>> make_grid(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])).shape
+    (1, 1)
+    """
+    dims, parts = [], slow_parts(mesh)
+    for axis, size in mesh.shape.items():
+        dims += [(axis, parts[axis], True), (axis, size // parts[axis], False)]
+    if partitions is not None and partitions < mesh.size:
+        dims = [dim for dim in dims if not dim[2]]
+    return Grid(*zip(*dims, strict=True))
 
 
 def parse_groups(attributes: str, partitions: int) -> list[tuple[int, ...]] | None:
@@ -34,6 +72,37 @@ def parse_groups(attributes: str, partitions: int) -> list[tuple[int, ...]] | No
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", attributes):
         return _mesh_groups(*found.groups())
     return None
+
+
+def parse_slices(attributes: str, mesh: Mesh | None) -> list[tuple[int, ...]] | None:
+    """Reads which devices of a mesh of TPU slices take part in a transfer together.
+
+    That is written as lists of device ids, as ``id->id``, or as ``{slices}x{devices of each}``,
+    where slices count from 1.
+
+    Args:
+      attributes: of a ``send``.
+      mesh: None where it is not known.
+
+    Returns:
+      Positions in ``mesh.devices.flat``, or None where it is written in an unknown way.
+    """
+    found = re.search(r'_xla_megascale_target="?(\{.*?)"?,_xla_megascale', attributes)
+    if not found or mesh is None:
+        return None
+    devices = {device.id: at for at, device in enumerate(mesh.devices.flat)}
+    if product := re.fullmatch(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", found[1]):
+        first, last = int(product[2]), int(product[3])
+        slices = sorted({slice_of(device) for device in mesh.devices.flat})
+        by_slice = [
+            [at for at, d in enumerate(mesh.devices.flat) if slice_of(d) == s] for s in slices
+        ]
+        chosen = [by_slice[int(n) - 1][first : last + 1] for n in product[1].split(",")]
+        return list(zip(*chosen, strict=True))
+    groups = [re.findall(r"\d+", part) for part in re.findall(r"\{([\d,>-]+)\}", found[1])]
+    if not groups or any(int(d) not in devices for group in groups for d in group):
+        return None
+    return [tuple(devices[int(d)] for d in group) for group in groups]
 
 
 def _lists(text: str) -> list[tuple[int, ...]]:
@@ -83,29 +152,34 @@ def _mesh_groups(axes: str, order: str, used: str) -> list[tuple[int, ...]] | No
 
 
 def group_axes(
-    groups: Sequence[Sequence[int]] | None, mesh: Mesh | None, *, pairs: bool = False
-) -> tuple[str, ...]:
+    groups: Sequence[Sequence[int]] | None, grid: Grid | None, *, pairs: bool = False
+) -> tuple[tuple[str, ...], int]:
     """Names the mesh axes along which groups of devices extend.
 
     Args:
-      groups: positions in ``mesh.devices.flat`` that take part together.
-      mesh: the mesh.
+      groups: positions in the grid that take part together.
+      grid: of the mesh.
       pairs: the groups are (source, target): axes along which anything moves.
 
     Returns:
-      Axes of size above 1, outermost first; ``("?",)`` where the groups are not whole axes.
+      Axes, outermost first, and in how many parts of the slow network a group lies; ``("?",)``
+      and that of all devices where the groups are not whole dimensions.
     """
-    if groups is None or mesh is None or any(d >= mesh.size for g in groups for d in g):
-        return (UNKNOWN,)
-    shape = tuple(mesh.shape.values())
+    if grid is None:
+        return (UNKNOWN,), 1
+    everywhere = math.prod(n for n, slow in zip(grid.shape, grid.slow, strict=True) if slow)
+    unknown = (UNKNOWN,), everywhere
+    if groups is None or any(d >= math.prod(grid.shape) for g in groups for d in g):
+        return unknown
     varying: set[int] = set()
     for group in groups:
-        places = np.array(np.unravel_index(group, shape))
+        places = np.array(np.unravel_index(group, grid.shape))
         here = {int(d) for d in np.flatnonzero((places != places[:, :1]).any(axis=1))}
-        if not pairs and math.prod(shape[d] for d in here) != len(set(group)):
-            return (UNKNOWN,)
+        if not pairs and math.prod(grid.shape[d] for d in here) != len(set(group)):
+            return unknown
         varying |= here
-    if not pairs and any(len(g) != math.prod(shape[d] for d in varying) for g in groups):
-        return (UNKNOWN,)
-    names = tuple(mesh.shape)
-    return tuple(names[d] for d in sorted(varying))
+    if not pairs and any(len(g) != math.prod(grid.shape[d] for d in varying) for g in groups):
+        return unknown
+    across = [grid.shape[d] for d in varying if grid.slow[d]]
+    islands = math.prod(across) if not pairs else 2 if across else 1
+    return tuple(dict.fromkeys(grid.names[d] for d in sorted(varying))), islands

@@ -9,11 +9,9 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.parallel.mesh import slice_of
-from jaxtrain.planning.groups import UNKNOWN, group_axes, parse_groups
+from jaxtrain.planning.groups import group_axes, make_grid, parse_groups, parse_slices
 from jaxtrain.planning.hlo_text import (
     Computation,
     Instruction,
@@ -23,7 +21,7 @@ from jaxtrain.planning.hlo_text import (
     split_tuple,
     type_bytes,
 )
-from jaxtrain.planning.roofline import ring_share
+from jaxtrain.planning.roofline import network_share, ring_share
 
 COLLECTIVES = (
     "all-gather",
@@ -51,6 +49,7 @@ class Collective:
       conditional: inside a branch; counted as if that branch were always taken.
       source: where in the traced program it comes from, as XLA noted it.
       shapes: dtype and shape of each array of the payload.
+      islands: parts of the slow network (slices, or hosts) in which a group lies.
     """
 
     kind: str
@@ -61,11 +60,17 @@ class Collective:
     conditional: bool = False
     source: str = ""
     shapes: tuple[str, ...] = ()
+    islands: int = 1
 
     @property
     def sent(self) -> float:
         """Bytes that one device sends per execution when the group is a ring."""
         return self.payload * ring_share(self.kind, self.group)
+
+    @property
+    def crossing(self) -> float:
+        """Those of them that cross the slow network."""
+        return self.sent * network_share(self.kind, self.group, self.islands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,9 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
 class _Reader:
     def __init__(self, parsed: tuple[dict[str, Computation], str], partitions: int, mesh):
         self.computations, entry = parsed
-        self.partitions, self.mesh = partitions, mesh
+        self.partitions = partitions
+        self.grid = None if mesh is None else make_grid(mesh, partitions)
+        self.mesh = mesh
         self.collectives: list[Collective] = []
         self.loops: list[int | None] = []
         self.started = {
@@ -174,7 +181,7 @@ class _Reader:
         found = re.search(r'op_name="([^"]*)"', instruction.attributes)
         self._append(
             kind,
-            group_axes(groups, self.mesh, pairs=pairs),
+            group_axes(groups, self.grid, pairs=pairs),
             group,
             times,
             types,
@@ -183,28 +190,28 @@ class _Reader:
             parts=max(1, times_more),
         )
 
-    def _append(self, kind, axes, group, times, types, conditional, source, *, parts=1) -> None:
+    def _append(self, kind, where, group, times, types, conditional, source, *, parts=1) -> None:
+        axes, islands = where
         shapes = [
             f"{dtype}[{','.join(map(str, dims))}]" for t in types for dtype, dims in arrays(t)
         ]
         payload = parts * sum(map(type_bytes, types))
         self.collectives.append(
-            Collective(kind, axes, group, times, payload, conditional, source, tuple(shapes))
+            Collective(
+                kind, axes, group, times, payload, conditional, source, tuple(shapes), islands
+            )
         )
 
     def _add_between_slices(self, instruction, kind, times, conditional) -> None:
         """A collective between TPU slices: handed to the host, which has the network."""
-        axes, slices = (), 0
-        if self.mesh is not None:
-            numbers = np.vectorize(slice_of)(self.mesh.devices)
-            slices = len(set(numbers.flat))
-            axes = tuple(
-                axis
-                for d, axis in enumerate(self.mesh.axis_names)
-                if (np.diff(numbers, axis=d) != 0).any()
-            )
+        groups = parse_slices(instruction.attributes, self.mesh)
+        pairs = kind == "collective-permute"
+        where = group_axes(groups, self.mesh and make_grid(self.mesh), pairs=pairs)
+        group = 2 if pairs else max(map(len, groups or [()]))
         sent = split_tuple(instruction.type)[:1]
-        self._append(kind, axes or (UNKNOWN,), slices, times, sent, conditional, "between slices")
+        # What is gathered is written as what goes in.
+        parts = max(1, group) if kind == "all-gather" else 1
+        self._append(kind, where, group, times, sent, conditional, "between slices", parts=parts)
 
     def _called(self, instruction: Instruction, *attributes: str) -> list[Computation]:
         names = [instruction.attribute(name) for name in attributes]
@@ -298,7 +305,8 @@ def _collective_kind(instruction: Instruction) -> str | None:
 
 def _between_slices(instruction: Instruction) -> str | None:
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
-    return found[1].lower().replace("_", "-") if found else None
+    kind = found[1].lower().replace("_", "-") if found else None
+    return "collective-permute" if kind == "one-to-one" else kind
 
 
 def _payload_types(instruction: Instruction, kind: str) -> list[str]:

@@ -71,6 +71,7 @@ class Traffic:
       sent: bytes that one device sends per step.
       seconds: at the links' peak; None where it is not known.
       conditional: whether any is in a branch, counted as if always taken.
+      crossing: of ``sent``, what crosses the slow network between slices, or hosts.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Traffic:
     sent: float
     seconds: float | None
     conditional: bool
+    crossing: float = 0.0
 
 
 class Report:
@@ -173,6 +175,8 @@ class Plan(Report):
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
         _line(console, f"{self.name} on {self.target}", style="bold")
         _line(console, f"{self.devices} x {self.device_kind}, {hosts}; mesh {mesh}", indent=2)
+        if crossing := [row for row in self.traffic or () if row.crossing]:
+            _line(console, _across(crossing, self.device_kind), indent=2)
         _line(console, "")
         _line(console, verdict(self), style="bold green" if self.fits else "bold red")
         if self.mend:
@@ -281,8 +285,11 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
     if not traffic:
         return Text("none")
     known = any(row.seconds is not None for row in traffic)
+    across = any(row.crossing for row in traffic)
     table = _table(
-        "collective", "axes", "times", "bytes each", "sent", *(["time"] if known else [])
+        *("collective", "axes", "times", "bytes each", "sent"),
+        *(["crossing"] if across else []),
+        *(["time"] if known else []),
     )
     table.columns[1].justify = "left"
     for row in traffic:
@@ -295,9 +302,17 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
             f"{'≤ ' if row.conditional else ''}{row.executions:,}",
             sizes,
             human_bytes(row.sent),
+            *([human_bytes(row.crossing)] if across else []),
         ]
         table.add_row(*cells, *([_seconds(row.seconds)] if known else []))
     return table
+
+
+def _across(rows: list[Traffic], device_kind: str) -> str:
+    """What crosses the slow network, in one sentence."""
+    parts = [f"{r.kind} {' + '.join(r.axes)} {human_bytes(r.crossing)}" for r in rows]
+    between = "slices" if device_kind.startswith("TPU") else "hosts"
+    return f"crossing the network between {between}, per device and step: {', '.join(parts)}"
 
 
 def _flops(plan: Plan) -> Table:
@@ -319,9 +334,10 @@ def _roofline(plan: Plan) -> Table:
     peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
     table.add_row("compute", _seconds(roofline.compute), peak)
     table.add_row("HBM", _seconds(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
-    for axes, seconds in roofline.interconnect.items():
-        overlaps = "overlaps" if hides(axes) else "does not overlap"
-        table.add_row(f"interconnect {axes}", _seconds(seconds), overlaps)
+    for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
+        for axes, seconds in traffic.items():
+            overlaps = "overlaps" if hides(axes) else "does not overlap"
+            table.add_row(f"{link} {axes}", _seconds(seconds), overlaps)
     return table
 
 

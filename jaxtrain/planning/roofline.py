@@ -9,7 +9,8 @@ One rule for a compiled plan and for a row of a search:
 - collectives over :data:`OVERLAPPED` axes (weights gathered ahead, gradients summed) run beside all
   of that; those over other axes lie between one product and the next, and come on top.
 
-All axes share one set of links. In a pipeline all times are those of the critical path.
+All axes share one set of links and one network, which wait for each other. In a pipeline all times
+are those of the critical path.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ class Prediction:
     Args:
       compute: products, at the stated efficiency.
       product_hbm, other_hbm: memory traffic, of products and of all else.
-      interconnect: collectives, by mesh axes joined with ``+``.
+      interconnect: collectives over fast links, by mesh axes joined with ``+``.
+      network: the same over the slow network between slices, or hosts.
       least: products at the published peak, and nothing else: no step is faster.
     """
 
@@ -37,6 +39,7 @@ class Prediction:
     other_hbm: float
     interconnect: Mapping[str, float]
     least: float
+    network: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def hbm(self) -> float:
@@ -44,14 +47,18 @@ class Prediction:
         return self.product_hbm + self.other_hbm
 
     @property
+    def _wires(self) -> list[tuple[str, float]]:
+        return [*self.interconnect.items(), *self.network.items()]
+
+    @property
     def exposed(self) -> float:
         """Collectives that nothing hides."""
-        return sum(s for axes, s in self.interconnect.items() if not hides(axes))
+        return sum(s for axes, s in self._wires if not hides(axes))
 
     @property
     def hidden(self) -> float:
         """Collectives that run beside compute."""
-        return sum(s for axes, s in self.interconnect.items() if hides(axes))
+        return sum(s for axes, s in self._wires if hides(axes))
 
     @property
     def step_seconds(self) -> float:
@@ -70,7 +77,9 @@ class Prediction:
         waits = self.product_hbm if self.product_hbm > self.compute else 0
         parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
         if self.hidden + self.exposed > max(parts.values()):
-            return f"{max(self.interconnect, key=self.interconnect.get)} traffic"
+            links = {f"{axes} traffic": s for axes, s in self.interconnect.items()}
+            links |= {f"{axes} traffic on the slow network": s for axes, s in self.network.items()}
+            return max(links, key=links.get)
         return max(parts, key=parts.get)
 
     def to_json(self) -> dict:
@@ -98,56 +107,69 @@ def ring_share(kind: str, group: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (group - 1) / group
 
 
-def wire_seconds(
-    kind: str,
-    axes: tuple[str, ...],
-    sent: float,
-    chip: Chip,
-    mesh: Mapping[str, int],
-    devices_per_island: int,
-) -> float:
-    """Seconds of a collective at the links' bandwidth and the chip's stated efficiency on them.
+def network_share(kind: str, group: int, islands: int) -> float:
+    """Of what a device sends in a ring (:func:`ring_share`), the part that crosses a slow network.
 
-    A group within an island (a TPU slice, a host of GPUs) is a ring: on TPUs both ways round one
-    axis of the torus, on GPUs through all NVLinks. A group over several islands works in two steps:
-    within each island, and then each device exchanges its part with its peers over the network
-    between hosts. A permutation sends its payload over one link. Latency is not counted.
+    A group over several islands (TPU slices, hosts of GPUs) works in two steps: within each island,
+    and then each device exchanges its share with its peers. A permutation goes all one way.
+
+    >>> network_share("all-reduce", 8, 1), network_share("all-gather", 4, 4)
+    (0.0, 1.0)
+    >>> round(network_share("all-reduce", 8, 2), 3)  # of 7/8, half of a quarter
+    0.143
+    """
+    if islands == 1 or group == 1:
+        return 0.0
+    if kind in ("collective-permute", "collective-broadcast") or group < 1:
+        return 1.0
+    return (islands - 1) / (group - 1)
+
+
+def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[float, float]:
+    """Seconds of a collective at the bandwidths and the chip's stated efficiency on them.
+
+    Within an island it is a ring: on TPUs both ways round one axis of the torus, on GPUs through
+    all NVLinks. A permutation sends its payload over one link. Latency is not counted.
 
     Args:
-      kind, axes: what goes along which mesh axes; axes that the mesh lacks are taken as all of it.
+      kind: of the collective.
       sent: bytes that one device sends in a ring (:func:`ring_share`).
+      crossing: those of them that cross the slow network (:func:`network_share`).
       chip: the peaks, which must be known.
-      mesh: sizes of mesh axes, outermost first.
-      devices_per_island: devices that reach each other by links, consecutive in the mesh.
+
+    Returns:
+      The seconds of fast links, and those of the network.
+    """
+    links = 1 if kind == "collective-permute" else chip.links
+    fast = (sent - crossing) / (links * chip.link_bytes_per_s * chip.efficiency["links"])
+    return fast, crossing / (chip.dcn_bytes_per_s * chip.efficiency["links"])
+
+
+def crossing_bytes(
+    kind: str, axes: tuple[str, ...], sent: float, mesh: Mapping[str, int], slow: Mapping[str, int]
+) -> float:
+    """Of the bytes that a device sends along mesh axes, those that cross the slow network.
+
+    Args:
+      kind, axes, sent: of the collective; axes that the mesh lacks are taken as all of it.
+      mesh: sizes of mesh axes.
+      slow: over how many islands each of them extends.
     """
     axes = axes if set(axes) <= set(mesh) else tuple(mesh)
-    group = math.prod(mesh[axis] for axis in axes)
-    inside = within_island(axes, mesh, devices_per_island)
-    islands = group // inside
-    link = chip.link_bytes_per_s * chip.efficiency["links"]
-    network = chip.dcn_bytes_per_s * chip.efficiency["links"]
-    if kind == "collective-permute":
-        return sent / (network if islands > 1 else link)
-    if islands == 1:
-        return sent / (chip.links * link)
-    whole = sent * group / (group - 1)
-    within = (inside - 1) / inside / (chip.links * link)
-    return whole * (within + (islands - 1) / islands / inside / network)
+    group, islands = (math.prod(sizes[axis] for axis in axes) for sizes in (mesh, slow))
+    return sent * network_share(kind, group, islands)
 
 
-def within_island(axes: tuple[str, ...], mesh: Mapping[str, int], island: int) -> int:
-    """How many devices of a group along mesh axes are in one island of consecutive devices.
+def slow_of(mesh: Mapping[str, int], island: int) -> dict[str, int]:
+    """Over how many islands of consecutive devices each axis of a mesh extends.
 
     Devices are numbered along the axes in the mesh's order, the last running fastest.
 
-    >>> within_island(("tensor",), {"data": 4, "tensor": 4}, 8)
-    4
-    >>> within_island(("data",), {"data": 4, "tensor": 4}, 8)
-    2
+    >>> slow_of({"data": 4, "tensor": 4}, 8)
+    {'data': 2, 'tensor': 1}
     """
-    inside, stride = 1, 1
+    slow, stride = {}, 1
     for axis, size in reversed(mesh.items()):
-        if axis in axes:
-            inside *= max(1, min(size, island // stride))
+        slow[axis] = -(-size // max(1, min(size, island // stride)))
         stride *= size
-    return inside
+    return dict(reversed(slow.items()))

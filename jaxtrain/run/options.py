@@ -115,6 +115,10 @@ class MeshOptions:
     """Splits the layers; see the pipeline options."""
     dcn_data: int = 1
     """Of the data axis, the part that crosses the slow network: slices of a TPU, or hosts."""
+    dcn_fsdp: int = 1
+    """The same of the fsdp axis."""
+    dcn_pipe: int = 1
+    """The same of the pipe axis."""
 
 
 @dataclasses.dataclass(frozen=True)

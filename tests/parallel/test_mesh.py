@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 
 import jaxtrain as jt
-from jaxtrain.parallel.mesh import AXES, describe_mesh, split_by_network
+from jaxtrain.parallel.mesh import AXES, describe_mesh, slow_parts, split_by_network
 
 
 def test_all_axes_are_there_and_unnamed_ones_have_size_one():
@@ -69,45 +69,69 @@ class Device:
     device_kind: str = "fake"
 
 
+def fake(attribute, number, each, **more):
+    """Devices in a shuffled order, ``each`` to a slice or process."""
+    order = np.random.default_rng(0).permutation(number * each).tolist()
+    devices = [Device(i, process_index=0, **more) for i in order]
+    return [dataclasses.replace(d, **{attribute: d.id // each}) for d in devices]
+
+
 @pytest.mark.parametrize("attribute", ["slice_index", "process_index"])
-def test_the_order_is_that_of_jax_for_slices_or_processes_alone(attribute):
-    shuffled = [3, 8, 1, 11, 6, 0, 9, 2, 10, 5, 4, 7]
-    devices = [Device(i, process_index=0) for i in shuffled]
-    devices = [dataclasses.replace(d, **{attribute: d.id // 4}) for d in devices]
-    shape, dcn = (1, 2, 1, 1, 1, 2), (1, 3, 1, 1, 1, 1)
+@pytest.mark.parametrize(
+    "dcn", [{"data": 2}, {"fsdp": 2}, {"pipe": 2}, {"pipe": 2, "data": 2}, {"data": 2, "fsdp": 3}]
+)
+def test_the_order_is_that_of_jax_for_slices_or_processes_alone(attribute, dcn):
+    inner = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    parts = [dcn.get(axis, 1) for axis in AXES]
+    devices = fake(attribute, int(np.prod(parts)), 8)
     wanted = mesh_utils.create_hybrid_device_mesh(
-        shape, dcn, devices, process_is_granule=attribute == "process_index"
+        [inner.get(axis, 1) for axis in AXES],
+        parts,
+        devices,
+        process_is_granule=attribute == "process_index",
     )
-    parts = split_by_network(devices, 3)
-    grids = [mesh_utils.create_device_mesh(shape, part) for part in parts]
-    assert np.concatenate(grids, axis=1).tolist() == wanted.tolist()
+    sizes = {axis: size * dcn.get(axis, 1) for axis, size in inner.items()}
+    mesh = jt.make_mesh(**sizes, **{f"dcn_{axis}": n for axis, n in dcn.items()}, devices=devices)
+    assert mesh.devices.tolist() == wanted.tolist()
+    assert slow_parts(mesh) == dict(zip(AXES, parts, strict=True))
+
+
+def test_an_axis_that_changes_host_at_no_regular_places_counts_as_slow():
+    devices = [Device(i, process_index=i // 4) for i in range(12)]
+    assert slow_parts(jt.make_mesh(data=3, fsdp=4, devices=devices))["data"] == 3
+    # The second six are hosts 1, 1, 2, 2, 2, 2: pairs are whole in both.
+    assert slow_parts(jt.make_mesh(data=2, fsdp=6, devices=devices))["fsdp"] == 3
+    assert slow_parts(jt.make_mesh(data=4, devices=devices[3:7]))["data"] == 4
 
 
 def test_a_part_may_be_several_hosts_but_no_host_is_cut():
     devices = [Device(i, process_index=i // 2) for i in range(8)]
-    halves = split_by_network(devices, 2)
+    halves = split_by_network(devices, {"data": 2})
     assert [[d.process_index for d in half] for half in halves] == [[0, 0, 1, 1], [2, 2, 3, 3]]
-    with pytest.raises(ValueError, match="dcn_data is 8 and there are 4 hosts"):
-        split_by_network(devices, 8)
+    with pytest.raises(ValueError, match="dcn_data x dcn_fsdp is 8 and there are 4 hosts"):
+        split_by_network(devices, {"data": 2, "fsdp": 4})
     with pytest.raises(ValueError, match="of equal sizes"):
-        split_by_network(devices[1:], 2)
+        split_by_network(devices[1:], {"data": 2})
 
 
 def test_slices_of_a_tpu_must_be_named():
     devices = [
         Device(i, process_index=i // 4, slice_index=i // 8, platform="tpu") for i in range(16)
     ]
-    assert [len(part) for part in split_by_network(devices, 2)] == [8, 8]
+    assert [len(part) for part in split_by_network(devices, {"pipe": 2})] == [8, 8]
     for parts in (1, 4):
         with pytest.raises(ValueError, match=f"dcn_data is {parts} and the devices lie in 2 TPU"):
-            split_by_network(devices, parts)
+            split_by_network(devices, {"data": parts})
 
 
 def test_a_dcn_part_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="'data' has size 1, which dcn_data=2 does not divide"):
         jt.make_mesh(fsdp=8, dcn_data=2)
-    with pytest.raises(ValueError, match="dcn_data is 3 and there are 8 devices"):
-        jt.make_mesh(data=8, dcn_data=3)
+    with pytest.raises(ValueError, match="'pipe' has size 2, which dcn_pipe=4 does not divide"):
+        jt.make_mesh(data=4, pipe=2, dcn_pipe=4)
+    devices = [Device(i, process_index=i // 4) for i in range(24)]
+    with pytest.raises(ValueError, match="dcn_fsdp is 4 and there are 6 hosts"):
+        jt.make_mesh(fsdp=4, data=6, dcn_fsdp=4, devices=devices)
     with pytest.raises(ValueError, match="dcn_data is 0"):
         jt.make_mesh(data=8, dcn_data=0)
 

@@ -1,7 +1,9 @@
 """Gradients are reduced once per step, and the numbers are those of one device."""
 
+import collections
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +170,57 @@ def test_what_splits_no_weight_is_reduced_once_whoever_gathers():
     assert (kind, axes, times) == ("all-reduce", ("data",), {1})
     assert whole <= size < whole + 4 * WIDTH * 4
     assert report_of(step).startswith("once per step over data; over fsdp in each of 4 microbatch")
+
+
+NETWORK = [
+    # Weights are split over fsdp, inside each half: what crosses are sums of a half of a half.
+    ({"data": 4, "fsdp": 2, "dcn_data": 2}, {"gather": "step"}),
+    pytest.param({"data": 4, "tensor": 2, "dcn_data": 2}, {}, marks=SLOW),
+    pytest.param({"data": 2, "fsdp": 4, "dcn_fsdp": 2}, {"gather": "step"}, marks=SLOW),
+    pytest.param({"fsdp": 8, "dcn_fsdp": 4}, {"gather": "step"}, marks=SLOW),
+    pytest.param(
+        {"data": 4, "fsdp": 2, "dcn_data": 2, "dcn_fsdp": 2}, {"gather": "step"}, marks=SLOW
+    ),
+    pytest.param({"data": 8, "dcn_data": 2}, {"zero": 3, "gather": "step"}, marks=SLOW),
+    pytest.param({"pipe": 2, "data": 4, "dcn_data": 2}, {"gather": "step"}, marks=SLOW),
+    pytest.param({"pipe": 2, "fsdp": 4, "dcn_pipe": 2}, {"gather": "step"}, marks=SLOW),
+    pytest.param({"pipe": 2, "data": 2, "fsdp": 2, "dcn_pipe": 2, "dcn_data": 2}, {}, marks=SLOW),
+    pytest.param({"pipe": 2, "data": 4, "dcn_pipe": 2}, INTERLEAVED, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("axes", "options"), NETWORK, ids=str)
+def test_gradients_are_reduced_inside_first_and_cross_the_slow_network_in_shares(
+    axes, options, monkeypatch
+):
+    sizes = {axis: size for axis, size in axes.items() if not axis.startswith("dcn")}
+    parts = {axis: axes.get(f"dcn_{axis}", 1) for axis in ("pipe", "data", "fsdp")}
+    each = 8 // math.prod(parts.values())
+    monkeypatch.setattr("jaxtrain.parallel.mesh.host_of", lambda device: device.id // each)
+    mesh = jt.make_mesh(**axes)
+    step, found = train(masked, mesh, **options)
+    agree(found, one_device())
+    crossing = collections.Counter()
+    for c in read_program(step.compiled.as_text(), mesh).collectives:
+        if c.islands > 1 and c.payload > 64:
+            crossing[c.kind, c.axes] += c.executions * c.payload
+    # By definition: gradients of up and down that one device has, in float32.
+    split = 2 * LAYERS * WIDTH * HIDDEN // sizes.get("tensor", 1) // sizes.get("pipe", 1) * 4
+    across_pipe = {key: crossing.pop(key) for key in list(crossing) if "pipe" in key[1]}
+    assert (sum(across_pipe.values()) > 512) == (parts["pipe"] > 1)
+    scattered = "data" if options.get("zero") else "fsdp"
+    if parts[scattered] > 1 and (scattered == "fsdp" or options.get("zero")):
+        inside = sizes[scattered] // parts[scattered]
+        # Each brings its piece across once, and what it sums is the share of the fast part.
+        assert crossing.pop(("all-gather", (scattered,))) == split // inside
+        assert crossing.pop(("reduce-scatter", (scattered,))) == split // inside
+    if parts["data"] > 1 and not options.get("zero"):
+        share = split // sizes.get("fsdp", 1) // (sizes["data"] // parts["data"])
+        assert share <= crossing.pop(("all-reduce", ("data",))) < share + 256
+    assert sum(crossing.values()) < 512
+    taken = ("data", "fsdp") if "gather" in options else ("data",)
+    slow, all_of = (math.prod(x.get(axis, 1) for axis in taken) for x in (parts, sizes))
+    assert ("on fast links first" in report_of(step)) == (all_of > slow > 1)
 
 
 def contrastive(params, batch, rng):

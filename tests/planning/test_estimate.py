@@ -31,7 +31,7 @@ from jaxtrain.planning.estimate import (
 )
 from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.hlo import read_program
-from jaxtrain.planning.roofline import wire_seconds, within_island
+from jaxtrain.planning.roofline import crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.run import options
@@ -439,33 +439,33 @@ def test_a_kernel_keeps_its_scores_out_of_memory():
 
 
 def test_what_leaves_a_host_goes_by_its_network():
-    target = parse_target("h100:4x8")
+    chip = parse_target("h100:4x8").chip
     mesh = {"data": 4, "fsdp": 2, "tensor": 4}
-    assert within_island(("tensor",), mesh, 8) == 4
-    assert within_island(("fsdp",), mesh, 8) == 2
-    assert within_island(("data",), mesh, 8) == 1
-    assert within_island(("data", "fsdp"), mesh, 8) == 2
-    chip, payload = target.chip, 4e9
-    link, network = (x * chip.efficiency["links"] for x in (450e9, 50e9))
+    assert slow_of(mesh, 8) == {"data": 4, "fsdp": 1, "tensor": 1}
+    payload, (link, network) = 4e9, (x * chip.efficiency["links"] for x in (450e9, 50e9))
+
+    def seconds(kind, axes, sent, mesh, slow, chip=chip):
+        return wire_seconds(kind, sent, crossing_bytes(kind, axes, sent, mesh, slow), chip)
+
     # An all-reduce of 4 GB over 2 hosts, 4 devices each: within them, then a quarter between them.
-    seconds = wire_seconds("all-reduce", ("tensor",), 2 * payload * 7 / 8, chip, {"tensor": 8}, 4)
-    within, between = 2 * payload * 3 / 4 / link, 2 * (payload / 4) * 1 / 2 / network
-    assert seconds == pytest.approx(within + between)
+    both = seconds("all-reduce", ("data",), 2 * payload * 7 / 8, {"data": 8}, {"data": 2})
+    assert both == pytest.approx((2 * payload * 3 / 4 / link, 2 * (payload / 4) * 1 / 2 / network))
     # Nothing but the network, where each device is alone on its host.
-    alone = wire_seconds("all-gather", ("data",), 1e9, chip, mesh, 8)
-    assert alone == pytest.approx(1e9 / network)
-    inside = wire_seconds("all-gather", ("tensor",), 1e9, chip, mesh, 8)
-    assert inside == pytest.approx(1e9 / link)
+    slow = slow_of(mesh, 8)
+    alone = seconds("all-gather", ("data",), 1e9, mesh, slow)
+    assert alone == pytest.approx((0, 1e9 / network))
+    inside = seconds("all-gather", ("tensor",), 1e9, mesh, slow)
+    assert inside == pytest.approx((1e9 / link, 0))
     # A permutation has one link, on a TPU half of a ring.
     v5e = parse_target("v5e:2x4").chip
     sends = [
-        wire_seconds(kind, ("data",), 1e9, v5e, {"data": 8}, 8)
+        sum(seconds(kind, ("data",), 1e9, {"data": 8}, {"data": 1}, v5e))
         for kind in ("collective-permute", "all-gather")
     ]
     assert sends[0] == pytest.approx(2 * sends[1])
     # Axes that are not known are taken as all of the mesh.
-    unknown = wire_seconds("all-gather", ("?",), 1e9, chip, mesh, 8)
-    assert unknown == wire_seconds("all-gather", ("data", "fsdp", "tensor"), 1e9, chip, mesh, 8)
+    unknown = seconds("all-gather", ("?",), 1e9, mesh, slow)
+    assert unknown == seconds("all-gather", ("data", "fsdp", "tensor"), 1e9, mesh, slow)
 
 
 def test_any_experiment_is_estimated():

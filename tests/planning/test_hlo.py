@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.planning.groups import UNKNOWN, group_axes, parse_groups
+from jaxtrain.planning.groups import UNKNOWN, group_axes, make_grid, parse_groups
 from jaxtrain.planning.hlo import Collective, read_program
 from jaxtrain.planning.hlo_text import type_bytes
 
@@ -61,15 +61,17 @@ def test_groups_of_any_axes_get_their_names(data):
     groups = {}
     for place, number in places.items():
         groups.setdefault(tuple(place[d] for d in kept), []).append(number)
-    assert group_axes(list(groups.values()), mesh) == tuple(a for a in mesh.shape if a in axes)
+    wanted = tuple(a for a in mesh.shape if a in axes)
+    assert group_axes(list(groups.values()), make_grid(mesh)) == (wanted, 1)
 
 
 def test_groups_that_are_no_axes_are_reported_as_unknown():
     mesh = mesh_222()
-    assert group_axes([(0, 1, 2), (3, 4, 5)], mesh) == (UNKNOWN,)
-    assert group_axes([(0, 3), (1, 2)], mesh) == (UNKNOWN,)
-    assert group_axes(None, mesh) == (UNKNOWN,)
-    assert group_axes([(0, 99)], mesh) == (UNKNOWN,)
+    grid = make_grid(mesh)
+    assert group_axes([(0, 1, 2), (3, 4, 5)], grid) == ((UNKNOWN,), 1)
+    assert group_axes([(0, 3), (1, 2)], grid) == ((UNKNOWN,), 1)
+    assert group_axes(None, grid) == ((UNKNOWN,), 1)
+    assert group_axes([(0, 99)], grid) == ((UNKNOWN,), 1)
     text = (
         "HloModule m, num_partitions=8\n\nENTRY %e (p: f32[8]) -> f32[8] {\n"
         "  %p = f32[8]{0} parameter(0)\n"
