@@ -153,9 +153,10 @@ def about(config: Config, images: data.LabelledImages, sizes: Mapping[str, Any])
     if config.source is None:
         return f"{config.model}: {told}"
     had, classes = config.source.model.classes, len(images.classes)
-    head = "its head" if had == classes else f"a new head: it has {had or 'no'} classes"
-    told = f", {told}" if told else ""
-    return f"{config.init_from}: {head}, {classes} of these images{told}"
+    head = f"its head of {classes} classes"
+    if had != classes:
+        head = f"a new head of {classes} classes, where it had {had or 'none'}"
+    return f"{config.init_from} with {head}" + (f", {told}" if told else "")
 
 
 def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, ca
     assert state.params["head"]["out"]["kernel"].shape == (16, 3)
     main(Config, build, [*flags, "--run-dir", run])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "a new head: it has 5 classes, 3 of these images" in printed
+    assert "with a new head of 3 classes, where it had 5" in printed
     assert command(capsys, "hf", "export", "--run", run, "--out", str(out))[0] == 0
     labels = json.loads((out / "config.json").read_text())["id2label"]
     assert labels == {"0": "0", "1": "1", "2": "2"}
