@@ -44,7 +44,7 @@ MAY_CHANGE = {
     **dict.fromkeys(("held_out_bytes", "held_out_text*"), "same bits, evaluated on other text"),
 }
 # Which experiment trains models of which form.
-TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5"}
+TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,11 @@ class Source:
         """What an export of it says of tokens that begin and end a text."""
         return (trained if self.is_run else hf).special_tokens(self.path)
 
+    @property
+    def pixels(self) -> dict[str, Any] | None:
+        """How its images are normalized: their mean and deviation."""
+        return (trained if self.is_run else hf).pixels(self.path)
+
     def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
         """Its weights, for a model that may have shorter rows; of another head, without that."""
         if not self.is_run:
@@ -127,7 +132,7 @@ class Source:
         ]
         if heads[0] != heads[1]:
             del params["head"]
-        if model.positions == "learned":
+        if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]

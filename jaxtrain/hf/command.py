@@ -29,7 +29,7 @@ class ExportOptions:
     """Writes a run's model as a folder that transformers' from_pretrained opens."""
 
     run: str
-    """Folder of a run of experiments.gpt, experiments.bert or experiments.t5."""
+    """Folder of a run of experiments.gpt, bert or t5, or of experiments.vision --model vit."""
     out: Path
     """Folder to write."""
     step: int | None = None
@@ -96,6 +96,9 @@ def _export(options: ExportOptions) -> int:
             fields = {"bos_token_id": None, "eos_token_id": tokenizer.eod}
         files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
         files["tokenizer_config.json"] = weights.to_json(_tokenizer_config(tokenizer, fields))
+    if tokenizer is None:
+        fields = trained.special_tokens(options.run) or {}
+        files = {weights.PREPROCESSOR: weights.preprocessor(model, trained.pixels(options.run))}
     weights.save(
         options.out,
         model,

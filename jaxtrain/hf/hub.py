@@ -21,6 +21,7 @@ FILES = (
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "preprocessor_config.json",
     "chat_template.jinja",
 )
 

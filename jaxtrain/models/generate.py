@@ -67,7 +67,7 @@ class Prompts:
       tokens: int32 [B, P], padded on the right.
       lengths: int32 [B], tokens of each.
       rng: a key; None where nothing is drawn.
-      sampling: how tokens are chosen; None for a search.
+      sampling: how tokens are chosen.
     """
 
     tokens: np.ndarray
@@ -307,6 +307,8 @@ def decode_step(
       tokens_B, positions_B: int32.
     """
     positions_B1 = positions_B[:, None]
+    # Rows in order, which the partitioner sees: along them nothing is exchanged.
+    rows = jnp.arange(tokens_B.shape[0])
 
     def layer(carry, params_and_index):
         x_B1D, cache = carry
@@ -314,7 +316,7 @@ def decode_step(
 
         def attend(q_B1HK, k_B1GK, v_B1GK):
             k, v = (
-                _put(whole, l, positions_B, cached(new, config.heads)[:, 0])
+                pin_cache(whole.at[l, rows, :, positions_B].set(cached(new, config.heads)[:, 0]))
                 for whole, new in ((cache.k, k_B1GK), (cache.v, v_B1GK))
             )
             out_BHK = layers.step_attention(config.block, l, q_B1HK[:, 0], k[l], v[l], positions_B)
@@ -329,16 +331,6 @@ def decode_step(
     xs = (params["blocks"], jnp.arange(config.layers))
     (x_B1D, cache), _ = jax.lax.scan(layer, (x_B1D, cache), xs)
     return head_logits(config, params, x_B1D)[:, 0], cache
-
-
-def _put(k_LBGSK: jax.Array, l: jax.Array, positions_B: jax.Array, new_BGK: jax.Array) -> jax.Array:
-    """A cache with one position per row of one layer; along rows nothing is to be exchanged."""
-
-    def put(k_LGSK, position, new_GK):
-        return k_LGSK.at[l, :, position].set(new_GK)
-
-    put = jax.vmap(put, in_axes=(1, 0, 0), out_axes=1)
-    return pin_cache(put(k_LBGSK, positions_B, new_BGK))
 
 
 def penalise(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:

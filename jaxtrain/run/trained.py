@@ -1,4 +1,4 @@
-"""What a run of a language model has trained: its model, parameters and tokenizer."""
+"""What a run of a shipped model has trained: its model, parameters and tokenizer."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import encoder, encoder_decoder, gpt
+from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
@@ -23,14 +23,15 @@ FORMS = {
     "decoder": (gpt.GPTConfig, gpt),
     "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
+    "vit": (vit.ViTConfig, vit),
 }
-Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config
+Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
 
 
 def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None
-) -> tuple[Model, dict, data.Tokenizer]:
-    """Reads a run's model, parameters and tokenizer.
+) -> tuple[Model, dict, data.Tokenizer | None]:
+    """Reads a run's model, parameters and tokenizer, which a model of images has not.
 
     Args:
       run: the run's folder.
@@ -54,6 +55,8 @@ def load(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
             )
         params = checkpoints.restore_params(shapes, step)
+    if module is vit:
+        return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
@@ -90,6 +93,13 @@ def special_tokens(run: str) -> dict[str, Any] | None:
     exported with; None where that says nothing of them."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
         return checkpoints.config().get("special_tokens")
+
+
+def pixels(run: str) -> dict[str, Any] | None:
+    """Returns the mean and deviation, by channel, that a run's images are brought to zero and one
+    with; None where they stay as they are."""
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        return checkpoints.config().get("pixels")
 
 
 def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
