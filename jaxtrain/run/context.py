@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.terminal import Progress
 from jaxtrain.run.observe.throughput import Throughput
@@ -27,6 +28,7 @@ class Run:
       watchdog: is told of everything that has ended.
       log: takes values of steps.
       journal: takes what happens, and knows where the time goes.
+      alerts: look at what is logged; they want things done.
       progress: the line of progress, and notes above it.
       rate: times the steps.
     """
@@ -39,5 +41,6 @@ class Run:
     watchdog: Watchdog
     log: Writer
     journal: Journal
+    alerts: Alerts
     progress: Progress
     rate: Throughput

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
@@ -190,6 +192,7 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    webhook()
     if options.early_stop_patience and not experiment.eval_sets:
         raise ValueError(
             f"early_stop_patience is {options.early_stop_patience} and experiment "
@@ -278,6 +281,9 @@ def _fit(
         evaluation, end = Evaluation(run, [saving, early, *hooks]), None
         if start < experiment.steps:
             early.recall(start)
+            # What was read two calls ago may have been the reason of an end that never came.
+            awaited = start + 1 - 2 * experiment.steps_per_call
+            run.alerts.recall(start, acts_from=math.inf if go_on else awaited)
             if (options.eval_first and start == 0) or early.awaits(start):
                 evaluation.on_step(start, state)
             end = None if go_on else early.ending(start)  # It was killed before it could say so.
@@ -319,6 +325,15 @@ def _opened(
         contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
         Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
         terminal.Progress(experiment.steps, start=start, item=experiment.item) as progress,
+        Alerts(
+            options.alert_rules if process == 0 else {},
+            journal=journal,
+            note=progress.note,
+            stop=peers.want_stop,
+            idle=watchdog.idle,
+            run_dir=owner.path,
+            webhook=webhook(),
+        ) as alerts,
     ):
         yield Run(
             experiment=experiment,
@@ -327,8 +342,9 @@ def _opened(
             owner=owner,
             peers=peers,
             watchdog=watchdog,
-            log=Fanout([own_log, *(writers if process == 0 else ())]),
+            log=Fanout([own_log, alerts, *(writers if process == 0 else ())]),
             journal=journal,
+            alerts=alerts,
             progress=progress,
             rate=rate,
         )

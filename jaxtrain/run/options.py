@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxtrain import optim
 from jaxtrain.optim.numerics import check_number
+from jaxtrain.run.observe import alert_rules
 from jaxtrain.run.provenance import ROUNDED
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -54,6 +55,8 @@ class RunOptions:
       hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
         call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
+      alerts: What is to alarm, and what is done then: RULE=LEVEL:ACTION, such as divergence:stop,
+        plateau=2000 or throughput:off. Actions are warn, save, stop and off; "all" is every rule.
     """
 
     run_dir: str | None = None
@@ -75,6 +78,7 @@ class RunOptions:
     watch_peers: bool = True
     hang_minutes: float = 30.0
     max_consecutive_skips: int = 20
+    alerts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
@@ -94,6 +98,12 @@ class RunOptions:
                 f"early_stop_min_change is {self.early_stop_min_change} and early_stop_patience 0: "
                 "give the number of evaluations to wait too"
             )
+        alert_rules.parse(self.alerts)
+
+    @property
+    def alert_rules(self) -> dict[str, alert_rules.Setting]:
+        """The rules of alerts that are on."""
+        return alert_rules.parse(self.alerts)
 
     @property
     def saves_best(self) -> bool:

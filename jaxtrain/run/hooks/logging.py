@@ -25,6 +25,7 @@ class Logging(Hook):
         self.run.journal.step = step
         self.run.progress.update(step, metrics["loss"], rate.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)
+        quiet = quiet and not self.run.alerts.is_urgent(metrics)
         if step % self.run.options.log_every and step != experiment.steps and quiet:
             return
         values = {f"train/{name}": value for name, value in metrics.items()}

@@ -60,7 +60,7 @@ class Journal:
         self._first_step: int | None = None
         self._owner: Ownership | None = None
         self._file: GrowingFile | None = None
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         self._lost_steps = self._failed_saves = 0
         self._checkpoint_at: float | None = None
         self._earlier: list[goodput.Attempt] = []
@@ -118,7 +118,7 @@ class Journal:
         self.event("ready", step=step, facts=dict(facts))
 
     def event(self, name: str, **facts: Any) -> None:
-        """Writes a line."""
+        """Writes a line; from any thread."""
         if self._file is None or self._taken():
             return
         if name == "checkpoint":
@@ -126,7 +126,8 @@ class Journal:
         self._failed_saves += name == "save failed"
         now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
         line = {"event": name, "time": now.isoformat(timespec="milliseconds"), **self.stamp}
-        self._file.append((json.dumps(line | facts) + "\n").encode())
+        with self._lock:
+            self._file.append((json.dumps(line | facts) + "\n").encode())
 
     @property
     def stamp(self) -> dict[str, Any]:
