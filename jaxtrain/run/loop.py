@@ -49,7 +49,7 @@ from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
-from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
@@ -193,6 +193,7 @@ def fit(
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
     webhook()
+    trackers.check_installed(trackers.parse(options.trackers))
     if options.early_stop_patience and not experiment.eval_sets:
         raise ValueError(
             f"early_stop_patience is {options.early_stop_patience} and experiment "
@@ -321,7 +322,17 @@ def _opened(
     rate = throughput.Throughput(experiment.items_per_step)
     journal.step_times = rate.times
     process = jax.process_index()
+    about = trackers.About(
+        experiment=experiment.name,
+        name=owner.path.name,
+        identity=journal.identity,
+        config=provenance.flatten(experiment.config.get("flags", experiment.config)),
+        run_dir=owner.path,
+        resume_step=resume_step,
+    )
+    asked = trackers.parse(options.trackers) if process == 0 else {}
     with (
+        trackers.opened(asked, about, journal) as tracking,
         contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
         Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
         terminal.Progress(experiment.steps, start=start, item=experiment.item) as progress,
@@ -342,7 +353,7 @@ def _opened(
             owner=owner,
             peers=peers,
             watchdog=watchdog,
-            log=Fanout([own_log, alerts, *(writers if process == 0 else ())]),
+            log=Fanout([own_log, alerts, *tracking, *(writers if process == 0 else ())]),
             journal=journal,
             alerts=alerts,
             progress=progress,

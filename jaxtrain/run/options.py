@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxtrain import optim
 from jaxtrain.optim.numerics import check_number
-from jaxtrain.run.observe import alert_rules
+from jaxtrain.run.observe import alert_rules, trackers
 from jaxtrain.run.provenance import ROUNDED
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -57,6 +57,8 @@ class RunOptions:
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
       alerts: What is to alarm, and what is done then: RULE=LEVEL:ACTION, such as divergence:stop,
         plateau=2000 or throughput:off. Actions are warn, save, stop and off; "all" is every rule.
+      trackers: Where metrics go too: wandb, mlflow, trackio (each set up by its own environment
+        variables), csv, prometheus or prometheus=PORT.
     """
 
     run_dir: str | None = None
@@ -79,6 +81,7 @@ class RunOptions:
     hang_minutes: float = 30.0
     max_consecutive_skips: int = 20
     alerts: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
@@ -99,6 +102,7 @@ class RunOptions:
                 "give the number of evaluations to wait too"
             )
         alert_rules.parse(self.alerts)
+        trackers.parse(self.trackers)
 
     @property
     def alert_rules(self) -> dict[str, alert_rules.Setting]:

@@ -60,6 +60,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_speed(record),
         *_attempts(record),
         *_alerts(record),
+        *_trackers(record),
     ]
     if record.unreadable:
         is_ = "is" if record.unreadable == 1 else "are"
@@ -213,6 +214,18 @@ def _alerts(record: Record) -> list[Finding]:
             f"{lines[-1].get('text')}.",
         )
         for rule, lines in found.items()
+    ]
+
+
+def _trackers(record: Record) -> list[Finding]:
+    return [
+        Finding(
+            "look",
+            f"Tracker {line.get('tracker')}: {_count(int(line['dropped']), 'line')} dropped, last "
+            f"because {line.get('why')}.",
+        )
+        for line in record.happened("tracker")
+        if isinstance(line.get("dropped"), int) and line["dropped"]
     ]
 
 
