@@ -8,6 +8,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.run.folder import Ownership
 from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.terminal import Progress
 from jaxtrain.run.observe.throughput import Throughput
 from jaxtrain.run.observe.writers import Writer
@@ -31,6 +32,7 @@ class Run:
       alerts: look at what is logged; they want things done.
       progress: the line of progress, and notes above it.
       rate: times the steps.
+      sampling: reads sensors.
     """
 
     experiment: Experiment
@@ -44,3 +46,4 @@ class Run:
     alerts: Alerts
     progress: Progress
     rate: Throughput
+    sampling: Sampling

@@ -26,7 +26,7 @@ from jaxtrain.experiment import (
     make_state,
     restore_state,
 )
-from jaxtrain.host import distributed, storage
+from jaxtrain.host import distributed, readings, storage
 from jaxtrain.host.exit_codes import DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared
 from jaxtrain.optim import averaged
@@ -53,6 +53,7 @@ from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
+from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
@@ -345,6 +346,11 @@ def _opened(
             run_dir=owner.path,
             webhook=webhook(),
         ) as alerts,
+        Sampling(
+            lambda: readings.sources(jax.local_devices()),
+            seconds=options.sample_seconds,
+            peers=peers,
+        ) as sampling,
     ):
         yield Run(
             experiment=experiment,
@@ -358,6 +364,7 @@ def _opened(
             alerts=alerts,
             progress=progress,
             rate=rate,
+            sampling=sampling,
         )
 
 

@@ -59,6 +59,8 @@ class RunOptions:
         plateau=2000 or throughput:off. Actions are warn, save, stop and off; "all" is every rule.
       trackers: Where metrics go too: wandb, mlflow, trackio (each set up by its own environment
         variables), csv, prometheus or prometheus=PORT.
+      sample_seconds: Between two readings of sensors: utilisation, temperature and power of
+        devices, memory and CPU of the host; 0 reads none.
     """
 
     run_dir: str | None = None
@@ -82,11 +84,12 @@ class RunOptions:
     max_consecutive_skips: int = 20
     alerts: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    sample_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
-        least |= {"early_stop_patience": 0, "early_stop_min_change": 0}
+        least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:

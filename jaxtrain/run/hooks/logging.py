@@ -33,7 +33,7 @@ class Logging(Hook):
         if seconds is not None:
             values["time/step_seconds"] = seconds
             values[f"time/{experiment.item}_per_second"] = rate.items_per_second
-            values |= self.pace.report(seconds)
+            values |= self.pace.report(seconds) | self.run.sampling.report()
             devices, dtype = self.run.mesh.devices.flat, experiment.policy.compute_dtype
             utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:

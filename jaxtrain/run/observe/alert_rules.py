@@ -224,6 +224,7 @@ RULES = {
         "train/grad_norm", 10.0, "robust standard deviations of its logarithm", _norm_spike
     ),
     "memory": Rule("memory/peak_fraction", 0.95, "part of a device's memory", Above),
+    "host_memory": Rule("host/memory_fraction", 0.95, "part of a host's memory", Above),
     "temperature": Rule("device/temperature", 90.0, "degrees Celsius", Above),
     "throughput": Rule("time/.*_per_second", 0.6, "part of its median", Slow),
     "held_out": Rule("eval/(.*/)?loss", 0.01, "part above the best evaluation", Rising),

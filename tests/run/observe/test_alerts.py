@@ -29,6 +29,7 @@ def clean(seed):
         "train/loss": 2 + 4 * np.exp(-step / 30) + 0.1 * rng.standard_t(6, N),
         "train/grad_norm": (0.5 + 8 * np.exp(-step / 5)) * np.exp(0.3 * rng.standard_t(6, N)),
         "memory/peak_fraction": np.full(N, 0.9),
+        "host/memory_fraction": 0.5 + 0.1 * rng.random(N),
         "device/temperature": 70 + 5 * rng.normal(size=N),
         "time/tokens_per_second": 1e5 * (1 + 0.05 * rng.normal(size=N)),
         "eval/code/loss": 2.5 + np.exp(-step / 30) + 0.003 * rng.normal(size=N),
@@ -50,6 +51,8 @@ def faulty(rule, curves):
         norm[FAULT : FAULT + 3] *= 500
     elif rule == "memory":
         curves["memory/peak_fraction"][late] = 0.97
+    elif rule == "host_memory":
+        curves["host/memory_fraction"][late] = np.linspace(0.96, 0.99, N - FAULT)
     elif rule == "temperature":
         curves["device/temperature"][late] = 95
     elif rule == "throughput":
@@ -86,8 +89,8 @@ class Told:
         return [(n.split()[3].rstrip(":"), int(n.split()[1].rstrip(":"))) for n in self.notes]
 
 
-RULES = ("loss_spike", "divergence", "plateau", "grad_norm", "memory", "temperature")
-RULES += ("throughput", "held_out")
+RULES = ("loss_spike", "divergence", "plateau", "grad_norm", "memory", "host_memory")
+RULES += ("temperature", "throughput", "held_out")
 
 
 def test_a_clean_run_alarms_nobody(tmp_path):

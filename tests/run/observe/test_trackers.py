@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 
 import jaxtrain as jt
-from jaxtrain.host import memory
+from jaxtrain.host import memory, readings
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.run.observe import trackers
 from jaxtrain.run.observe.journal import read_events
@@ -124,6 +124,9 @@ def test_a_run_is_tracked_beside_its_log_by_what_works_and_goes_on_without_the_r
     monkeypatch.setattr(
         memory, "device_memory", lambda: {"in_use": 2.0, "peak": 3.0, "peak_fraction": 0.5}
     )
+    sensors = ("device/utilisation", "device/temperature", "device/power")
+    sensors += ("host/memory_fraction", "host/cpu")
+    monkeypatch.setattr(readings, "sources", lambda devices: [lambda: dict.fromkeys(sensors, 0.5)])
     run = tmp_path / "gpt-1"
     options = jt.RunOptions(
         str(run), auto_resume=True, log_every=2, eval_every=3, save_every=2, keep=9
