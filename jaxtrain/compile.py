@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.overlap import overlap_options
+from jaxtrain.parallel.placement import tell, tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import equations, products_in
@@ -173,7 +174,8 @@ def compile_step(
       rules: those of ``init_state``; their ``axes`` say what :func:`jaxtrain.constrain` splits
         activations over, and their ``batch`` how the batch lies.
       donate: False for a step that only reads the state and returns no new one (evaluation).
-      compiler_options: XLA options for this program alone, by their flag's name.
+      compiler_options: XLA options for this program alone, by their flag's name. They take
+        precedence over those that hide communication (:mod:`jaxtrain.parallel.overlap`).
 
     Returns:
       A function like ``step`` that cannot recompile: other shapes are errors.
@@ -207,7 +209,10 @@ def compile_step(
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
-        compiled = traced.lower().compile(compiler_options)
+        options = overlap_options(mesh)
+        if options:
+            tell("communication is hidden", f"by XLA's {', '.join(options)}")
+        compiled = traced.lower().compile({**options, **(compiler_options or {})} or None)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))

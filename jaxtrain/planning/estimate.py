@@ -119,7 +119,12 @@ def estimate(
 
 
 def trace(
-    experiment: Experiment, devices: int, *, kind: str = "tpu", state: TrainState | None = None
+    experiment: Experiment,
+    devices: int,
+    *,
+    kind: str = "tpu",
+    state: TrainState | None = None,
+    for_one_size: bool = False,
 ) -> Any:
     """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
@@ -130,6 +135,8 @@ def trace(
 
     Args:
       experiment, devices, kind, state: as for :func:`estimate`.
+      for_one_size: traces what is compiled for this mesh, and may be right for no other: gradients
+        are reduced, and weights gathered, once per step.
 
     Raises:
       ValueError: as :func:`estimate`.
@@ -137,7 +144,9 @@ def trace(
     state = abstract_state(experiment, devices, kind=kind) if state is None else state
     mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
-    return trace_step(step, state, experiment.batch, mesh, experiment.rules)
+    return trace_step(
+        step, state, experiment.batch, mesh, experiment.rules, for_one_size=for_one_size
+    )
 
 
 def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:
@@ -151,9 +160,16 @@ def trace_step(
     batch: PyTree,
     mesh: AbstractMesh | jax.sharding.Mesh,
     rules: Rules | Sequence[Rule] | None = None,
+    *,
+    for_one_size: bool = False,
 ) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    with tracing_on(mesh, state, rules), ahead_of_time(True), warnings.catch_warnings():
+    sized = True if for_one_size else None
+    with (
+        tracing_on(mesh, state, rules, sized=sized),
+        ahead_of_time(True),
+        warnings.catch_warnings(),
+    ):
         # Whoever compiles says it.
         for category in TRACE_WARNINGS:
             warnings.simplefilter("ignore", category)
