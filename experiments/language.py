@@ -361,6 +361,7 @@ def facts(
             length=length,
             dropout=model.attention_dropout,
             window=model.window,
+            causal=model.block.causal,
             softcap=model.attention_softcap,
             **shape,
         ),

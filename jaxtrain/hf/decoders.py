@@ -3,56 +3,19 @@
 import dataclasses
 from typing import Any
 
-from jaxtrain.hf.family import Family, check_positive, windows_of
+from jaxtrain.hf.family import Family
+from jaxtrain.hf.positions import (
+    positive,
+    read_kinds,
+    read_rope,
+    read_two_ropes,
+    write_kinds,
+    write_rope,
+    write_two_ropes,
+)
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
+from jaxtrain.models.config import windows_of
 from jaxtrain.models.gpt import GPTConfig
-from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
-
-
-def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
-    found = {"rope_theta": theirs.pop("rope_theta", default)}
-    for name in ("rope_scaling", "rope_parameters"):
-        more = theirs.pop(name, None)
-        if more is not None and not isinstance(more, dict):
-            raise ValueError(f"{name}={more!r} is not an object")
-        found |= more or {}
-    theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
-    kind = kinds[0] or kinds[1] or "default"
-    if theta is REQUIRED:
-        raise ValueError("it has no rope_theta")
-    for name, value in {"rope_theta": theta, **found}.items():
-        if name in ("rope_theta", *_LLAMA3):
-            check_positive(name, value)
-    for scaling, (name, numbers) in _SCALINGS.items():
-        if kind == name and found.keys() == set(numbers):
-            return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
-    if kind != "default" or found:
-        known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
-        raise ValueError(
-            f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', {', '.join(known)}"
-        )
-    return {"rope_theta": theta, "rope_scaling": None}
-
-
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Their name and numbers, in the order of ours.
-_SCALINGS = {Llama3Scaling: ("llama3", _LLAMA3), LinearScaling: ("linear", ("factor",))}
-
-
-def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
-
-
-def _scaling(config: GPTConfig) -> dict[str, Any] | None:
-    if config.rope_scaling is None:
-        return None
-    name, numbers = _SCALINGS[type(config.rope_scaling)]
-    return {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
-
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
@@ -64,7 +27,7 @@ def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
 
 
 def _write_llama(config: GPTConfig) -> dict[str, Any]:
-    return _check_width("llama", config) | _write_rope(config)
+    return _check_width("llama", config) | write_rope(config)
 
 
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -76,32 +39,7 @@ def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, int):
             raise ValueError(f"{name}={value!r} must be a whole number")
     slides = [window is not None and l >= first for l in range(layers)]
-    return _read_kinds(theirs, slides, window) | _read_rope(theirs, REQUIRED)
-
-
-def _read_kinds(theirs: dict[str, Any], slides: list[bool], window: int | None) -> dict[str, Any]:
-    """Which layers have a window: as ``layer_types`` says, or else ``slides``."""
-    layers, kinds = theirs.get("num_hidden_layers", 0), theirs.pop("layer_types", None)
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
-            raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
-        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
-            raise ValueError(
-                f"layer_types has {unknown[0]!r}, which is not known here: only {_FULL!r} and "
-                f"{_SLIDING!r}"
-            )
-        slides = [kind == _SLIDING for kind in kinds]
-    if not any(slides):
-        return {"window": None}
-    if window is None:
-        raise ValueError(f"layer_types has {_SLIDING!r}, and the other fields give no window")
-    repeats = (n for n in range(1, layers + 1) if slides[n:] == slides[:-n])
-    return {"window": window, "window_pattern": tuple(slides[: next(repeats)])}
-
-
-def _write_kinds(config: GPTConfig) -> dict[str, Any]:
-    kinds = [_SLIDING if slides else _FULL for slides in windows_of(config)]
-    return {"sliding_window": config.window, "layer_types": kinds}
+    return read_kinds(theirs, slides, window) | read_rope(theirs, REQUIRED)
 
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
@@ -109,54 +47,32 @@ def _write_qwen(config: GPTConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": any(slides),
         "max_window_layers": slides.index(True) if any(slides) else config.layers,
-        **_write_kinds(config),
-        **_write_rope(config),
+        **write_kinds(config),
+        **write_rope(config),
     }
 
 
 def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, and a window of every other layer."""
-    slides = [l % 2 == 0 for l in range(_layers(theirs))]
-    found = _read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
-    return found | _read_rope(theirs, 10000.0)
+    slides = [l % 2 == 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return found | read_rope(theirs, 10000.0)
 
 
 def _write_gemma2(config: GPTConfig) -> dict[str, Any]:
-    return _check_width("gemma2", config) | _write_kinds(config) | _write_rope(config)
+    return _check_width("gemma2", config) | write_kinds(config) | write_rope(config)
 
 
 def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
     """A window of all layers but every sixth, and rotary positions of both kinds of layers."""
-    every = theirs.pop("sliding_window_pattern", 6)
-    if type(every) is not int or every < 1:
-        raise ValueError(f"sliding_window_pattern={every!r} must be a whole number above 0")
-    slides = [(l + 1) % every != 0 for l in range(_layers(theirs))]
-    found = _read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
-    both = theirs.pop("rope_parameters", None) or {}
-    if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:
-        raise ValueError(f"rope_parameters={both!r} is not an object of {_FULL} and {_SLIDING}")
-    scaled = {"rope_scaling": theirs.pop("rope_scaling", None), "rope_parameters": both.get(_FULL)}
-    whole = _read_rope({"rope_theta": theirs.pop("rope_theta", 1e6)} | scaled, 1e6)
-    theta = theirs.pop("rope_local_base_freq", 1e4)
-    own = _read_rope({"rope_theta": theta, "rope_parameters": both.get(_SLIDING)}, 1e4)
-    if own["rope_scaling"] is not None:
-        raise ValueError(f"rope_parameters scale the positions of {_SLIDING}: not known here")
-    local = {} if found["window"] is None else {"local_rope_theta": own["rope_theta"]}
-    return found | whole | local
+    every = positive(theirs, "sliding_window_pattern", 6)
+    slides = [(l + 1) % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
 
 
 def _write_gemma3(config: GPTConfig) -> dict[str, Any]:
-    scaling = _scaling(config) or {"rope_type": "default"}
-    local = {"rope_type": "default", "rope_theta": config.local_rope_theta or 1e4}
-    whole = scaling | {"rope_theta": config.rope_theta}
-    rope = {"rope_parameters": {_FULL: whole, _SLIDING: local}}
-    return _check_width("gemma3_text", config) | _write_kinds(config) | rope
-
-
-def _layers(theirs: dict[str, Any]) -> int:
-    if type(layers := theirs.get("num_hidden_layers")) is not int:
-        raise ValueError(f"num_hidden_layers={layers!r} must be a whole number")
-    return layers
+    return _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
 
 
 GPT2_ROWS = (
@@ -266,7 +182,7 @@ LLAMA = Family(
     },
     ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
     fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
-    read=lambda theirs: _read_rope(theirs, 10000.0),
+    read=lambda theirs: read_rope(theirs, 10000.0),
     write=_write_llama,
     buffers=r"rotary_emb\.inv_freq$",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
@@ -279,8 +195,8 @@ MISTRAL = dataclasses.replace(
     fields=LLAMA.fields
     | {"num_key_value_heads": Field("kv_heads"), "sliding_window": Field("window")},
     fixed={"is_encoder_decoder": False},
-    read=lambda theirs: _read_rope(theirs, REQUIRED),
-    write=_write_rope,
+    read=lambda theirs: read_rope(theirs, REQUIRED),
+    write=write_rope,
 )
 
 QWEN2 = dataclasses.replace(

@@ -9,6 +9,7 @@ import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
 from jaxtrain.models import gpt
+from jaxtrain.models.config import windows_of
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
@@ -28,6 +29,7 @@ INERT = {
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "deterministic_flash_attn",
     "classifier_dropout",
     "cls_token_id",
     "directionality",
@@ -36,6 +38,7 @@ INERT = {
     "eos_token_id",
     "gradient_checkpointing",
     "id2label",
+    "initializer_cutoff_factor",
     "initializer_factor",
     "initializer_range",
     "is_llama_config",
@@ -62,9 +65,13 @@ INERT = {
     "predict_special_tokens",
     "pretraining_tp",
     "problem_type",
+    "reference_compile",
     "reorder_and_upcast_attn",
+    "repad_logits_with_grad",
     "return_dict",
     "sep_token_id",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -216,15 +223,9 @@ class Family:
         sizes = 0
         for path, leaf in named_leaves(shapes).items():
             row, inner = rows[path], leaf.shape[rows[path].stacked :]
-            times = leaf.shape[0] if row.stacked else 1
+            times = leaf.shape[0] - row.first if row.stacked else 1
             sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
         return sizes
-
-
-def windows_of(config: ModelConfig) -> list[bool]:
-    """Whether each layer has a window."""
-    pattern = config.window_pattern
-    return [config.window is not None and pattern[l % len(pattern)] for l in range(config.layers)]
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -151,6 +151,7 @@ def open_weights(
                 )
         used.update(names)
         places = cut[path.split("/")[0]] if row.stacked else np.array(1)
+        places = np.maximum(places - row.first, 0)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
     found = map_named(weight, shapes)  # None is no leaf
@@ -371,7 +372,8 @@ def _tensors(
 ) -> Iterator[tuple[str, Sequence[Row], int]]:
     """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
     for group in by_tensor(rows).values():
-        for l, name in enumerate(group[0].names(leaves[group[0].ours].shape[0])):
+        names = group[0].names(leaves[group[0].ours].shape[0])
+        for l, name in enumerate(names, start=group[0].first):
             yield name, group, l
 
 

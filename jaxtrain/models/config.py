@@ -28,11 +28,12 @@ class LayerFields:
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
       norm_offset: norms multiply by 1 + their scale, which starts at 0, as Gemma's do.
-      mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh).
+      mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh, or exact).
       bias: biases in dense layers and LayerNorm.
       qkv_bias: biases of queries, keys and values; None means as ``bias``.
       qk_norm: queries and keys are normed, head by head, before they are rotated.
-      window: a position sees itself and at most ``window - 1`` before it; None means all.
+      window: a position sees itself and at most ``window - 1`` before it, and as many after it
+        where attention is not causal; None means all.
       window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
         ``(True,) * 5 + (False,)``.
       rope_scaling: how the frequencies of rotary positions are stretched; None means not.
@@ -119,6 +120,7 @@ class BlockConfig(LayerFields):
       rope_theta: base of the frequencies of rotary positions; None means none.
       norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it, ``sandwich``
         what a branch reads and what it adds.
+      first_norm: False leaves out the norm before attention in layer 0, whose scale is not read.
       residual_std: of the initial kernels that end in the residual stream.
 
     >>> BlockConfig(width=24, heads=3).mlp_width
@@ -131,6 +133,7 @@ class BlockConfig(LayerFields):
     causal: bool = True
     rope_theta: float | None = None
     norm_position: Literal[NORM_POSITIONS] = "pre"  # type: ignore[valid-type]
+    first_norm: bool = True
     residual_std: float = INIT_STD
 
     def __post_init__(self) -> None:
@@ -152,8 +155,6 @@ class BlockConfig(LayerFields):
                 f"local_rope_theta={self.local_rope_theta} is of rotary positions in layers with a "
                 "window: give a window and rotary positions, or leave it out"
             )
-        if self.window is not None and not self.causal:
-            raise ValueError(f"window={self.window} looks backwards and needs causal=True")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -411,6 +412,24 @@ PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "gemma3-12b": gemma3_12b,
     "gemma3-27b": gemma3_27b,
 }
+
+
+def windows_of(config: Any) -> list[bool]:
+    """Whether each layer of a model has a window."""
+    pattern = config.window_pattern
+    return [config.window is not None and pattern[l % len(pattern)] for l in range(config.layers)]
+
+
+def keys_seen(config: Any, length: int) -> int:
+    """Keys that a token's queries meet, summed over a model's layers: the row, or the window where
+    that is shorter; not halved for causality.
+
+    >>> keys_seen(gemma2_2b(), 8192) == 13 * 8192 + 13 * 4096
+    True
+    """
+    window = config.window or length
+    reach = window if config.block.causal else 2 * window - 1
+    return sum(min(length, reach) if near else length for near in windows_of(config))
 
 
 def _fill(config: Any, **defaults: Any) -> None:

@@ -24,7 +24,15 @@ import jax.numpy as jnp
 
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
+from jaxtrain.models.config import (
+    PRESETS,
+    GPTConfig,
+    gpt2_124m,
+    keys_seen,
+    llama_1b,
+    llama_7b,
+    tiny,
+)
 from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
@@ -313,10 +321,7 @@ def flops_per_token(config: GPTConfig) -> int:
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
     lookups += 0 if config.tied else config.vocab_size * config.width
-    pattern, window = config.window_pattern, config.window or config.seq_len
-    local = sum(pattern[l % len(pattern)] for l in range(config.layers))
-    keys = (config.layers - local) * config.seq_len + local * min(config.seq_len, window)
-    attend = 12 * config.heads * config.block.head_dim * keys
+    attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
 
 

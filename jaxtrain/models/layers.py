@@ -104,7 +104,7 @@ def block(
 
     warn_if_whole(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
-    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng)[0]
+    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng, index=index)[0]
 
 
 def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
@@ -337,6 +337,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.dropout, self.norm_position = config.dropout, config.norm_position
+        self.first_norm = config.first_norm
         self.norm_attn = Norm(config)
         self.attn = Attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
@@ -346,10 +347,19 @@ class Block(nnx.Module):
         self.norm_mlp_out = Norm(config) if sandwich else None
 
     def __call__(
-        self, x_BTD: jax.Array, angles, attend: Attend, *, rng: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        angles,
+        attend: Attend,
+        *,
+        rng: jax.Array | None = None,
+        index: int | jax.Array = 0,
     ) -> tuple[jax.Array, Any]:
         attn = functools.partial(self.attn, angles=angles, attend=attend)
-        x_BTD, extra = self.add(x_BTD, self.norm_attn, attn, fold(rng, 0), self.norm_attn_out)
+        norm = self.norm_attn
+        if not self.first_norm:
+            norm = lambda x: jnp.where(index == 0, x, self.norm_attn(x))  # noqa: E731
+        x_BTD, extra = self.add(x_BTD, norm, attn, fold(rng, 0), self.norm_attn_out)
         mlp = lambda x: (self.mlp(x), None)  # noqa: E731
         x_BTD, _ = self.add(x_BTD, self.norm_mlp, mlp, fold(rng, 1), self.norm_mlp_out)
         return x_BTD, extra
@@ -357,7 +367,7 @@ class Block(nnx.Module):
     def add(
         self,
         x_BTD: jax.Array,
-        norm: Norm,
+        norm: Callable[[jax.Array], jax.Array],
         branch: Callable[..., Any],
         rng: jax.Array | None,
         norm_out: Norm | None = None,

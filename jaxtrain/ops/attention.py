@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +75,8 @@ def attention(
       q_BTHK: queries.
       k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
       causal: position t sees positions up to t; needs S = T.
-      window: with ``causal``, position t sees none before t - window + 1; None means all.
+      window: position t sees none before t - window + 1, nor, without ``causal``, after
+        t + window - 1; needs S = T. None means all.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
         sees padding, so that no row is empty. Needs S = T, or ``key_segments_BS``.
       key_segments_BS: int32 document numbers of the keys, where they are not those of the queries;
@@ -104,8 +105,8 @@ def attention(
     (_, T, H, _), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} must be at least 1, and needs causal=True")
+    if window is not None and (window < 1 or T != S):
+        raise ValueError(f"window={window} must be at least 1, and needs as many keys as queries")
     own = segments_BT is not None and key_segments_BS is None
     if (causal or own) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
@@ -123,9 +124,8 @@ def attention(
     }
     only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
     packed = segments_BT is not None
-    chosen = _choose_here(
-        implementation, q_BTHK, k_BSGK, dropout, packed, window, softcap, only_xla
-    )
+    form = {"window": window, "softcap": softcap, "causal": causal}
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, form, only_xla)
     if scale is not None:
         # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.
         scaled = q_BTHK.astype(wide(q_BTHK.dtype)) * (scale * q_BTHK.shape[-1] ** 0.5)
@@ -166,6 +166,7 @@ def choose(
     dropout: float = 0.0,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
 ) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
@@ -179,7 +180,7 @@ def choose(
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
       length: T; None leaves it unchecked.
       dropout: rate on the weights.
-      window: as for :func:`attention`; pallas has none.
+      window, causal: as for :func:`attention`; pallas has no window, cudnn none to both sides.
       softcap: as for :func:`attention`; no kernel for GPUs has one.
 
     Raises:
@@ -193,7 +194,7 @@ def choose(
     'splash'
     """
     shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
-    shape |= {"window": window, "softcap": softcap}
+    shape |= {"window": window, "softcap": softcap, "causal": causal}
     return _choose(implementation, backend=backend or platform(), **shape)[0]
 
 
@@ -265,11 +266,15 @@ def _cudnn_obstacle(
     head_dim: int,
     length: int | None,
     packed: bool = False,
+    window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     **_,
 ):
     if softcap is not None:
         return f"scores without a soft cap, and it is {softcap}"
+    if window is not None and not causal:
+        return f"windows of causal attention alone, and it sees {window - 1} to both sides"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
@@ -362,8 +367,7 @@ def _choose_here(
     k_BSGK,
     dropout: float,
     packed: bool,
-    window: int | None,
-    softcap: float | None,
+    form: Mapping[str, Any],
     only_xla: str | None,
 ) -> str:
     B, T, H, K = q_BTHK.shape
@@ -375,8 +379,7 @@ def _choose_here(
         length=T,
         dropout=dropout,
         packed=packed,
-        window=window,
-        softcap=softcap,
+        **form,
         sizes=(B, H, k_BSGK.shape[1]),
         only_xla=only_xla,
     )

@@ -68,7 +68,8 @@ def _kernel(
     library = _kernels()
     mask = (library.CausalMask if causal else library.FullMask)((T, T))
     if window is not None:
-        mask = library.LocalMask((T, T), window_size=(window - 1, 0), offset=0)
+        sides = (window - 1, 0 if causal else window - 1)
+        mask = library.LocalMask((T, T), window_size=sides, offset=0)
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if T % size == 0)
     return library.make_splash_mha(
         library.MultiHeadMask([mask] * H),

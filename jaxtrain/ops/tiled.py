@@ -308,12 +308,17 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def masked(scores_BGNS, first_row, first_key, segments):
         t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+        near = []
         if form.causal:
-            near = t_N1 >= s_S
-            near = near if form.window is None else near & (t_N1 - s_S < form.window)
-            scores_BGNS = jnp.where(near, scores_BGNS, MASKED)
+            near.append(t_N1 >= s_S)
         elif form.keys % form.block and not whole:
-            scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
+            near.append(s_S < form.keys)
+        if form.window is not None:
+            # Where attention is causal, what comes later is masked already.
+            near.append((t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window)
+        if near:
+            seen = functools.reduce(jnp.logical_and, near)
+            scores_BGNS = jnp.where(seen, scores_BGNS, MASKED)
         if segments is not None:
             row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments[0], first_row, T, axis=1), R)
             key_BS = jax.lax.dynamic_slice_in_dim(segments[1], first_key, S, axis=1)
@@ -366,7 +371,7 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
-        (slice(start, end), slice(_first_key(form, start), end if form.causal else form.keys))
+        (slice(start, end), slice(_first_key(form, start), _end_of_keys(form, end)))
         for start, end in zip(range(0, T, form.block), ends, strict=True)
     ]
 
@@ -376,6 +381,13 @@ def _first_key(form: _Form, row: int) -> int:
     return 0 if form.window is None else max(0, row - form.window + 1)
 
 
+def _end_of_keys(form: _Form, end: int) -> int:
+    """The first key that no row before ``end`` may see."""
+    if form.causal:
+        return end
+    return form.keys if form.window is None else min(form.keys, end + form.window - 1)
+
+
 def _places(form: _Form, T: int) -> jax.Array:
     """First row, first key and number of every tile that has something to see, [tiles, 3]."""
     rows, keys = (range(0, size, form.block) for size in (T, form.keys))
@@ -383,7 +395,7 @@ def _places(form: _Form, T: int) -> jax.Array:
         (row, key)
         for row in rows
         for key in keys
-        if (key <= row or not form.causal) and key + form.block > _first_key(form, row)
+        if key < _end_of_keys(form, row + form.block) and key + form.block > _first_key(form, row)
     ]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 

@@ -7,7 +7,7 @@ import pytest
 from jaxtrain import hf
 from jaxtrain.hf.decoders import _LLAMA3
 from jaxtrain.hf.families import family_of
-from jaxtrain.hf.family import windows_of
+from jaxtrain.models.config import windows_of
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.

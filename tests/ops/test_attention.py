@@ -34,7 +34,7 @@ def definition(
     scores = scores if softcap is None else softcap * xp.tanh(scores / softcap)
     seen = xp.tril(xp.ones((T, T), bool))[None] if causal else xp.ones((1, T, T), bool)
     if window is not None:
-        seen = seen & (xp.arange(T)[:, None] - xp.arange(T) < window)
+        seen = seen & (abs(xp.arange(T)[:, None] - xp.arange(T)) < window)
     if segments_BT is not None:
         seen = seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
     weights = xp.where(seen[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
@@ -54,7 +54,7 @@ def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
     seed=st.integers(0, 99),
     T=st.integers(1, 9),
     groups=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)]),
-    causal=st.sampled_from([False, True, 1, 3]),  # a number is the window of causal attention
+    causal=st.sampled_from([False, True, 1, 3, -2, -3]),  # a window, see seen_by
     documents=st.sampled_from([None, 3]),
     softcap=st.sampled_from([None, 0.7]),
     block=st.sampled_from([1, 2, 4, None]),
@@ -70,8 +70,8 @@ def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, 
 
 
 def seen_by(causal):
-    """The arguments of a case: a number is the window of causal attention."""
-    return {"causal": bool(causal), "window": None if isinstance(causal, bool) else causal}
+    """The arguments of a case: a number is the window of causal attention, or below 0 of other."""
+    return {"causal": causal > 0, "window": None if isinstance(causal, bool) else abs(causal)}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_no_fused_kernel_takes_a_bias():
 
 @pytest.mark.parametrize(
     ("causal", "documents", "softcap"),
-    [(True, None, None), (True, 3, None), (False, None, 0.7), (False, 3, None), (4, 2, 0.7)],
+    [(True, None, None), (True, 3, None), (False, None, 0.7), (-3, 2, None), (4, 2, 0.7)],
 )
 def test_gradients_are_those_of_the_definition(causal, documents, softcap):
     q, k, v, segments = arrays(3, documents=documents)
@@ -215,6 +215,7 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
         (splash_attention, True, None, (2, 2), None),
         (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
         (splash_attention, 70, None, (4, 2), {"tensor": 4}),
+        (splash_attention, -70, 3, (2, 1), None),
         (splash_attention, True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
         (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
         (pallas_attention, False, None, (2, 1), None),
@@ -391,6 +392,10 @@ def test_the_choice_is_by_backend_dtype_and_width():
         (dict(implementation="pallas", dtype="float32", backend="gpu", window=8), "and it is 8"),
         (dict(implementation="pallas", dtype="float32", backend="gpu", softcap=5.0), "it is 5.0"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", softcap=5.0), "it is 5.0"),
+        (
+            dict(implementation="cudnn", dtype="float16", backend="gpu", window=9, causal=False),
+            "it sees 8 to both sides",
+        ),
         (dict(implementation="pallas", dtype="float32", backend="gpu", length=100), "it is 100"),
         (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
         (dict(implementation="splash", dtype="float32", backend="tpu", dropout=0.1), "rate is 0.1"),
@@ -439,5 +444,5 @@ def test_shapes_that_do_not_fit_are_refused():
         attention(q[:, :, :3], k, v)
     with pytest.raises(ValueError, match=r"as many keys \(6\) as queries \(7\)"):
         attention(q, k[:, :6], v[:, :6])
-    with pytest.raises(ValueError, match="window=2 must be at least 1, and needs causal=True"):
-        attention(q, k, v, causal=False, window=2)
+    with pytest.raises(ValueError, match="window=2 must be at least 1, and needs as many k"):
+        attention(q, k[:, :6], v[:, :6], causal=False, window=2)
