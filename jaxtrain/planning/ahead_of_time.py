@@ -208,11 +208,11 @@ def plan_step(
         if experiment is not None:
             estimated = on_critical_path(estimated, experiment, state.params)
         roofline = predict(estimated, target, None if unread else sent(program.collectives))
-    moved = None
+    traffic = None
     if not unread:
-        moved = program.collectives
+        traffic = summarize(program.collectives, target, mesh)
     elif estimated is not None:
-        moved = traced_collectives(estimated.cost, mesh)
+        traffic = summarize(traced_collectives(estimated.cost, mesh), target, mesh)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -223,7 +223,7 @@ def plan_step(
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
-        traffic=None if moved is None else summarize(moved, target, mesh),
+        traffic=traffic,
         traffic_estimated=bool(unread),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
