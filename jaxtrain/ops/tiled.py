@@ -138,8 +138,7 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         outs.append(_split((out / total).astype(dtype), R))
         lses.append(_split(peak + jnp.log(total), R))
         tiles.append(scores)
-    out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
-    lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
+    out_BGRTK, lse_BGRT1 = _saved(*(jnp.concatenate(x, axis=3) for x in (outs, lses)))
     return out_BGRTK, lse_BGRT1, tiles
 
 
@@ -225,8 +224,7 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         jnp.full((*q.shape[:4], 1), MASKED, wide(dtype)),
     )
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
-    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
-    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
+    out_BGRTK, lse_BGRT1 = _saved((out / total).astype(dtype), peak + jnp.log(total), T)
     return out_BGRTK, (inputs, rng, out_BGRTK, lse_BGRT1)
 
 
@@ -430,6 +428,13 @@ def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
 def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # What a loop carries is as sharded as what it starts from, and zeros are not.
     return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
+
+
+def _saved(out_BGRTK: jax.Array, lse_BGRT1: jax.Array, T: int | None = None):
+    """Names what the backward pass needs, of the first T rows."""
+    # Pinned, for where they leave a branch XLA's partitioner makes them whole on every device.
+    kept = _pin((out_BGRTK[:, :, :, :T], lse_BGRT1[:, :, :, :T]))
+    return tuple(checkpoint_name(x, name) for x, name in zip(kept, SAVED, strict=True))
 
 
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.activations import geglu, gelu, relu, swiglu
+from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 
@@ -32,6 +32,10 @@ def plain_swiglu(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up
 
 
+def exact_geglu(gate, up):
+    return jax.nn.gelu(gate, approximate=False) * up
+
+
 WIDE, ROW = (3, 4, 6), (6,)
 CASES = {
     "layer_norm": (functools.partial(layer_norm, eps=EPS), plain_layer_norm, (WIDE, ROW, ROW)),
@@ -39,6 +43,7 @@ CASES = {
     "gelu": (gelu, plain_gelu, (WIDE,)),
     "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
     "geglu": (geglu, lambda gate, up: plain_gelu(gate) * up, (WIDE, WIDE)),
+    "geglu_exact": (geglu_exact, exact_geglu, (WIDE, WIDE)),
     "relu": (relu, jax.nn.relu, (WIDE,)),
 }
 
