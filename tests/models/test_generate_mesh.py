@@ -21,6 +21,11 @@ from tests.models.test_generate_target import LENGTHS as SOURCE_LENGTHS
 GPT = dataclasses.replace(FORMS["llama"], layers=5, head_dim=8)
 T5 = dataclasses.replace(CONFIG, layers=5, decoder_layers=5)
 ONE_KV_HEAD = dataclasses.replace(GPT, kv_heads=1, window=3)
+# Layers of two kinds, as of Gemma 2 and 3.
+TWO_KINDS = dataclasses.replace(
+    GPT, window_pattern=(True, False), local_rope_theta=1e3, attention_softcap=5.0
+)
+GPTS = {"gpt": GPT, "gpt, one key head": ONE_KV_HEAD, "gpt, layers of two kinds": TWO_KINDS}
 NEW = 7
 SETTINGS = {"rng": 3, "temperature": 2.0, "top_k": 5, "repetition_penalty": 1.5}
 
@@ -36,6 +41,7 @@ COMBINATIONS = [
     pytest.param("gpt", "fsdp4-tensor2", marks=slow),
     pytest.param("gpt", "data2-tensor4", marks=slow),
     pytest.param("gpt, one key head", "data2-fsdp2-tensor2", marks=slow),
+    pytest.param("gpt, layers of two kinds", "data2-fsdp2-tensor2", marks=slow),
     ("t5", "data2-fsdp2-tensor2"),
     pytest.param("t5, beams", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("t5, beams", "data2-tensor4", marks=slow),
@@ -50,7 +56,7 @@ def both_ways(x):
 def program(name):
     """A step that generates, its batch, the model's module and config."""
     if name.startswith("gpt"):
-        config = GPT if name == "gpt" else ONE_KV_HEAD
+        config = GPTS[name]
         settings = SETTINGS | {"rng": jax.random.key(SETTINGS["rng"])}
         rows = {"prompt_lengths": both_ways(LENGTHS), "max_new_tokens": NEW}
         batch = prompts(config, both_ways(PROMPTS), **rows, **settings)
