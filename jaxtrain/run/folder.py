@@ -32,7 +32,7 @@ _WRITTEN = re.compile(
     r"((owner|config|stopped|heartbeat)\.json|report\.html|log\.jsonl)(\.partial)?"
     r"|(changes|events)\.jsonl|metrics\.(csv|prom)(\.partial)?|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
-    r"|tensorboard/events\.out\.tfevents\..*"
+    r"|tensorboard/(events\.out\.tfevents\..*|plugins)"
 )
 
 

@@ -47,6 +47,7 @@ from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
+from jaxtrain.run.hooks.profiling import Profiling
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
@@ -387,14 +388,15 @@ def _train(
         return early
 
     ledger = run.journal.ledger
-    with ledger.during("step"):
+    with ledger.during("step"), Profiling(run) as profiling:
+        profiling.on_step(int(state.step), state)
         state = train_loop(
             train,
             state,
             ledger.timed("data", pace.timed(batches)),
             steps=run.experiment.steps,
             steps_per_call=run.experiment.steps_per_call,
-            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips],
+            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips, profiling],
             ends=ends,
         )
     ledger.begin("finish")

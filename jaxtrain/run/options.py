@@ -56,11 +56,14 @@ class RunOptions:
         call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
       alerts: What is to alarm, and what is done then: RULE=LEVEL:ACTION, such as divergence:stop,
-        plateau=2000 or throughput:off. Actions are warn, save, stop and off; "all" is every rule.
+        plateau=2000 or throughput:off. Actions are warn, save, trace, stop and off; "all" is
+        every rule.
       trackers: Where metrics go too: wandb, mlflow, trackio (each set up by its own environment
         variables), csv, prometheus or prometheus=PORT.
       sample_seconds: Between two readings of sensors: utilisation, temperature and power of
         devices, memory and CPU of the host; 0 reads none.
+      profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin; SIGUSR1 and
+        alerts trace some too.
     """
 
     run_dir: str | None = None
@@ -85,6 +88,7 @@ class RunOptions:
     alerts: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     sample_seconds: float = 10.0
+    profile_steps: str | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
@@ -106,6 +110,20 @@ class RunOptions:
             )
         alert_rules.parse(self.alerts)
         trackers.parse(self.trackers)
+        if self.profile_steps is not None:
+            first, _, last = self.profile_steps.partition(":")
+            if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+                raise ValueError(
+                    f"profile_steps is {self.profile_steps!r}: give FIRST:LAST, such as 20:25"
+                )
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step to trace, if any."""
+        if self.profile_steps is None:
+            return None
+        first, _, last = self.profile_steps.partition(":")
+        return int(first), int(last)
 
     @property
     def alert_rules(self) -> dict[str, alert_rules.Setting]:

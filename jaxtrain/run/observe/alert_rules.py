@@ -30,7 +30,7 @@ IMPROVEMENT = 0.01
 # Throughput must be low for so many lines, a held-out loss high for so many evaluations.
 SLOW_LINES, RISING_EVALUATIONS = 5, 3
 
-ACTIONS = ("warn", "save", "stop")
+ACTIONS = ("warn", "save", "trace", "stop")
 
 Condition = Callable[[int, float], str | None]
 

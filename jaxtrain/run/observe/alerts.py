@@ -51,7 +51,7 @@ class Alerts:
       webhook: where alerts are posted as JSON; None for nowhere.
 
     Attributes:
-      wanted: what alerts have asked others to do ("save"); whoever does it takes it out.
+      wanted: what alerts have asked others to do ("save", "trace"); whoever does it takes it out.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Alerts:
             self._journal.event("alert", rule=rule, step=step, text=text, actions=list(actions))
             if self._webhook:
                 self._posts.put(self._message(rule, step, text))
-        self.wanted |= {"save"} & set(actions)
+        self.wanted |= {"save", "trace"} & set(actions)
         if "stop" in actions:
             self._stop(f"alert {rule}: {text}")
 

@@ -142,7 +142,7 @@ def test_an_alert_comes_again_when_its_reason_had_ceased(tmp_path):
         ("plateau", "alert 'plateau' has no level: give plateau=N, in steps without an impr"),
         ("memory=no", "alert 'memory=no': the level 'no' is no number"),
         ("stall=nan", "alert 'stall=nan': the level is seconds in which nothing has ended; give"),
-        ("stall:ring", "alert 'stall:ring' has no action 'ring': give off, or of warn, save, stop"),
+        ("stall:ring", "alert 'stall:ring' has no action 'ring': give off, or of warn, save, tra"),
         ("all=3", "alert 'all=3': a level is of one rule"),
     ],
 )
