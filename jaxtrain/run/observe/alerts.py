@@ -124,7 +124,10 @@ class Alerts:
 
     def is_urgent(self, metrics: Mapping[str, Value]) -> bool:
         """Whether a step is to be logged although it is not its turn: a rule would fire."""
-        return any(metrics.get(name, 0.0) > spike.limit for name, spike in self._spikes)
+        urgent = False
+        for name, spike in self._spikes:  # In every step, so without a generator.
+            urgent |= metrics.get(name, 0.0) > spike.limit
+        return urgent
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Looks at the values of a line."""

@@ -69,7 +69,7 @@ def test_a_tracker_that_hangs_costs_the_step_nothing_and_what_it_missed_is_count
         "why": "10 lines were waiting; it did not end in time",
     }
     assert caplog.text.count("tracker slow drops lines (10 lines were waiting); the run") == 1
-    assert "tracker slow: 1,001 lines of 1003 dropped: 10 lines were waiting; it" in caplog.text
+    assert "tracker slow: 1001 of 1003 lines dropped: 10 lines were waiting; it" in caplog.text
     hang.set()
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.trackers import queued
@@ -67,12 +67,11 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def opened(openings: dict[str, Opening], about: About, journal: Journal) -> Iterator[Sequence]:
+def opened(
+    openings: Mapping[str, Opening], about: About, journal: Journal
+) -> Iterator[list[Queued]]:
     """Opens trackers; at the end waits for all of them together, and notes what was dropped."""
-    trackers = [
-        Queued(name, lambda open=open: open(about), lines=queued.WAITING_LINES)
-        for name, open in openings.items()
-    ]
+    trackers = [Queued(name, lambda make=make: make(about)) for name, make in openings.items()]
     error: BaseException | None = None
     try:
         yield trackers

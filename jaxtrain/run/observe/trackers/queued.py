@@ -36,7 +36,7 @@ class Queued:
       pauses: seconds before each try.
 
     Attributes:
-      written, dropped: lines so far.
+      written: lines so far.
       why: the last reason for dropping one.
     """
 
@@ -48,20 +48,21 @@ class Queued:
         lines: int = WAITING_LINES,
         pauses: Sequence[float] = PAUSES,
     ):
-        self.name, self.written, self.dropped, self.why = name, 0, 0, ""
+        self.name, self.written, self.why = name, 0, ""
+        self._given = 0  # counted here, and what is written in the thread, so that neither waits
         self._open, self._pauses = open, pauses
         self._error: BaseException | None = None
         self._writer: Writer | None = None
         self._closing = self._left = False
-        self._busy = 0  # whether a line is being written
         self._lines, self._waiting = lines, queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"jaxtrain-{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Hands a line on; returns at once."""
+        self._given += 1
         if self._waiting.qsize() >= self._lines:
-            self._drop(f"{self._lines:,} lines were waiting")
+            self._lose(f"{self._lines:,} lines were waiting")
         else:
             self._waiting.put((step, values))
 
@@ -88,17 +89,15 @@ class Queued:
         until = time.monotonic() + CLOSE_SECONDS if until is None else until
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._left = True  # What it writes from here on is counted as dropped.
-            # The mark of the end is no line, and the one that is being written is not in the queue.
-            waiting = max(0, self._waiting.qsize() - 1) + self._busy
-            self.dropped += waiting
-            if waiting:
-                self.why = f"{self.why + '; ' if self.why else ''}it did not end in time"
-        facts = {"tracker": self.name, "written": self.written, "dropped": self.dropped}
-        if self.dropped:
-            lines = "1 line" if self.dropped == 1 else f"{self.dropped:,} lines"
-            whole = self.dropped + self.written
-            logger.warning("tracker %s: %s of %d dropped: %s", self.name, lines, whole, self.why)
+            self._left = True  # What it writes from here on counts as dropped.
+            self.why = f"{self.why + '; ' if self.why else ''}it did not end in time"
+        written = self.written
+        facts = {"tracker": self.name, "written": written, "dropped": self._given - written}
+        if facts["dropped"]:
+            logger.warning(
+                "tracker %s: %d of %d lines dropped: %s",
+                *(self.name, facts["dropped"], self._given, self.why),
+            )
             facts["why"] = self.why
         return facts
 
@@ -109,14 +108,11 @@ class Queued:
             line = self._waiting.get()
             if line is None:
                 break
-            self._busy = 1
             failed = self._tried(lambda line=line: self._opened().write(*line))
-            if not self._left:
-                if failed:
-                    self._drop(failed)
-                else:
-                    self.written += 1
-            self._busy = 0
+            if failed:
+                self._lose(failed)
+            elif not self._left:
+                self.written += 1
         if self._writer is not None:
             if hasattr(self._writer, "error"):
                 self._writer.error = self._error
@@ -141,7 +137,7 @@ class Queued:
                 why = f"{type(error).__name__}: {storage.why(error)}"
         return why
 
-    def _drop(self, why: str) -> None:
-        if not self.dropped:
+    def _lose(self, why: str) -> None:
+        if not self.why:
             logger.warning("tracker %s drops lines (%s); the run goes on", self.name, why)
-        self.dropped, self.why = self.dropped + 1, why
+        self.why = why
