@@ -36,7 +36,7 @@ from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
 from jaxtrain.planning.roofline import crossing_bytes, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, host_bytes, local_bytes
 from jaxtrain.step import scan_steps
 
 PyTree = Any
@@ -210,6 +210,10 @@ def plan_step(
             estimated = on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
+        if roofline is not None and target.chip.host_bytes_per_s is not None:
+            # Fetched, and sent back.
+            moved = 2 * host_bytes(state) / target.chip.host_bytes_per_s
+            roofline = dataclasses.replace(roofline, host=moved)
     traffic = None
     if not unread:
         traffic = summarize(program.collectives, target)
@@ -305,15 +309,16 @@ def split_memory(
         program=train.compiled.memory_analysis().generated_code_size_in_bytes,
         peak=peak,
         limit=chip.memory_bytes,
+        host=host_bytes(state),
     )
 
 
 def peak_bytes(compiled: Any, kind: str) -> int:
     """Bytes on one device at the fullest moment of a compiled function."""
     sizes = compiled.memory_analysis()
-    if kind != "cpu":
+    if kind != "cpu" and not sizes.host_argument_size_in_bytes:
         return sizes.peak_memory_in_bytes
-    # The CPU compiler's own figure leaves temporaries out.
+    # The CPU compiler's own figure leaves temporaries out; others count what is on the host.
     return (
         sizes.argument_size_in_bytes
         + sizes.temp_size_in_bytes
@@ -457,6 +462,13 @@ def _notes(program: Program, memory: Memory, target: Target) -> list[str]:
             "collectives in branches (marked ≤) are counted as if every branch were taken on every "
             "trip"
         )
+    if memory.host and target.chip.kind == "gpu":
+        notes.append(
+            "without a GPU its compiler knows no memory of the host: what lies there is counted as "
+            "on the device, among the temporaries"
+        )
+    if memory.host and target.chip.host_bytes_per_s is None:
+        notes.append("how fast the host's memory is reached is not published, and not counted")
     if target.chip.kind == "gpu" and memory.fits and memory.needed > 0.75 * memory.limit:
         notes.append(
             "JAX takes 75 % of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
