@@ -20,12 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
+from jaxtrain.parallel.offload import is_on_host
 from jaxtrain.parallel.overlap import overlap_options
 from jaxtrain.parallel.placement import tell, tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import equations, products_in
-from jaxtrain.state import TrainState, local_bytes, shapes_on
+from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -143,8 +144,11 @@ def peak_bytes(compiled: Any) -> int:
         - sizes.alias_size_in_bytes
     )
     placed = jax.tree.leaves(compiled.output_shardings)
-    # The CPU compiler's own figure leaves temporaries out; another backend may state none.
+    # The CPU compiler's own figure leaves temporaries out, others count what is on the host; another
+    # backend may state none.
     if not placed or next(iter(placed[0].device_set)).platform == "cpu":
+        return total
+    if sizes.host_argument_size_in_bytes:
         return total
     return sizes.peak_memory_in_bytes or total
 
@@ -193,6 +197,13 @@ def compile_step(
         jitted = jax.jit(step, donate_argnums=donated)
     else:
         state_in = _shardings_on(state, mesh)
+        # A shape alone does not say in which memory it lies, which the step is to know.
+        state_shapes = jax.tree.map(
+            lambda s, x, place: shapes_on(s, place) if is_on_host(x) else s,
+            state_shapes,
+            state,
+            state_in,
+        )
         batch_in = batch_shardings(batch_shapes, mesh, rules)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
@@ -259,9 +270,10 @@ def _processor() -> str:
 
 
 def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:
-    aliased = compiled.memory_analysis().alias_size_in_bytes
+    sizes = compiled.memory_analysis()
+    aliased = sizes.alias_size_in_bytes + sizes.host_alias_size_in_bytes
     placed = state if shardings is None else shapes_on(state, shardings)
-    wanted = local_bytes(placed)
+    wanted = local_bytes(placed) + host_bytes(placed)
     checks = [
         Check("state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted)
     ]
@@ -364,7 +376,14 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
             )
     # The same, but for a mesh with explicit axes.
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    return jax.tree.map(lambda s: s if s.mesh == mesh else NamedSharding(mesh, s.spec), shardings)
+    return jax.tree.map(_moved_to(mesh), shardings)
+
+
+def _moved_to(mesh: Mesh) -> Callable[[NamedSharding], NamedSharding]:
+    def move(s: NamedSharding) -> NamedSharding:
+        return s if s.mesh == mesh else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind)
+
+    return move
 
 
 def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> None:

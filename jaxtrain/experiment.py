@@ -91,6 +91,7 @@ class Experiment:
       accumulate: microbatches per step.
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
+      offload_optimizer: as in :func:`jaxtrain.init_state`; with ``steps_per_call`` 1.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
       engine: makes the gradient engine of a loss, as for :func:`jaxtrain.build_train_step`: what
@@ -139,6 +140,7 @@ class Experiment:
     accumulate: int = 1
     steps_per_call: int = 1
     zero: int = 0
+    offload_optimizer: bool = False
     stages: Stages | None = None
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Callable[[LossFn], GradientEngine] = plain
@@ -162,6 +164,11 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.steps_per_call < 1:
             raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
+        if self.offload_optimizer and self.steps_per_call > 1:
+            raise ValueError(
+                f"steps_per_call is {self.steps_per_call} with offload_optimizer: the state of a "
+                "call's steps does not leave the devices in between; give 1"
+            )
         object.__setattr__(self, "policy", as_policy(self.policy))
         sets = self.eval_sets
         if sets and not self.best_metric.startswith(tuple(sets)):
@@ -496,6 +503,7 @@ def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         "mesh": mesh,
         "rules": dataclasses.replace(as_rules(experiment.rules), stacked=experiment.stack),
         "zero": experiment.zero,
+        "offload_optimizer": experiment.offload_optimizer,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,
     }

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
+from jaxtrain.parallel.offload import is_on_host, to_host
 from jaxtrain.parallel.sharding import (
     Rule,
     Rules,
@@ -63,6 +64,7 @@ def init_state(
     zero: int = 0,
     policy: Policy | str | None = None,
     has_model_state: bool = False,
+    offload_optimizer: bool = False,
 ) -> TrainState:
     """Creates a train state, each leaf directly in its place on the mesh.
 
@@ -84,23 +86,28 @@ def init_state(
         ``fsdp`` axis splits all three at any value.
       policy: the dtype of parameters, and the loss scale; float32 and none by default.
       has_model_state: whether ``init_fn`` returns model state too.
+      offload_optimizer: whether the optimizer state lies in the memory of the host, and comes to
+        the devices for the update alone; with a mesh.
 
     Returns:
       The state. On every mesh the same ``rng`` gives the same bits.
 
     Raises:
       ValueError: for a parameter that its rule does not fit, or that would stay whole by accident;
-        for a leaf of ``params`` that is no parameter, or has another shape or kind of dtype.
+        for a leaf of ``params`` that is no parameter, or has another shape or kind of dtype; for
+        ``offload_optimizer`` where the devices cannot read the host's memory, or without a mesh.
 
     >>> import optax
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
+    _check_offload(offload_optimizer, mesh)
     if mesh is None and params is None:
         return jax.jit(create)(rng)
     shapes = jax.eval_shape(create, rng)
-    shardings = None if mesh is None else train_state_shardings(shapes, mesh, rules, zero=zero)
+    options = {"zero": zero, "offload_optimizer": offload_optimizer}
+    shardings = None if mesh is None else train_state_shardings(shapes, mesh, rules, **options)
     given = _placed(params, shapes.params, shardings and shardings.params)
 
     def remainder(rng: jax.Array, given: dict[str, jax.Array]) -> TrainState:
@@ -123,11 +130,12 @@ def abstract_state(
     zero: int = 0,
     policy: Policy | str | None = None,
     has_model_state: bool = False,
+    offload_optimizer: bool = False,
 ) -> TrainState:
     """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
 
     Args:
-      init_fn, optimizer, mesh, rules, zero, policy, has_model_state: as there.
+      init_fn, optimizer, mesh, rules, zero, policy, has_model_state, offload_optimizer: as there.
       rng: the key there, or its shape: the state holds one of its kind (``impl``); None stands for
         ``jax.random.key(0)``.
 
@@ -138,14 +146,20 @@ def abstract_state(
     shapes = jax.eval_shape(
         create, jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     )
+    _check_offload(offload_optimizer, mesh)
     if mesh is None:
         return shapes
-    shardings = train_state_shardings(shapes, mesh, rules, zero=zero)
-    return shapes_on(shapes, shardings)
+    options = {"zero": zero, "offload_optimizer": offload_optimizer}
+    return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **options))
 
 
 def train_state_shardings(
-    state: TrainState, mesh: Mesh, rules: Rules | Sequence[Rule] | None = None, *, zero: int = 0
+    state: TrainState,
+    mesh: Mesh,
+    rules: Rules | Sequence[Rule] | None = None,
+    *,
+    zero: int = 0,
+    offload_optimizer: bool = False,
 ) -> TrainState:
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
@@ -157,7 +171,12 @@ def train_state_shardings(
         jax.tree.map(lambda _: copied, rest),
         opt_state=state_shardings(state.opt_state, state.params, params, mesh, zero=zero),
     )
-    return dataclasses.replace(ruled_shardings(rest, shardings, mesh, rules), params=params)
+    ruled = ruled_shardings(rest, shardings, mesh, rules)
+    if offload_optimizer:
+        ruled = dataclasses.replace(
+            ruled, opt_state=to_host(ruled.opt_state, state.opt_state, mesh)
+        )
+    return dataclasses.replace(ruled, params=params)
 
 
 def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree | None:
@@ -208,6 +227,8 @@ def describe_sharding(state: PyTree) -> str:
     if isinstance(state, TrainState):
         rows.append(("parameters", "", "", "", f"{local_bytes(state.params):,}"))
         rows.append(("optimizer state", "", "", "", f"{local_bytes(state.opt_state):,}"))
+        if hosted := host_bytes(state.opt_state):
+            rows.append(("optimizer state on the host", "", "", "", f"{hosted:,}"))
         if state.model_state is not None:
             rows.append(("model state", "", "", "", f"{local_bytes(state.model_state):,}"))
     rows.append(("total", "", "", "", f"{local_bytes(state):,}"))
@@ -232,8 +253,19 @@ def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def local_bytes(tree: PyTree) -> int:
-    """Returns the bytes that a pytree (arrays, or shapes with shardings) takes on one device."""
+    """Returns the bytes that a pytree (arrays, or shapes with shardings) takes on one device.
 
+    What lies in the memory of the host is left out; that is :func:`host_bytes`.
+    """
+    return _bytes_of([leaf for leaf in jax.tree.leaves(tree) if not is_on_host(leaf)])
+
+
+def host_bytes(tree: PyTree) -> int:
+    """Returns the bytes in the memory of the host that a pytree takes for one device."""
+    return _bytes_of([leaf for leaf in jax.tree.leaves(tree) if is_on_host(leaf)])
+
+
+def _bytes_of(leaves: Sequence[Any]) -> int:
     def size(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
         shape = sharding.shard_shape(leaf.shape) if sharding is not None else leaf.shape
@@ -242,7 +274,15 @@ def local_bytes(tree: PyTree) -> int:
             return math.prod(shape) * math.prod(data.shape) * data.dtype.itemsize
         return math.prod(shape) * leaf.dtype.itemsize
 
-    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(map(size, leaves))
+
+
+def _check_offload(offload_optimizer: bool, mesh: Mesh | None) -> None:
+    if offload_optimizer and mesh is None:
+        raise ValueError(
+            "offload_optimizer places state on a mesh and there is none: pass mesh=make_mesh(), "
+            "which one device may make"
+        )
 
 
 def _placed(params: PyTree, shapes: PyTree, shardings: PyTree | None) -> dict[str, jax.Array]:

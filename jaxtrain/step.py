@@ -30,6 +30,7 @@ from jaxtrain.gradients import (
 )
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
+from jaxtrain.parallel.offload import back_to_host, on_devices
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.parallel.reduction import reduced_once, why_not
 from jaxtrain.precision import Policy, as_policy
@@ -206,10 +207,11 @@ def build_update(
         weight = jnp.where(finite, loss.weight, jnp.nan)
         # Some transformations refuse what they do not use.
         extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extras)
-        opt_state = hold_state(~usable, state.opt_state, opt_state)
+        before = on_devices(state.opt_state, after=metrics["grad_norm"])
+        updates, opt_state = optimizer.update(grads, before, state.params, **extras)
+        opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
-        applied = usable | (updates_made(opt_state) != updates_made(state.opt_state))
+        applied = usable | (updates_made(opt_state) != updates_made(before))
         params = jax.tree.map(
             lambda p, g, new: p if g is None else jnp.where(applied, new, p),
             state.params,
@@ -221,7 +223,7 @@ def build_update(
             metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
-        told = reports(opt_state, since=state.opt_state)
+        told = reports(opt_state, since=before)
         if both := sorted(told.keys() & metrics.keys()):
             raise ValueError(
                 f"the optimizer reports {both[0]!r}, as a metric of the loss or the step is "
@@ -232,7 +234,7 @@ def build_update(
             state,
             step=state.step + 1,
             params=params,
-            opt_state=opt_state,
+            opt_state=back_to_host(opt_state, state.opt_state),
             model_state=select(finite, sums.model_state, state.model_state),
             loss_scale=state.loss_scale and state.loss_scale.updated(~finite),
             skipped=state.skipped + metrics["skipped"],

@@ -11,6 +11,7 @@ import optax
 from jaxtrain.gradients import widen
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.reports import nodes
+from jaxtrain.parallel.offload import on_devices
 from jaxtrain.state import TrainState
 from jaxtrain.tree import map_named, named_leaves
 
@@ -87,7 +88,7 @@ def averaged(state: TrainState) -> TrainState:
       state: a train state; traced is fine.
     """
     kept = nodes(state.opt_state, lambda node: isinstance(node, AverageState))
-    average = {name: x for node in kept for name, x in named_leaves(node.ema).items()}
+    average = {name: x for node in kept for name, x in named_leaves(on_devices(node.ema)).items()}
     params = map_named(
         lambda name, p: average[name].astype(p.dtype) if name in average else p, state.params
     )

@@ -36,7 +36,7 @@ from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
 from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
-from jaxtrain.state import TrainState, local_bytes, shapes_on
+from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.step import scan_steps
 
 PyTree = Any
@@ -219,6 +219,10 @@ def plan_step(
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
         if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
             roofline = as_scheduled(roofline, program, text, target, steps_per_call)
+        if roofline is not None and target.chip.host_bytes_per_s is not None:
+            # Fetched, and sent back.
+            seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
+            roofline = dataclasses.replace(roofline, host=seconds)
     moved = None
     if not unread:
         moved = program.collectives
@@ -326,6 +330,7 @@ def split_memory(
         program=train.compiled.memory_analysis().generated_code_size_in_bytes,
         peak=peak,
         limit=chip.memory_bytes,
+        host=host_bytes(state),
     )
 
 
@@ -452,6 +457,13 @@ def _notes(program: Program, memory: Memory, target: Target) -> list[str]:
             "collectives in branches (marked ≤) are counted as if every branch were taken on every "
             "trip"
         )
+    if memory.host and target.chip.kind == "gpu":
+        notes.append(
+            "without a GPU its compiler knows no memory of the host: what lies there is counted as "
+            "on the device, among the temporaries"
+        )
+    if memory.host and target.chip.host_bytes_per_s is None:
+        notes.append("how fast the host's memory is reached is not published, and not counted")
     if target.chip.kind == "gpu" and memory.fits and memory.needed > 0.75 * memory.limit:
         notes.append(
             "JAX takes 75 % of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"

@@ -64,6 +64,8 @@ class Chip:
       dcn_bytes_per_s: each device's share of its host's network, one direction: between slices of
         TPUs, between hosts of GPUs.
       devices_per_host: how many share a host.
+      host_bytes_per_s: between a device and the memory of its host, one direction; None where it is
+        not published.
       efficiency: the share of its peak that each kind of operation is taken to reach when time is
         predicted: ``"matmul"``, ``"attention"`` (of all tiles of a kernel, also those that a mask
         lets it skip), ``"memory"`` and ``"links"``.
@@ -80,6 +82,7 @@ class Chip:
     links: int
     dcn_bytes_per_s: float | None
     devices_per_host: int
+    host_bytes_per_s: float | None = None
     efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
 
@@ -110,6 +113,9 @@ class Chip:
 # exceeds it (hosts of v5e are as that compiler lays them out, 2 x 2), and device_memory_size of
 # gpu_targets/. TPU7x: one of a chip's two cores, with half of its memory, bandwidths and links.
 #
+# Host: PCIe, of TPUs by chapter 2 of the scaling book (15 GB/s per chip, v6e 32); of GPUs half of
+# the data sheets' figure for both ways (A100 64 GB/s, H100 and H200 128).
+#
 # Efficiencies of products, attention, memory and links are stated once per chip, by what published
 # runs reach (planning's README); of chips without such a run, as their neighbours'.
 #
@@ -129,6 +135,9 @@ _GPUS = {
 }
 
 
+_HOST_LINKS = {"v4": 15, "v5e": 15, "v5p": 15, "v6e": 32, "a100": 32, "h100": 64, "h200": 64}
+
+
 def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares, float32) -> Chip:
     return Chip(
         name=name,
@@ -141,6 +150,7 @@ def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares,
         links=2 if kind == "tpu" else 1,
         dcn_bytes_per_s=network * 1e9 / 8,
         devices_per_host=per_host,
+        host_bytes_per_s=_HOST_LINKS[name] * 1e9 if name in _HOST_LINKS else None,
         efficiency=MappingProxyType(
             dict(zip(("matmul", "attention", "memory", "links"), shares, strict=True))
         ),

@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.experiment import Experiment, make_abstract_state, make_experiment_mesh
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.parallel.mesh import fill_sizes
+from jaxtrain.parallel.mesh import AXES, fill_sizes
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, grown, parse_target
 from jaxtrain.state import local_bytes
@@ -79,7 +79,8 @@ def _changes(
     experiment: Experiment, target: Target, has_flag: Callable[[str], bool]
 ) -> Iterator[tuple[dict[str, object], Target]]:
     """Flags and their values, and the target that they are for."""
-    sizes = fill_sizes(dict(experiment.mesh), target.size)
+    sizes = {axis: n for axis, n in experiment.mesh.items() if axis in AXES}
+    sizes = fill_sizes(sizes, target.size)
     data, shards = sizes.get("data", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
     for most in (2, 4):
         yield _finer(experiment, shards, sizes, most), target

@@ -31,6 +31,7 @@ class Memory:
       program: the compiled code.
       peak: all of the above except the program, at the fullest moment.
       limit: what the device has; None where it is not known.
+      host: bytes in the memory of the host that belong to this device's part of the state.
     """
 
     parameters: int
@@ -42,6 +43,7 @@ class Memory:
     program: int
     peak: int
     limit: int | None
+    host: int = 0
 
     @property
     def needed(self) -> int:
@@ -271,6 +273,9 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, f"{size:,}", human_bytes(size))
     table.add_row("peak", f"{memory.peak:,}", human_bytes(memory.peak), style="bold")
     table.add_row("program", f"{memory.program:,}", human_bytes(memory.program))
+    if memory.host:
+        name = "optimizer state on the host"
+        table.add_row(name, f"{memory.host:,}", human_bytes(memory.host))
     if memory.limit is not None:
         table.add_row("the device has", f"{memory.limit:,}", human_bytes(memory.limit))
     return table
@@ -329,6 +334,8 @@ def _roofline(plan: Plan) -> Table:
     peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
     table.add_row("compute", _seconds(roofline.compute), peak)
     table.add_row("HBM", _seconds(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
+    if roofline.host:
+        table.add_row("host", _seconds(roofline.host), "does not overlap")
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
         for axes, seconds in traffic.items():
             overlaps = "overlaps" if hides(axes) else "does not overlap"

@@ -33,6 +33,7 @@ class Prediction:
       product_hbm, other_hbm: memory traffic, of products and of all else.
       interconnect: collectives over fast links, by mesh axes joined with ``+``.
       network: the same over the slow network between slices, or hosts.
+      host: state fetched from the memory of the host, and sent back; nothing hides it.
       least: products at the published peak, and nothing else: no step is faster.
       waits: seconds for which a device waits for collectives, by axes as above, as its program is
         scheduled; None where that is not known.
@@ -45,6 +46,7 @@ class Prediction:
     least: float
     network: Mapping[str, float] = dataclasses.field(default_factory=dict)
     waits: Mapping[str, float] | None = None
+    host: float = 0.0
 
     @property
     def hbm(self) -> float:
@@ -71,18 +73,21 @@ class Prediction:
     def step_seconds(self) -> float:
         """Seconds per step."""
         busy = max(self.compute, self.product_hbm) + self.other_hbm
-        return (busy if self.waits is not None else max(busy, self.hidden)) + self.exposed
+        busy = busy if self.waits is not None else max(busy, self.hidden)
+        return busy + self.exposed + self.host
 
     @property
     def step_seconds_apart(self) -> float:
         """The same where no communication overlaps with anything."""
-        return max(self.compute, self.product_hbm) + self.other_hbm + self.hidden + self.exposed
+        wires = self.hidden + self.exposed + self.host
+        return max(self.compute, self.product_hbm) + self.other_hbm + wires
 
     @property
     def bound(self) -> str:
         """What takes longest: ``"compute"``, ``"HBM"``, or the axes of the longest traffic."""
         waits = self.product_hbm if self.product_hbm > self.compute else 0
         parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
+        parts["traffic with the host"] = self.host
         traffic = self.exposed + (self.hidden if self.waits is None else 0)
         if traffic > max(parts.values()):
             links = {f"{axes} traffic": s for axes, s in self.interconnect.items()}

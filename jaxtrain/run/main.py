@@ -67,6 +67,8 @@ class Config:
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state in the memory of the host, but for the update of each step."""
     gather: Literal["layer", "step"] | None = None
     """When weights that fsdp splits (or data, with --zero 3) are made whole: layer by layer in each
     microbatch, or once per step for all of them; left out, once per step where memory allows."""
@@ -120,6 +122,7 @@ class Config:
             "accumulate": self.accumulate,
             "steps_per_call": self.steps_per_call,
             "zero": self.zero,
+            "offload_optimizer": self.offload_optimizer,
             "seed": self.seed,
             "items_per_step": self.global_batch,
             "item": "rows",

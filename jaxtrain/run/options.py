@@ -7,7 +7,7 @@ from typing import Literal
 from jaxtrain import optim
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.run.observe import alert_rules, trackers
-from jaxtrain.run.provenance import ROUNDED
+from jaxtrain.run.provenance import ROUNDED, SAME
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
 # changes what is computed: the seed, the rate, the batch, the model, the precision, and the number
@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "gather": ROUNDED,
     "pipeline.*": ROUNDED,
     "steps_per_call": ROUNDED,
+    "offload_optimizer": SAME,
 }
 
 

@@ -201,3 +201,49 @@ def test_tables_are_cached_and_read_only():
 def test_sizes_that_no_table_has(schedule, sizes, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_table(schedule, **({"stages": 2, "microbatches": 4} | sizes))
+
+
+def zero_bubble(stages, microbatches, F, I, W):
+    """Makespan of ZB-H1 where every device begins what it can at once.
+
+    Input gradients come first, then forward units while no more microbatches are in flight than
+    with 1F1B, and weight gradients where there is nothing else.
+    """
+    done_F = [[] for _ in range(stages)]
+    done_I = [[] for _ in range(stages)]
+    done_W, clock = [0] * stages, [0.0] * stages
+
+    def begins(s):
+        forward, backward = len(done_F[s]), len(done_I[s])
+        if backward < forward:
+            given = done_F[s] if s == stages - 1 else done_I[s + 1]
+            if len(given) > backward:
+                yield max(clock[s], given[backward]), 0
+        arrived = s == 0 or len(done_F[s - 1]) > forward
+        if arrived and forward < microbatches and forward - backward < stages - s:
+            yield max(clock[s], 0 if s == 0 else done_F[s - 1][forward]), 1
+        if done_W[s] < backward:
+            yield clock[s], 2
+
+    while min(done_W) < microbatches:
+        start, unit, s = min((*best, s) for s in range(stages) for best in begins(s))
+        clock[s] = start + (I, F, W)[unit]
+        if unit == 2:
+            done_W[s] += 1
+        else:
+            (done_I, done_F)[unit][s].append(clock[s])
+    return max(clock)
+
+
+@pytest.mark.parametrize(
+    ("units", "wanted"), [((1, 1, 1), 103), ((1, 2, 1), 142), ((1, 2, 3), 206)], ids=str
+)
+def test_a_zero_bubble_split_wins_no_more_than_chunks(units, wanted):
+    """The table of parallel/README.md: F, I and W of 32 microbatches on 8 stages."""
+    assert zero_bubble(8, 32, *units) == wanted
+    backward = 2.0 if units[1] == 1 else 3.0
+    tables = [make_table("1f1b", stages=8, microbatches=32)]
+    tables += [make_table("interleaved", stages=8, microbatches=32, virtual=v) for v in (2, 4)]
+    times = [makespan(table, backward=backward) for table in tables]
+    assert times == ([117, 106.5, 101.25] if backward == 2 else [156, 142, 135])
+    assert times[2] < wanted

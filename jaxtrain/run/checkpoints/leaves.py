@@ -11,6 +11,7 @@ from etils import epy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.offload import on_devices
 from jaxtrain.parallel.specs import names_of, spread
 from jaxtrain.parallel.stack import Cut, Order
 from jaxtrain.run.checkpoints import manifest as manifests
@@ -87,7 +88,10 @@ def laid_out(entry: Mapping[str, Any], array: Any, leaf: Any) -> Any:
 @functools.cache
 def _moved(there: Order, here: Order, sharding: jax.sharding.Sharding) -> Any:
     # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
-    return jax.jit(lambda x: here.split(there.join(x)), out_shardings=sharding)
+    def move(x: jax.Array) -> jax.Array:
+        return here.split(there.join(on_devices(x)))
+
+    return jax.jit(move, out_shardings=sharding)
 
 
 def placed_as(given: Any, leaf: Any) -> Any:

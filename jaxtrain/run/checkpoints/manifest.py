@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel import offload
 from jaxtrain.parallel.stack import Cut, Order
 
 _SEAL = "sha256"
@@ -126,7 +127,7 @@ def on_devices(arrays: list[jax.Array], order: Order | None) -> list[jax.Array]:
 @functools.partial(jax.jit, static_argnums=1)
 def _one(array: jax.Array, order: Order | None) -> jax.Array:
     # A jit of its own: leaves of one shape are traced once.
-    return _checksum(jnp, array, order)
+    return _checksum(jnp, offload.on_devices(array), order)
 
 
 def _checksum(xp: Any, array: Any, order: Order | None) -> Any:

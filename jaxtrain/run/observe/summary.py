@@ -13,7 +13,7 @@ from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report.command import leave_report
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, host_bytes, local_bytes
 
 
 def header_facts(
@@ -44,11 +44,16 @@ def header_facts(
         "dtypes": str(experiment.policy),
         **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
-        f"{memory.human_bytes(local_bytes(state))}, the rest for the step)",
+        f"{memory.human_bytes(local_bytes(state))}, the rest for the step){_on_host(state)}",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
         + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
         **train.told,
     }
+
+
+def _on_host(state: TrainState) -> str:
+    size = host_bytes(state)
+    return f"; {memory.human_bytes(size)} of its optimizer state on the host" if size else ""
 
 
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:

@@ -1,0 +1,78 @@
+"""State that lies in the memory of the host, and on the devices only while it is read.
+
+A sharding says so by its memory kind ``pinned_host``, and so do the types of what is traced: a step
+finds out by itself what it has to fetch, and what to send back.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+PyTree = Any
+HOST = "pinned_host"
+
+
+def to_host(shardings: PyTree, shapes: PyTree, mesh: Mesh) -> PyTree:
+    """Places all leaves but numbers and keys in the memory of their devices' hosts.
+
+    Args:
+      shardings: of each leaf.
+      shapes: the leaves, or their shapes.
+      mesh: whose devices these are.
+
+    Raises:
+      ValueError: where the devices cannot read that memory.
+    """
+    device = mesh.devices.flat[0]
+    # Those that are compiled for and not here may not say what memory they have.
+    kinds = [memory.kind for memory in device.addressable_memories()] or [HOST]
+    if HOST not in kinds:
+        raise ValueError(
+            f"offload_optimizer: {device.device_kind!r} has memory of the kinds {', '.join(kinds)} "
+            f"and none of the kind {HOST}: leave it out"
+        )
+
+    def place(sharding: Any, leaf: Any) -> Any:
+        key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return sharding if key or not leaf.ndim else sharding.with_memory_kind(HOST)
+
+    return jax.tree.map(place, shardings, shapes)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, traced or not, or a shape with a sharding lies in the host's memory."""
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST
+
+
+def on_devices(tree: PyTree, *, after: jax.Array | None = None) -> PyTree:
+    """The tree with what lies on the host copied to the devices.
+
+    Args:
+      tree: arrays.
+      after: a number that is not negative, and is computed before anything is copied. Without it a
+        compiler begins to copy at once, and holds the copies for the whole program.
+    """
+    if not (held := [x for x in jax.tree.leaves(tree) if is_on_host(x)]):
+        return tree
+
+    def fetch(held: list[jax.Array]) -> list[jax.Array]:
+        return jax.device_put(held, jax.memory.Space.Device)
+
+    if after is None:
+        copies = iter(fetch(held))
+    else:
+        # A barrier does not keep XLA's TPU compiler from copying early; a branch does.
+        zeros = lambda held: [jax.numpy.zeros(x.shape, x.dtype) for x in held]  # noqa: E731
+        copies = iter(jax.lax.cond(after >= 0, fetch, zeros, held))
+    return jax.tree.map(lambda x: next(copies) if is_on_host(x) else x, tree)
+
+
+def back_to_host(tree: PyTree, before: PyTree) -> PyTree:
+    """The tree with the leaves copied to the host that lay there ``before``."""
+    space = jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x, old: jax.device_put(x, space) if is_on_host(old) else x, tree, before
+    )
