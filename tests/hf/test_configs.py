@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxtrain import hf
-from jaxtrain.hf.decoders import _LLAMA3
 from jaxtrain.hf.families import family_of
+from jaxtrain.hf.positions import _LLAMA3
 from jaxtrain.models.config import windows_of
 from tests.hf import models
 
