@@ -140,18 +140,17 @@ def row_attention(
     attend = functools.partial(
         attention,
         causal=config.causal,
+        window=config.window,
         scale=_scale(config),
         softcap=config.attention_softcap,
         implementation=config.attention,
         **options,
     )
-    local = is_local(config, index)
+    local, pattern = is_local(config, index), config.window_pattern
     if isinstance(local, bool):
-        return attend(q_BTHK, k_BTGK, v_BTGK, window=config.window)
-    pattern = config.window_pattern
+        return attend(q_BTHK, k_BTGK, v_BTGK)
     with branch_shares(pattern.count(False), pattern.count(True)):
-        seen = [functools.partial(attend, window=window) for window in (config.window, None)]
-        return jax.lax.cond(local, *seen, q_BTHK, k_BTGK, v_BTGK)
+        return attend(q_BTHK, k_BTGK, v_BTGK, windowed=local)
 
 
 def step_attention(

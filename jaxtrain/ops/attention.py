@@ -68,6 +68,7 @@ def attention(
     rng: jax.Array | None = None,
     implementation: str = "auto",
     block: int | None = None,
+    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """Computes ``softmax(q k^T / sqrt(K) + bias) v`` per head; H / G query heads share a key head.
 
@@ -95,6 +96,8 @@ def attention(
         memory) or ``"auto"``; see :func:`choose`.
       block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
         over keys too, so that temporaries grow linearly with T.
+      windowed: bool scalar, where it is not known while tracing whether the window holds: both
+        forms are compiled, and a branch takes one; there can be no bias.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
@@ -136,7 +139,13 @@ def attention(
         kernel = functools.partial(
             KERNELS[chosen].compute, causal=causal, window=window, softcap=softcap
         )
-        return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        run = per_device.on_each_device
+        if windowed is None:
+            return run(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        sides = (
+            functools.partial(run, functools.partial(kernel, window=w)) for w in (window, None)
+        )
+        return jax.lax.cond(windowed, *sides, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     segments = None if segments_BT is None else (segments_BT, key_segments_BS)
     if own:
         segments = segments_BT, segments_BT
@@ -153,6 +162,7 @@ def attention(
             dropout=dropout,
             rng=rng,
             block=block,
+            windowed=windowed,
         )
 
 

@@ -45,10 +45,12 @@ def tiled_attention(
     dropout: float,
     rng: jax.Array | None,
     block: int | None,
+    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, of checked shapes.
 
     ``segments`` are the document numbers of the queries, [B, T], and of the keys, [B, S].
+    ``windowed`` says whether the window holds, where that is not known; there is then no bias.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``.
@@ -63,7 +65,10 @@ def tiled_attention(
     form = _Form(causal, window, softcap, block, dropout, S, queries)
     rng = rng if dropout else None
     bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
-    out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
+    if windowed is not None:
+        out_BGRTK = _either(form, short, windowed, q, k, v, segments, rng)
+    else:
+        out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
@@ -138,7 +143,8 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         outs.append(_split((out / total).astype(dtype), R))
         lses.append(_split(peak + jnp.log(total), R))
         tiles.append(scores)
-    out_BGRTK, lse_BGRT1 = _saved(*(jnp.concatenate(x, axis=3) for x in (outs, lses)))
+    out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
+    lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
     return out_BGRTK, lse_BGRT1, tiles
 
 
@@ -224,7 +230,8 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         jnp.full((*q.shape[:4], 1), MASKED, wide(dtype)),
     )
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
-    out_BGRTK, lse_BGRT1 = _saved((out / total).astype(dtype), peak + jnp.log(total), T)
+    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
+    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
     return out_BGRTK, (inputs, rng, out_BGRTK, lse_BGRT1)
 
 
@@ -259,6 +266,54 @@ def _long_backward(form, saved, d_out_BGRTK):
 
 
 _long.defvjp(_long_forward, _long_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _either(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng):
+    """Attention with the window of ``form``, or without: a branch takes one of the two.
+
+    The branches are within both passes, and not differentiated: what is kept is one form's, and is
+    pinned behind them. JAX would keep what either side needs, and XLA's partitioner for GPUs
+    gathers that on every device.
+    """
+    return _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng)[0]
+
+
+def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng):
+    def side(form):
+        def run(q_BGRTK, k_BGSK, v_BGSK):
+            inputs = (q_BGRTK, k_BGSK, v_BGSK, segments, None, rng)
+            if short:
+                return _attend(form, *inputs)[:2]
+            return _long_forward(form, *inputs)[1][2:]
+
+        return run
+
+    sides = side(form), side(form._replace(window=None))
+    found = jax.lax.cond(windowed, *sides, q_BGRTK, k_BGSK, v_BGSK)
+    out_BGRTK, lse_BGRT1 = map(checkpoint_name, _pin(found), SAVED)
+    inputs = (windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng)
+    return out_BGRTK, (inputs, out_BGRTK, lse_BGRT1)
+
+
+def _either_backward(form, short, saved, d_out_BGRTK):
+    (windowed, q, k, v, segments, rng), out, lse = saved
+
+    def side(form):
+        def run(q, k, v, out, lse, d_out):
+            if short:
+                kept = (q, k, v, None, rng), (segments, out, lse), None
+                return _backward(form, kept, d_out)[:3]
+            return _long_backward(form, ((q, k, v, segments, None), rng, out, lse), d_out)[:3]
+
+        return run
+
+    sides = side(form), side(form._replace(window=None))
+    d_qkv = _pin(jax.lax.cond(windowed, *sides, q, k, v, out, lse, d_out_BGRTK))
+    return None, *d_qkv, None, None
+
+
+_either.defvjp(_either_forward, _either_backward)
 
 
 def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
@@ -428,13 +483,6 @@ def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
 def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # What a loop carries is as sharded as what it starts from, and zeros are not.
     return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
-
-
-def _saved(out_BGRTK: jax.Array, lse_BGRT1: jax.Array, T: int | None = None):
-    """Names what the backward pass needs, of the first T rows."""
-    # Pinned, for where they leave a branch XLA's partitioner makes them whole on every device.
-    kept = _pin((out_BGRTK[:, :, :, :T], lse_BGRT1[:, :, :, :T]))
-    return tuple(checkpoint_name(x, name) for x, name in zip(kept, SAVED, strict=True))
 
 
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):
