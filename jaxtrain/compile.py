@@ -144,11 +144,10 @@ def peak_bytes(compiled: Any) -> int:
         - sizes.alias_size_in_bytes
     )
     placed = jax.tree.leaves(compiled.output_shardings)
-    # The CPU compiler's own figure leaves temporaries out, others count what is on the host; another
-    # backend may state none.
-    if not placed or next(iter(placed[0].device_set)).platform == "cpu":
-        return total
-    if sizes.host_argument_size_in_bytes:
+    # The CPU compiler's own figure leaves temporaries out, and others count what is on the host;
+    # another backend may state none.
+    on_cpu = not placed or next(iter(placed[0].device_set)).platform == "cpu"
+    if on_cpu or sizes.host_argument_size_in_bytes:
         return total
     return sizes.peak_memory_in_bytes or total
 
