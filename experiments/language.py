@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,8 +16,11 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import data, hf
+from jaxtrain.compile import compile_step
 from jaxtrain.experiment import no_batches
+from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path
+from jaxtrain.models.generate import Prompts, Weights
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
 from jaxtrain.parallel.pipeline import loss_from_stages
@@ -41,7 +44,7 @@ MAY_CHANGE = {
     **dict.fromkeys(("held_out_bytes", "held_out_text*"), "same bits, evaluated on other text"),
 }
 # Which experiment trains models of which form.
-TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5"}
+TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,9 @@ class Config(jt.Config):
 
     model: str = "tiny"
     init_from: str | None = None
-    """A run of this experiment or a Hugging Face folder to begin with: its model (instead of a
-    preset), its weights, and its tokenizer.json unless --tokenizer is given."""
+    """A run of this experiment, a Hugging Face folder, or a name on its hub (ORG/NAME or
+    ORG/NAME@REVISION) to begin with: its model (instead of a preset), its weights, and its
+    tokenizer.json unless --tokenizer is given."""
     layers: int | None = None
     """Depth; of an encoder and a decoder, that of each."""
     width: int | None = None
@@ -97,7 +101,7 @@ class Config(jt.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model to begin with: that of a run, or of a Hugging Face folder."""
+    """A model to begin with: that of a run, or of a Hugging Face folder, in ``path``."""
 
     path: str
     model: trained.Model
@@ -113,6 +117,11 @@ class Source:
         """What an export of it says of tokens that begin and end a text."""
         return (trained if self.is_run else hf).special_tokens(self.path)
 
+    @property
+    def pixels(self) -> dict[str, Any] | None:
+        """How its images are normalized: their mean and deviation."""
+        return (trained if self.is_run else hf).pixels(self.path)
+
     def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
         """Its weights, for a model that may have shorter rows; of another head, without that."""
         if not self.is_run:
@@ -123,7 +132,7 @@ class Source:
         ]
         if heads[0] != heads[1]:
             del params["head"]
-        if model.positions == "learned":
+        if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
@@ -131,11 +140,12 @@ class Source:
 
 
 def open_source(path: str, form: str) -> Source:
-    """Opens what ``--init-from`` names; no weight is read.
+    """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read.
 
     Raises:
       ValueError: it is neither a run nor a Hugging Face folder, or of another form of model.
     """
+    path = hub.local_folder(path)
     folder = as_path(path)
     is_run = (folder / "checkpoints").exists()
     if not is_run and not (folder / "config.json").exists():
@@ -162,7 +172,7 @@ def tokenizer_name(config: Config) -> str:
     if config.tokenizer is not None:
         return config.tokenizer
     if config.source is not None:
-        path = as_path(config.init_from) / TOKENIZER_FILE
+        path = as_path(config.source.path) / TOKENIZER_FILE
         if path.exists():
             return str(path)
         if config.source.is_run:
@@ -350,10 +360,39 @@ def facts(
             head_dim=model.block.head_dim,
             length=length,
             dropout=model.attention_dropout,
+            window=model.window,
+            causal=model.block.causal,
+            softcap=model.attention_softcap,
             **shape,
         ),
         "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
     }
+
+
+def compile_writer(
+    step: Callable[[Any, Prompts], Any],
+    params: Any,
+    batch: Prompts,
+    *,
+    stack: Stack,
+    rules: Rules,
+) -> Callable[[Prompts], Any]:
+    """Compiles a step that generates for parameters where training has left them.
+
+    All processes call it and what it returns: the parameters lie on all of them.
+
+    Args:
+      step: of :mod:`jaxtrain.models.generate` or its like for targets.
+      params: of a train state.
+      batch: an example; rows divide over the mesh.
+      stack, rules: how the parameters are stacked, and their rules.
+    """
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.
+        return functools.partial(jax.jit(step), Weights(jax.jit(stack.natural)(params)))
+    weights = Weights(stack.natural(params))
+    compiled = compile_step(step, weights, batch, mesh=mesh, rules=rules, donate=False)
+    return functools.partial(compiled, weights)
 
 
 def text_name(config: Config) -> str:

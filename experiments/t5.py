@@ -28,7 +28,8 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models.generate_target import beam_search, generate
+from jaxtrain.models.generate_target import beam_step, generate_step, sources
+from jaxtrain.parallel.sharding import Rules, batch_parts
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.run.options import PipelineOptions
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
@@ -376,23 +377,29 @@ def write(
 
     All processes call it: the parameters lie on all of them.
     """
-    params = jax.jit(stack.natural)(state.params)
-    out = []
-    for start in range(0, len(rows), config.global_batch):
-        part = rows[start : start + config.global_batch]
-        # Batches of one size, so that they are one program.
-        part = part + part[-1:] * (min(config.global_batch, len(rows)) - len(part))
-        given = {
-            "source_lengths": [int(each["source_segments"].sum()) for each in part],
-            "max_new_tokens": model.target_len,
-            "eod": eod,
-        }
-        source = np.stack([each["source"] for each in part])
-        if config.beams > 1:
-            written, _ = beam_search(model, params, source, beams=config.beams, **given)
-        else:
-            written = generate(model, params, source, temperature=0.0, **given)
-        out.append(np.asarray(written))
+    count, write = model.target_len, None
+    step = generate_step(model, max_new_tokens=count)
+    if config.beams > 1:
+        step = beam_step(model, max_new_tokens=count, beams=config.beams)
+    parts = batch_parts(jax.tree.leaves(state.params)[0].sharding.mesh)
+    # Batches of one size, so that they are one program.
+    size, out = min(config.global_batch, -(-len(rows) // parts) * parts), []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        part = part + part[-1:] * (size - len(part))
+        batch = sources(
+            model,
+            np.stack([each["source"] for each in part]),
+            max_new_tokens=count,
+            source_lengths=[int(each["source_segments"].sum()) for each in part],
+            temperature=0.0,
+            eod=eod,
+        )
+        if write is None:
+            layout = {"stack": stack, "rules": Rules(t5.RULES)}
+            write = language.compile_writer(step, state.params, batch, **layout)
+        written = write(batch)
+        out.append(np.asarray(written[0] if config.beams > 1 else written))
     return np.concatenate(out)[: len(rows)]
 
 

@@ -5,7 +5,10 @@ held out. It takes seconds on 2 CPU cores and reaches 98 % or more; ``--optimize
 too. ``--model vit --optimizer.name adamw`` trains a vision transformer instead, which so few images
 teach less: 83.3 % with ``--steps 200``.
 
-Others: ``--data FOLDER`` with a folder of images for each class, a .parquet, or an .npz.
+Others: ``--data FOLDER`` with a folder of images for each class, a .parquet, or an .npz. And
+``--model vit --init-from VIT`` begins with a run, a Hugging Face folder or a name on its hub:
+
+    python -m experiments.vision --model vit --optimizer.name adamw --data FOLDER --init-from VIT
 """
 
 import dataclasses
@@ -19,7 +22,9 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain import data
+from experiments import language
+from jaxtrain import data, optim
+from jaxtrain.hf.encoders import label_fields
 from jaxtrain.models import convnet, vit
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
@@ -29,9 +34,14 @@ from jaxtrain.run.provenance import SAME
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
+_SIDES = ("train", "held_out")
 
 # LARS scales steps by its trust coefficient, 0.001.
 LEARNING_RATES = {"lars": 30.0}
+# Of a rule's own peak rate, the share that suits weights that have learned.
+TUNING_RATES = {
+    name: 0.3 * rate for name, rate in (optim.rules.LEARNING_RATES | LEARNING_RATES).items()
+}
 # Of each model, what its flags are where they are left out.
 SIZES = {
     "convnet": {"channels": (32, 64), "dropout": 0.3},
@@ -51,11 +61,15 @@ class Config(jt.Config):
 
     model: Literal[tuple(SIZES)] = "convnet"  # type: ignore[valid-type]
     """A ConvNet with BatchNorm, or a vision transformer."""
+    init_from: str | None = None
+    """Of the transformer: a run, a Hugging Face folder, or a name on its hub (ORG/NAME or
+    ORG/NAME@REVISION) to begin with; its head is new where it has another number of classes."""
     data: str = "digits"
     """Images: "digits" (scikit-learn's), a folder with a folder for each class, a .parquet file
     with columns image and label, or an .npz of images and labels."""
     image_size: int | None = None
-    """Height and width that files of images are brought to; left out, all have the same."""
+    """Height and width that files of images are brought to; left out, those of the model that the
+    run begins with, or all have the same."""
     workers: int = 0
     """Processes that decode images; 0 decodes them in the loader's thread."""
 
@@ -79,6 +93,15 @@ class Config(jt.Config):
     accumulate: int = 1
     """Microbatches per step, in one scan; BatchNorm sees one at a time."""
 
+    @functools.cached_property
+    def source(self) -> language.Source | None:
+        """What the run begins with; None for weights at random."""
+        if self.init_from is None:
+            return None
+        if self.model != "vit":
+            raise ValueError(f"--init-from is not for --model {self.model}: give --model vit")
+        return language.open_source(self.init_from, "vit")
+
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment.
@@ -86,23 +109,18 @@ def build(config: Config) -> jt.Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
-    sizes, images = sizes_of(config), load(config)
+    sizes, images = sizes_of(config), normalized(config, load(config))
     make = {"convnet": of_convnet, "vit": of_vit}[config.model]
     rows = data.WorkerRows(images.train, config.workers) if config.workers else images.train
     return config.experiment(
         "vision",
         **config.batches_of(rows, images.held_out),
-        **make(config, image=images.shape, classes=len(images.classes), **sizes),
-        fingerprints={
-            "images": images.fingerprint,
-            "order_of_rows": str(data.ORDER_VERSION),
-        },
+        **make(config, images, **sizes),
         # Where the images lie; what they are has a fingerprint.
-        may_change={"workers": SAME, "data": SAME},
+        may_change={"workers": SAME, "data": SAME, "init_from": SAME},
         item="images",
         facts={
-            "model": f"{config.model}: "
-            + ", ".join(f"{name} {value}" for name, value in sizes.items()),
+            "model": about(config, images, sizes),
             "images": f"{len(images.train):,} to train on, {len(images.held_out):,} held out, of "
             f"{len(images.classes):,} classes",
             "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
@@ -119,21 +137,33 @@ def sizes_of(config: Config) -> dict[str, Any]:
     Raises:
       ValueError: a flag is of the other model.
     """
-    sizes = dict(SIZES[config.model])
+    sizes = dict(SIZES[config.model]) if config.source is None else {"dropout": None}
     for name in {name for each in SIZES.values() for name in each}:
         if (given := getattr(config, name)) is not None:
             if name not in sizes:
-                raise ValueError(
-                    f"--{name} {given} is not for --model {config.model}: leave it out"
-                )
+                of = "--init-from" if name in SIZES[config.model] else f"--model {config.model}"
+                raise ValueError(f"--{name} {given} is not for {of}: leave it out")
             sizes[name] = given
-    return sizes
+    return {name: value for name, value in sizes.items() if value is not None}
 
 
-def of_convnet(config: Config, **sizes: Any) -> dict[str, Any]:
+def about(config: Config, images: data.LabelledImages, sizes: Mapping[str, Any]) -> str:
+    """What the header says of the model."""
+    told = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    if config.source is None:
+        return f"{config.model}: {told}"
+    had, classes = config.source.model.classes, len(images.classes)
+    head = f"its head of {classes} classes"
+    if had != classes:
+        head = f"a new head of {classes} classes, where it had {had or 'none'}"
+    return f"{config.init_from} with {head}" + (f", {told}" if told else "")
+
+
+def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a ConvNet."""
-    model = convnet.ConvNetConfig(**sizes)
+    model = convnet.ConvNetConfig(image=images.shape, classes=len(images.classes), **sizes)
     return {
+        "fingerprints": fingerprints(images),
         "init_fn": functools.partial(convnet.init, model),
         "loss_fn": convnet.loss_fn(model),
         "has_model_state": True,
@@ -141,9 +171,22 @@ def of_convnet(config: Config, **sizes: Any) -> dict[str, Any]:
     }
 
 
-def of_vit(config: Config, **sizes: Any) -> dict[str, Any]:
-    """The arguments of an experiment that are its model, a vision transformer."""
-    model = vit.ViTConfig(**sizes)
+def fingerprints(images: data.LabelledImages) -> dict[str, str]:
+    """By what the images are known again."""
+    return {"images": images.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
+
+
+def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
+    """The arguments of an experiment that are its model, a vision transformer.
+
+    Raises:
+      ValueError: for flags that do not fit each other.
+    """
+    source, shape = config.source, {"classes": len(images.classes), **sizes}
+    if source is None:
+        model = vit.ViTConfig(image=images.shape, **shape)
+    else:
+        model = dataclasses.replace(source.model, **shape)
     if config.optimizer.name == "momentum":  # the ConvNet's, with which the loss stays at log(K)
         raise ValueError(
             "--model vit needs another optimizer than momentum: give --optimizer.name adamw"
@@ -169,10 +212,19 @@ def of_vit(config: Config, **sizes: Any) -> dict[str, Any]:
         recompute=config.pipeline.remat == "full",
     )
     stages = dataclasses.replace(vit.stages(model), stacked=stack)
-    return {
+    uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
+    prints, start = fingerprints(images), {}
+    if source is not None:
+        start = {"params": lambda: source.weights(model, stack)}
+        prints["pretrained_model"] = hashlib.sha256(repr(source.model).encode()).hexdigest()
+    stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}
+    stored |= {"special_tokens": label_fields(images.classes)}
+    return start | {
+        "fingerprints": prints,
+        "config": stored | {"pixels": source and source.pixels},
         "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
         "loss_fn": loss_from_stages(stages),
-        "rules": Rules(vit.RULES),
+        "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
         "gather": "model",
         "stages": stages,
         "pipeline": pipeline | {"virtual": stack.virtual},
@@ -183,7 +235,10 @@ def of_vit(config: Config, **sizes: Any) -> dict[str, Any]:
 def optimizer_of(config: Config, **more: Any) -> optax.GradientTransformation:
     """The chain that the flags describe."""
     return options.make_optimizer(
-        config.optimizer, steps=config.steps, default_rates=LEARNING_RATES, **more
+        config.optimizer,
+        steps=config.steps,
+        default_rates=LEARNING_RATES if config.source is None else TUNING_RATES,
+        **more,
     )
 
 
@@ -194,7 +249,11 @@ def load(config: Config) -> data.LabelledImages:
       ValueError: where scikit-learn is not installed, or as by :func:`jaxtrain.data.open_images`.
     """
     if config.data != "digits":
-        return data.open_images(config.data, size=config.image_size)
+        size = config.image_size
+        if size is None and config.source is not None and not config.data.endswith(".npz"):
+            height, width, _ = config.source.model.image
+            size = height if height == width else None
+        return data.open_images(config.data, size=size)
     if config.image_size is not None:
         raise ValueError("image_size is of files of images: the digits have a size of their own")
     try:
@@ -212,6 +271,32 @@ def load(config: Config) -> data.LabelledImages:
         tuple(map(str, digits.target_names)),
         hashlib.sha256(images[~held_out].tobytes()).hexdigest(),
     )
+
+
+def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImages:
+    """Returns images as the model that the run begins with takes them.
+
+    Raises:
+      ValueError: they have another shape than that model's.
+    """
+    if config.source is None:
+        return images
+    shape, pixels = config.source.model.image, config.source.pixels
+    if images.shape != shape:
+        own, wanted = ("x".join(map(str, each)) for each in (images.shape, shape))
+        raise ValueError(
+            f"the images are {own} and those of the model in '{config.init_from}' {wanted}, for "
+            "which it has learned positions: give such, or files of images without --image-size"
+        )
+    if pixels is None:
+        return images
+    if {len(each) for each in pixels.values()} != {shape[-1]}:
+        raise ValueError(
+            f"the images of the model in '{config.init_from}' have {shape[-1]} channels, and it "
+            f"normalizes {len(pixels['mean'])}"
+        )
+    sides = {side: data.Normalized(getattr(images, side), **pixels) for side in _SIDES}
+    return dataclasses.replace(images, **sides)
 
 
 def conclude(state: TrainState, means: Mapping[str, float]) -> list[str]:

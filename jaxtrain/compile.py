@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.offload import is_on_host
-from jaxtrain.parallel.placement import tracing_on
+from jaxtrain.parallel.overlap import overlap_options
+from jaxtrain.parallel.placement import tell, tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import equations, products_in
-from jaxtrain.state import TrainState, host_bytes, local_bytes
+from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -51,11 +52,13 @@ class CompiledStep:
         is among the checks too.
     """
 
-    def __init__(self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds):
+    def __init__(
+        self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds, told
+    ):
         self.compiled = compiled
         self.checks = tuple(checks)
         self.compile_seconds = compile_seconds
-        self.told: Mapping[str, str] = {}
+        self.told: Mapping[str, str] = told
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
@@ -116,13 +119,7 @@ class CompiledStep:
     @property
     def memory_bytes(self) -> int:
         """Bytes on one device at the step's peak: arguments, results and temporaries."""
-        analysis = self.compiled.memory_analysis()
-        return (
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            + analysis.temp_size_in_bytes
-            - analysis.alias_size_in_bytes
-        )
+        return peak_bytes(self.compiled)
 
     def report(self) -> str:
         """Draws the checks as a table."""
@@ -131,6 +128,28 @@ class CompiledStep:
             f"{'ok ' if check.holds else 'NOT'}  {check.promise.ljust(width)}  {check.found}"
             for check in self.checks
         )
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Returns the bytes on one device at the fullest moment of a compiled function.
+
+    Args:
+      compiled: ``jax.jit(f).lower(...).compile()``.
+    """
+    sizes = compiled.memory_analysis()
+    total = (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        + sizes.temp_size_in_bytes
+        - sizes.alias_size_in_bytes
+    )
+    placed = jax.tree.leaves(compiled.output_shardings)
+    # The CPU compiler's own figure leaves temporaries out, and others count what is on the host;
+    # another backend may state none.
+    on_cpu = not placed or next(iter(placed[0].device_set)).platform == "cpu"
+    if on_cpu or sizes.host_argument_size_in_bytes:
+        return total
+    return sizes.peak_memory_in_bytes or total
 
 
 def compile_step(
@@ -158,7 +177,8 @@ def compile_step(
       rules: those of ``init_state``; their ``axes`` say what :func:`jaxtrain.constrain` splits
         activations over, and their ``batch`` how the batch lies.
       donate: False for a step that only reads the state and returns no new one (evaluation).
-      compiler_options: XLA options for this program alone, by their flag's name.
+      compiler_options: XLA options for this program alone, by their flag's name. They take
+        precedence over those that hide communication (:mod:`jaxtrain.parallel.overlap`).
 
     Returns:
       A function like ``step`` that cannot recompile: other shapes are errors.
@@ -178,7 +198,10 @@ def compile_step(
         state_in = _shardings_on(state, mesh)
         # A shape alone does not say in which memory it lies, which the step is to know.
         state_shapes = jax.tree.map(
-            lambda s, x, place: _on(s, place) if is_on_host(x) else s, state_shapes, state, state_in
+            lambda s, x, place: shapes_on(s, place) if is_on_host(x) else s,
+            state_shapes,
+            state,
+            state_in,
         )
         batch_in = batch_shardings(batch_shapes, mesh, rules)
         copied = NamedSharding(mesh, P())
@@ -196,14 +219,16 @@ def compile_step(
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
-        compiled = traced.lower().compile(compiler_options)
+        options = overlap_options(mesh)
+        if options:
+            tell("communication is hidden", f"by XLA's {', '.join(options)}")
+        compiled = traced.lower().compile({**options, **(compiler_options or {})} or None)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += [Check(what, found, True) for what, found in told.items()]
     checks += _check_products(traced.jaxpr.jaxpr)
-    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds)
-    result.told = told
+    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told)
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result
@@ -246,7 +271,7 @@ def _processor() -> str:
 def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:
     sizes = compiled.memory_analysis()
     aliased = sizes.alias_size_in_bytes + sizes.host_alias_size_in_bytes
-    placed = state if shardings is None else jax.tree.map(_on, state, shardings)
+    placed = state if shardings is None else shapes_on(state, shardings)
     wanted = local_bytes(placed) + host_bytes(placed)
     checks = [
         Check("state donated in full", f"{aliased:,} of {wanted:,} bytes reused", aliased >= wanted)
@@ -381,10 +406,6 @@ def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> N
                 f"{'no leaf of the state' if axis == 'pipe' else 'nothing in this step'}, so its "
                 f"devices would repeat each other's work: {mend}, or use size 1"
             )
-
-
-def _on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _lies(x: Any, sharding: NamedSharding) -> bool:

@@ -150,12 +150,7 @@ def abstract_state(
     if mesh is None:
         return shapes
     options = {"zero": zero, "offload_optimizer": offload_optimizer}
-    shardings = train_state_shardings(shapes, mesh, rules, **options)
-    return jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **options))
 
 
 def train_state_shardings(
@@ -246,6 +241,15 @@ def describe_sharding(state: PyTree) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the shapes of a pytree (of arrays, or of shapes) with these shardings."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
 def local_bytes(tree: PyTree) -> int:

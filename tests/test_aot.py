@@ -15,9 +15,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
+from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.pipeline.tables import make_table
 from jaxtrain.parallel.placement import constrain_tree
+from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.step import build_update
@@ -464,3 +466,22 @@ def test_no_buffer_of_a_pipeline_is_copied_in_every_tick_on_gpus():
 def outside_fusions(text):
     computations = re.split(r"\n(?=(?:ENTRY )?%)", text)
     return "\n".join(c for c in computations if not c.startswith("%fused_"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [tpu, gpu])
+def test_generation_splits_its_cache_and_gathers_a_layer_at_a_time(target):
+    config = dataclasses.replace(LLAMA, layers=5, kv_heads=2)
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
+    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    shardings = param_shardings(shapes, mesh, gpt.RULES)
+    weights = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=s), shapes, shardings
+    )
+    batch = prompts(config, [[1] * 64] * 8, max_new_tokens=32, temperature=0.0)
+    step, state = generate_step(config, max_new_tokens=32), Weights(weights)
+    compiled = jt.compile_step(step, state, batch, mesh=mesh, rules=gpt.RULES, donate=False)
+    text = compiled.compiled.as_text()
+    assert set(re.findall(r"bf16\[5,(\d+),(\d+),96,64\]", text)) == {("2", "1")}
+    moved = [s for each in read_program(text, mesh).collectives for s in each.shapes]
+    assert not [s for s in moved if re.search(r"\[5,\d+,\d+", s)]

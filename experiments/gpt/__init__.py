@@ -23,9 +23,9 @@ from experiments import language
 from jaxtrain import data
 from jaxtrain.finetune import preferences
 from jaxtrain.models import gpt
-from jaxtrain.models.generate import generate as continue_text
+from jaxtrain.models.generate import generate_step, prompts
 from jaxtrain.parallel.pipeline import loss_from_stages
-from jaxtrain.parallel.sharding import Rules
+from jaxtrain.parallel.sharding import Rules, batch_parts
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.run.options import make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
@@ -234,22 +234,27 @@ def sample(
     config: Config, model: gpt.GPTConfig, tokenizer: data.Tokenizer, state: TrainState
 ) -> list[str]:
     """Writes a text from nothing but an end of document, and returns its lines."""
-    params = jax.jit(stack_of(config, model).natural)(state.params)
+    params = state.params
     if preferences.REFERENCE in params:
         params = preferences.without_reference(params)
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
-    written = continue_text(
+    count = min(config.sample_tokens, room)
+    batch = prompts(
         model,
-        params,
-        [[tokenizer.eod]],
-        max_new_tokens=min(config.sample_tokens, room),
+        # A row for every device that has rows; the first is shown.
+        [[tokenizer.eod]] * batch_parts(jax.tree.leaves(params)[0].sharding.mesh),
+        max_new_tokens=count,
         rng=jax.random.key(config.seed),
         temperature=0.8,
         top_p=0.95,
     )
-    return tokenizer.decode(written[0]).splitlines()
+    layout = {"stack": stack_of(config, model), "rules": Rules(gpt.RULES)}
+    write = language.compile_writer(
+        generate_step(model, max_new_tokens=count), params, batch, **layout
+    )
+    return tokenizer.decode(write(batch)[0]).splitlines()
 
 
 def facts(

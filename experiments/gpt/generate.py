@@ -1,16 +1,23 @@
-"""Write text with a trained GPT: ``python -m experiments.gpt.generate --run runs/gpt-1``."""
+"""Write text with a trained GPT: ``python -m experiments.gpt.generate --run runs/gpt-1``.
+
+On several devices ``--mesh.fsdp 4 --mesh.tensor 2`` splits the weights and the cache.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
 import jax
-import tyro
 
+from jaxtrain.compile import compile_step
 from jaxtrain.data import encode_prompt
 from jaxtrain.host import quiet
+from jaxtrain.models import gpt
 from jaxtrain.models.config import GPTConfig
-from jaxtrain.models.generate import generate
-from jaxtrain.run.main import program_name
+from jaxtrain.models.generate import Weights, generate_step, prompts
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.sharding import batch_parts
+from jaxtrain.run.main import parse
+from jaxtrain.run.options import MeshOptions
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
 
@@ -40,14 +47,23 @@ class Config:
     """Of the draws."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
+    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    simulate_devices: int = 0
+    """Write on this many simulated CPU devices; 0 on the real ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
-    config = tyro.cli(Config, args=arguments, prog=program_name())
-    with refusing():
+    config = parse(Config, arguments)
+    with refusing(Config):
         quiet.start()
-        model, params, tokenizer = load(config.run, config.step)
+        if config.mesh.pipe != 1:
+            raise ValueError(
+                f"--mesh.pipe {config.mesh.pipe} is for training, where microbatches fill a "
+                "pipeline: split the weights over fsdp or tensor"
+            )
+        mesh = make_mesh(**dataclasses.asdict(config.mesh))
+        model, params, tokenizer = load(config.run, config.step, mesh=mesh)
         if not isinstance(model, GPTConfig):
             raise ValueError(
                 f"'{config.run}' is no run of experiments.gpt: its model is no decoder"
@@ -55,10 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         prompt = [tokenizer.eod, *encode_prompt(config.prompt, tokenizer).tolist()]
-        written = generate(
+        # All devices that split the batch have rows.
+        rows = -(-config.samples // batch_parts(mesh)) * batch_parts(mesh)
+        batch = prompts(
             model,
-            params,
-            [prompt] * config.samples,
+            [prompt] * rows,
             max_new_tokens=config.tokens,
             rng=jax.random.key(config.seed),
             temperature=config.temperature,
@@ -67,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             repetition_penalty=config.repetition_penalty,
             eod=tokenizer.eod,
         )
-    for row in written:
+        step, weights = generate_step(model, max_new_tokens=config.tokens), Weights(params)
+        write = compile_step(step, weights, batch, mesh=mesh, rules=gpt.RULES, donate=False)
+        written = write(weights, batch)
+    for row in written[: config.samples]:
         # Together: some tokenizers drop the space that begins a text.
         print(tokenizer.decode([*prompt, *row.tolist()]))
         if config.samples > 1:

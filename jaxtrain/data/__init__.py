@@ -14,7 +14,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 """
 
 from jaxtrain.data.chat import ChatTemplate, encode_prompt, load_template
-from jaxtrain.data.images import Images, LabelledImages, open_images
+from jaxtrain.data.images import Images, LabelledImages, Normalized, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
     Batches,
@@ -90,6 +90,7 @@ __all__ = [
     "MappedTokens",
     "MaskedTokens",
     "Mixture",
+    "Normalized",
     "PackedTokens",
     "PairedTokens",
     "RowSource",

@@ -55,6 +55,31 @@ class Images:
 
 
 @dataclasses.dataclass(frozen=True)
+class Normalized:
+    """Rows whose images [H, W, C] are less a mean and divided by a deviation.
+
+    Args:
+      rows: such as :class:`Images`.
+      mean, std: a number for each channel.
+    """
+
+    rows: Any
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = self.rows[index]
+        mean, std = (np.asarray(x, np.float32) for x in (self.mean, self.std))
+        return row | {"image": (row["image"] - mean) / std}
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclasses.dataclass(frozen=True)
 class LabelledImages:
     """What `open_images` has found.
 

@@ -138,7 +138,7 @@ def dpo_stages(
     Raises:
       ValueError: the model has several stacks, or layers that share parameters.
     """
-    if len(stages.blocks) > 1 or stages.shared is not None:
+    if len(stages.blocks) > 1 or stages.shared:
         raise ValueError(
             "dpo_stages takes a model of one stack of layers that share no parameters: use dpo_loss"
         )
@@ -148,17 +148,18 @@ def dpo_stages(
         still = jax.lax.stop_gradient(stages.embed(theirs, rows, None))
         return {"policy": stages.embed(ours, rows, rng), REFERENCE: still}
 
-    def block(layer: PyTree, x: PyTree, batch: Batch, rng: jax.Array | None) -> PyTree:
-        ours, theirs, rows = *_both(layer), _rows(batch)
-        still = jax.lax.stop_gradient(stages.blocks[0](theirs, x[REFERENCE], rows, None))
-        return {"policy": stages.blocks[0](ours, x["policy"], rows, rng), REFERENCE: still}
+    def block(layer, shared, x: PyTree, batch: Batch, rng, index: jax.Array) -> PyTree:
+        (ours, theirs), rows, key = _both(layer), _rows(batch), stages.stacked.key
+        still = stages.layer(0, {key: theirs}, x[REFERENCE], rows, None, index)
+        policy = stages.layer(0, {key: ours}, x["policy"], rows, rng, index)
+        return {"policy": policy, REFERENCE: jax.lax.stop_gradient(still)}
 
     def head_loss(params: PyTree, x: PyTree, batch: Batch) -> WeightedLoss:
         ours, theirs, rows = *_both(params), _rows(batch)
         still = log_probs(theirs, x[REFERENCE], rows)
         return _dpo(log_probs(ours, x["policy"], rows), still, batch, beta)
 
-    return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss)
+    return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
 
 
 def with_reference(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict[str, Any]:

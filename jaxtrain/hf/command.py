@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxtrain.data import SubwordTokenizer
-from jaxtrain.hf import weights
+from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
 from jaxtrain.run import trained
 
@@ -19,8 +19,9 @@ class CheckOptions:
     """Reads every tensor of a folder as a parameter, writes it again in memory, and compares the
     bits in both directions; prints what maps to what. The exit status is 1 where they differ."""
 
-    folder: tyro.conf.Positional[Path]
-    """With config.json and model.safetensors, or shards and their index."""
+    folder: tyro.conf.Positional[str]
+    """With config.json and model.safetensors, or shards and their index; or a name on the hub,
+    ORG/NAME or ORG/NAME@REVISION, which is downloaded into its cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ExportOptions:
     """Writes a run's model as a folder that transformers' from_pretrained opens."""
 
     run: str
-    """Folder of a run of experiments.gpt, experiments.bert or experiments.t5."""
+    """Folder of a run of experiments.gpt, bert or t5, or of experiments.vision --model vit."""
     out: Path
     """Folder to write."""
     step: int | None = None
@@ -56,7 +57,7 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
     del rest
     quiet.start()
     if isinstance(options.action, CheckOptions):
-        return _check(options.action.folder)
+        return _check(Path(hub.local_folder(options.action.folder)))
     return _export(options.action)
 
 
@@ -95,6 +96,9 @@ def _export(options: ExportOptions) -> int:
             fields = {"bos_token_id": None, "eos_token_id": tokenizer.eod}
         files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
         files["tokenizer_config.json"] = weights.to_json(_tokenizer_config(tokenizer, fields))
+    if tokenizer is None:
+        fields = trained.special_tokens(options.run) or {}
+        files = {weights.PREPROCESSOR: weights.preprocessor(model, trained.pixels(options.run))}
     weights.save(
         options.out,
         model,

@@ -1,101 +1,78 @@
-"""The families of decoders: GPT-2, Llama, Mistral and Qwen."""
+"""The families of decoders: GPT-2, Llama, Mistral, Qwen and Gemma."""
 
 import dataclasses
 from typing import Any
 
-from jaxtrain.hf.family import Family, check_positive
+from jaxtrain.hf.family import Family
+from jaxtrain.hf.positions import (
+    positive,
+    read_kinds,
+    read_rope,
+    read_two_ropes,
+    write_kinds,
+    write_rope,
+    write_two_ropes,
+)
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
+from jaxtrain.models.config import windows_of
 from jaxtrain.models.gpt import GPTConfig
-from jaxtrain.ops.rotary import Llama3Scaling
 
 
-def _read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
-    found = {"rope_theta": theirs.pop("rope_theta", default)}
-    for name in ("rope_scaling", "rope_parameters"):
-        more = theirs.pop(name, None)
-        if more is not None and not isinstance(more, dict):
-            raise ValueError(f"{name}={more!r} is not an object")
-        found |= more or {}
-    theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
-    kind = kinds[0] or kinds[1] or "default"
-    if theta is REQUIRED:
-        raise ValueError("it has no rope_theta")
-    for name, value in {"rope_theta": theta, **found}.items():
-        if name in ("rope_theta", *_LLAMA3):
-            check_positive(name, value)
-    if kind == "llama3" and found.keys() == set(_LLAMA3):
-        return {"rope_theta": theta, "rope_scaling": Llama3Scaling(*map(found.get, _LLAMA3))}
-    if kind != "default" or found:
+def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
+    if config.width % config.heads:
         raise ValueError(
-            f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', and 'llama3' with {', '.join(_LLAMA3)}"
+            f"{family} has no width={config.width} that is not a multiple of heads={config.heads}"
         )
-    return {"rope_theta": theta, "rope_scaling": None}
-
-
-# In the order of Llama3Scaling.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling and dict(zip(_LLAMA3, config.rope_scaling, strict=True))
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling and {"rope_type": "llama3"} | scaling,
-    }
-
-
-_SLIDING = "sliding_attention"
+    return {}
 
 
 def _write_llama(config: GPTConfig) -> dict[str, Any]:
-    if config.width % config.heads:
-        raise ValueError(
-            f"llama has no width={config.width} that is not a multiple of heads={config.heads}"
-        )
-    return _write_rope(config)
+    return _check_width("llama", config) | write_rope(config)
 
 
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, and a window of all layers or of none."""
+    """Rotary positions, and a window of all layers, of some or of none."""
     used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", 4096)
     window = window if used else None
     layers, first = theirs.get("num_hidden_layers", 0), theirs.get("max_window_layers", 28)
-    kinds = theirs.pop("layer_types", None)
     for name, value in {"num_hidden_layers": layers, "max_window_layers": first}.items():
         if not isinstance(value, int):
             raise ValueError(f"{name}={value!r} must be a whole number")
-    if kinds is None:
-        slides = [window is not None and l >= first for l in range(layers)]
-    elif not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
-    elif unknown := [kind for kind in kinds if kind not in ("full_attention", _SLIDING)]:
-        raise ValueError(
-            f"layer_types has {unknown[0]!r}, which is not known here: only 'full_attention' and "
-            f"{_SLIDING!r}"
-        )
-    else:
-        slides = [kind == _SLIDING for kind in kinds]
-    if any(slides) and window is None:
-        raise ValueError(
-            f"layer_types has {_SLIDING!r}, and use_sliding_window and sliding_window give no "
-            "window"
-        )
-    if any(slides) and not all(slides):
-        raise ValueError("some layers have a sliding window and others none: not known here")
-    return {"window": window if all(slides) else None} | _read_rope(theirs, REQUIRED)
+    slides = [window is not None and l >= first for l in range(layers)]
+    return read_kinds(theirs, slides, window) | read_rope(theirs, REQUIRED)
 
 
 def _write_qwen(config: GPTConfig) -> dict[str, Any]:
-    slides = config.window is not None
-    kind = _SLIDING if slides else "full_attention"
+    slides = windows_of(config)
     return {
-        "use_sliding_window": slides,
-        "sliding_window": config.window,
-        "max_window_layers": 0 if slides else config.layers,
-        "layer_types": [kind] * config.layers,
-    } | _write_rope(config)
+        "use_sliding_window": any(slides),
+        "max_window_layers": slides.index(True) if any(slides) else config.layers,
+        **write_kinds(config),
+        **write_rope(config),
+    }
+
+
+def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, and a window of every other layer."""
+    slides = [l % 2 == 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return found | read_rope(theirs, 10000.0)
+
+
+def _write_gemma2(config: GPTConfig) -> dict[str, Any]:
+    return _check_width("gemma2", config) | write_kinds(config) | write_rope(config)
+
+
+def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
+    """A window of all layers but every sixth, and rotary positions of both kinds of layers."""
+    every = positive(theirs, "sliding_window_pattern", 6)
+    slides = [(l + 1) % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
+
+
+def _write_gemma3(config: GPTConfig) -> dict[str, Any]:
+    return _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
 
 
 GPT2_ROWS = (
@@ -141,6 +118,14 @@ LLAMA_ROWS = (
     Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.down_proj.weight", T),
     Row("final_norm/scale", "model.norm.weight"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
+)
+
+# Llama's, but for the norms around both branches.
+GEMMA_ROWS = (
+    *(row for row in LLAMA_ROWS if row.ours != "blocks/norm_mlp/scale"),
+    Row("blocks/norm_attn_out/scale", "model.layers.{l}.post_attention_layernorm.weight"),
+    Row("blocks/norm_mlp/scale", "model.layers.{l}.pre_feedforward_layernorm.weight"),
+    Row("blocks/norm_mlp_out/scale", "model.layers.{l}.post_feedforward_layernorm.weight"),
 )
 
 GPT2 = Family(
@@ -197,7 +182,7 @@ LLAMA = Family(
     },
     ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
     fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
-    read=lambda theirs: _read_rope(theirs, 10000.0),
+    read=lambda theirs: read_rope(theirs, 10000.0),
     write=_write_llama,
     buffers=r"rotary_emb\.inv_freq$",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
@@ -210,8 +195,8 @@ MISTRAL = dataclasses.replace(
     fields=LLAMA.fields
     | {"num_key_value_heads": Field("kv_heads"), "sliding_window": Field("window")},
     fixed={"is_encoder_decoder": False},
-    read=lambda theirs: _read_rope(theirs, REQUIRED),
-    write=_write_rope,
+    read=lambda theirs: read_rope(theirs, REQUIRED),
+    write=write_rope,
 )
 
 QWEN2 = dataclasses.replace(
@@ -234,4 +219,42 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
 
-DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+_GEMMA_SHAPE = {name: f for name, f in LLAMA.fields.items() if name != "hidden_act"}
+
+GEMMA2 = dataclasses.replace(
+    LLAMA,
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    rows=GEMMA_ROWS,
+    fields=_GEMMA_SHAPE
+    | {
+        "num_key_value_heads": Field("kv_heads", 4),
+        "head_dim": Field("head_dim", 256),
+        "hidden_activation": Field(
+            "mlp", "gelu_pytorch_tanh", dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "geglu")
+        ),
+        "query_pre_attn_scalar": Field("query_pre_attn_scalar", 256),
+        "attn_logit_softcapping": Field("attention_softcap", 50.0),
+        "final_logit_softcapping": Field("logit_softcap", 30.0),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    ours=LLAMA.ours | {"norm_offset": True, "norm_position": "sandwich", "embed_scale": True},
+    fixed={"attention_bias": False, "is_encoder_decoder": False},
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fields={name: f for name, f in GEMMA2.fields.items() if f.ours != "attention_softcap"}
+    | {"final_logit_softcapping": Field("logit_softcap", None)},
+    ours=GEMMA2.ours | {"qk_norm": True},
+    # Which transformers does not read there.
+    fixed=GEMMA2.fixed | {"attn_logit_softcapping": None},
+    read=_read_gemma3,
+    write=_write_gemma3,
+)
+
+DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)

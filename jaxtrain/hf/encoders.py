@@ -1,4 +1,4 @@
-"""The families of encoders: BERT, RoBERTa and ViT."""
+"""The families of encoders: BERT, RoBERTa, ModernBERT and ViT."""
 
 import dataclasses
 import functools
@@ -6,6 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hf.family import Family
+from jaxtrain.hf.positions import (
+    positive,
+    read_kinds,
+    read_two_ropes,
+    write_kinds,
+    write_two_ropes,
+)
 from jaxtrain.hf.table import Field, Row, T
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.encoder import EncoderConfig
@@ -63,6 +70,28 @@ ROBERTA_ROWS = (
     *_dense("head/pool", "classifier.dense"),
     *_dense("head/out", "classifier.out_proj"),
 )
+
+
+def _modernbert_rows() -> tuple[Row, ...]:
+    layer = "model.layers.{l}"
+    qkv, up = f"{layer}.attn.Wqkv.weight", f"{layer}.mlp.Wi.weight"
+    return (
+        Row("embed/tokens", "model.embeddings.tok_embeddings.weight", vocab=0),
+        Row("embed/norm/scale", "model.embeddings.norm.weight"),
+        # Embeddings are normed, and layer 0 does not do it again.
+        Row("blocks/norm_attn/scale", f"{layer}.attn_norm.weight", first=1),
+        *(Row(f"blocks/attn/{x}/kernel", qkv, T, part=(i, 3)) for i, x in enumerate("qkv")),
+        Row("blocks/attn/out/kernel", f"{layer}.attn.Wo.weight", T),
+        Row("blocks/norm_mlp/scale", f"{layer}.mlp_norm.weight"),
+        Row("blocks/mlp/gate/kernel", up, T, part=(0, 2)),
+        Row("blocks/mlp/up/kernel", up, T, part=(1, 2)),
+        Row("blocks/mlp/down/kernel", f"{layer}.mlp.Wo.weight", T),
+        Row("final_norm/scale", "model.final_norm.weight"),
+        Row("head/transform/kernel", "head.dense.weight", T),
+        Row("head/norm/scale", "head.norm.weight"),
+        Row("head/bias", "decoder.bias", vocab=0),
+        *_dense("head/out", "classifier"),
+    )
 
 
 def _vit_rows() -> tuple[Row, ...]:
@@ -127,9 +156,14 @@ ROBERTA_HEADS = {
     "RobertaForSequenceClassification": "classes",
     "RobertaModel": "none",
 }
+MODERNBERT_HEADS = {
+    "ModernBertForMaskedLM": "tokens",
+    "ModernBertForSequenceClassification": "classes",
+    "ModernBertModel": "none",
+}
 VIT_HEADS = {"ViTForImageClassification": "classes", "ViTModel": "none"}
 # Tensors of heads, of which a model with another head reads none or some.
-OF_HEADS = r"^(cls|classifier|lm_head)\.|(^|\.)pooler\."
+OF_HEADS = r"^(cls|classifier|lm_head|head|decoder)\.|(^|\.)pooler\."
 
 
 def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +219,28 @@ def write_roberta(config: EncoderConfig) -> dict[str, Any]:
         raise ValueError("roberta has no unused_positions=None")
     places = {"pad_token_id": unused - 1, "max_position_embeddings": config.seq_len + unused}
     return write_head(ROBERTA_HEADS, config) | places
+
+
+def read_modernbert(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The head, the window of two layers in three, and rotary positions of both kinds."""
+    every = positive(theirs, "global_attn_every_n_layers", 3)
+    slides = [l % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    # As many to either side, and the position itself.
+    window = positive(theirs, "local_attention", 128) // 2 + 1
+    thetas = {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
+    theirs.pop("layer_norm_eps", None)  # of older files, beside norm_eps, which is read
+    found = read_two_ropes(theirs, read_kinds(theirs, slides, window), thetas)
+    return read_head(MODERNBERT_HEADS, theirs) | found
+
+
+def write_modernbert(config: EncoderConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_modernbert`."""
+    theirs = write_kinds(config) | write_two_ropes(config)
+    if config.vocab_size <= 50283:
+        theirs["pad_token_id"] = None  # else that number, for which their table has no row
+    if (window := theirs.pop("sliding_window")) is not None:
+        theirs["local_attention"] = 2 * (window - 1)
+    return write_head(MODERNBERT_HEADS, config) | theirs
 
 
 def read_vit(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +304,53 @@ ROBERTA = dataclasses.replace(
     },
 )
 
+MODERNBERT = Family(
+    name="modernbert",
+    architecture="ModernBertForMaskedLM",
+    rows=_modernbert_rows(),
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "max_position_embeddings": Field("seq_len", 8192),
+        "hidden_size": Field("width"),
+        "num_hidden_layers": Field("layers"),
+        "num_attention_heads": Field("heads"),
+        "intermediate_size": Field("mlp_width"),
+        "hidden_activation": Field(
+            "mlp", "gelu", {"gelu": "geglu_exact", "gelu_pytorch_tanh": "geglu"}
+        ),
+        "norm_eps": Field("norm_eps", 1e-5),
+        "embedding_dropout": Field("dropout", 0.0),
+        "mlp_dropout": Field("dropout", 0.0),
+        "attention_dropout": Field("attention_dropout", 0.0),
+        "classifier_pooling": Field("pooling", "cls", {"cls": "first_normed", "mean": "mean"}),
+    },
+    ours={
+        "positions": "rope",
+        "norm": "layernorm",
+        "norm_position": "pre",
+        "bias": False,
+        "token_types": None,
+    },
+    fixed={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_bias": False,
+        "decoder_bias": True,
+        "classifier_bias": False,
+        "classifier_activation": "gelu",
+        "is_encoder_decoder": False,
+        "tie_word_embeddings": True,
+    },
+    read=read_modernbert,
+    write=write_modernbert,
+    prefix="model.",
+    model=EncoderConfig,
+    module=encoder,
+    others=tuple(MODERNBERT_HEADS)[1:],
+    heads=OF_HEADS,
+    copies={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
+)
+
 VIT = Family(
     name="vit",
     architecture="ViTForImageClassification",
@@ -265,4 +368,4 @@ VIT = Family(
     heads=OF_HEADS,
 )
 
-ENCODERS = (BERT, ROBERTA, VIT)
+ENCODERS = (BERT, ROBERTA, MODERNBERT, VIT)

@@ -9,6 +9,7 @@ import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
 from jaxtrain.models import gpt
+from jaxtrain.models.config import windows_of
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
@@ -24,9 +25,11 @@ INERT = {
     "_attn_implementation_autoset",
     "_name_or_path",
     "_num_labels",
+    "_sliding_window_pattern",
     "architectures",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "deterministic_flash_attn",
     "classifier_dropout",
     "cls_token_id",
     "directionality",
@@ -35,6 +38,7 @@ INERT = {
     "eos_token_id",
     "gradient_checkpointing",
     "id2label",
+    "initializer_cutoff_factor",
     "initializer_factor",
     "initializer_range",
     "is_llama_config",
@@ -61,9 +65,13 @@ INERT = {
     "predict_special_tokens",
     "pretraining_tp",
     "problem_type",
+    "reference_compile",
     "reorder_and_upcast_attn",
+    "repad_logits_with_grad",
     "return_dict",
     "sep_token_id",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -79,6 +87,7 @@ OFF = {
     "position_embedding_type": "absolute",
     "pruned_heads": {},
     "rope_interleaved": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
 }
 # Our fields that no other model tells: of training and of speed.
@@ -214,7 +223,7 @@ class Family:
         sizes = 0
         for path, leaf in named_leaves(shapes).items():
             row, inner = rows[path], leaf.shape[rows[path].stacked :]
-            times = leaf.shape[0] if row.stacked else 1
+            times = leaf.shape[0] - row.first if row.stacked else 1
             sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
         return sizes
 
@@ -228,6 +237,7 @@ def check_positive(name: str, value: Any) -> None:
 def _essence(config: ModelConfig) -> dict[str, Any]:
     """What makes the function that a model is."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
+    fields["window_pattern"] = windows_of(config)
     if config.positions == "learned":
         del fields["rope_theta"]
     return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}

@@ -40,6 +40,7 @@ class Row:
       axes: their axes in the order of ours; None means as they are.
       part: (i, n): ours is part i of n equal ones along our last axis.
       vocab: our axis over the vocabulary, which ours pads with zeros.
+      first: the first layer that has such a tensor; of those before it ours is 0, and unread.
       shorter: whether ours may have fewer rows than theirs, the first ones.
 
     >>> Row("up/kernel", "fc.{l}.weight", T).their_shape((8, 32))
@@ -52,6 +53,7 @@ class Row:
     part: tuple[int, int] = (0, 1)
     vocab: int | None = None
     shorter: bool = False
+    first: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -59,8 +61,8 @@ class Row:
         return "{l}" in self.theirs
 
     def names(self, layers: int) -> list[str]:
-        """Their names: one for each layer, or one."""
-        return [self.theirs.format(l=l) for l in range(layers if self.stacked else 1)]
+        """Their names: one for each layer that has it, or one."""
+        return [self.theirs.format(l=l) for l in range(self.first, layers if self.stacked else 1)]
 
     def their_shape(self, shape: Sequence[int], vocab_size: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor, given that of one layer of ours."""

@@ -20,11 +20,13 @@ from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
+from jaxtrain.models.vit import ViTConfig
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 SHARD_BYTES = 5 * 10**9
+PREPROCESSOR = "preprocessor_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep", "mask"))
 
 
@@ -48,6 +50,45 @@ def special_tokens(folder: str | Path) -> dict[str, Any]:
     """Returns what a folder's config.json says of tokens that begin, end and pad a text."""
     theirs = safetensors.read_json(Path(folder) / "config.json")
     return {name: theirs[name] for name in SPECIAL_TOKENS if name in theirs}
+
+
+def pixels(folder: str | Path) -> dict[str, Any] | None:
+    """Returns the mean and deviation by channel, of pixels from 0 to 1, that a folder's
+    preprocessor_config.json says its model's images are normalized with; None where it says none.
+
+    Raises:
+      ValueError: it says something else of pixels.
+    """
+    path = Path(folder) / PREPROCESSOR
+    theirs = safetensors.read_json(path) if path.is_file() else {"do_normalize": False}
+    if not theirs.get("do_normalize", True):
+        return None
+    found = {name: theirs.get(f"image_{name}") for name in ("mean", "std")}
+    scale = theirs.get("rescale_factor", 1 / 255)
+    lists = all(
+        isinstance(x, list) and x and all(type(each) in (int, float) for each in x)
+        for x in found.values()
+    )
+    if not lists or 0 in found["std"] or not theirs.get("do_rescale", True) or scale != 1 / 255:
+        raise ValueError(
+            f"'{path}' does not normalize pixels from 0 to 1 by an image_mean and an image_std"
+        )
+    return found
+
+
+def preprocessor(config: ViTConfig, pixels: Mapping[str, Any] | None) -> str:
+    """Returns the preprocessor_config.json of a model whose images are normalized so."""
+    height, width, _ = config.image
+    fields = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": pixels is not None,
+    }
+    return to_json(fields | {f"image_{name}": value for name, value in (pixels or {}).items()})
 
 
 def open_weights(
@@ -110,6 +151,7 @@ def open_weights(
                 )
         used.update(names)
         places = cut[path.split("/")[0]] if row.stacked else np.array(1)
+        places = np.maximum(places - row.first, 0)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
     found = map_named(weight, shapes)  # None is no leaf
@@ -330,7 +372,8 @@ def _tensors(
 ) -> Iterator[tuple[str, Sequence[Row], int]]:
     """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
     for group in by_tensor(rows).values():
-        for l, name in enumerate(group[0].names(leaves[group[0].ours].shape[0])):
+        names = group[0].names(leaves[group[0].ours].shape[0])
+        for l, name in enumerate(names, start=group[0].first):
             yield name, group, l
 
 

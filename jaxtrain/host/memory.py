@@ -19,16 +19,19 @@ def device_memory() -> dict[str, float]:
     """Returns bytes of device memory, the largest over this process's devices.
 
     Returns:
-      ``in_use`` and ``peak`` (since the process began), from ``memory_stats()``; empty where the
-      backend keeps no such count (CPU).
+      ``in_use`` and ``peak`` (since the process began), from ``memory_stats()``, and
+      ``peak_fraction`` of what there is for JAX; empty where the backend keeps no such count (CPU).
     """
     stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     names = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use"}
-    return {
+    found = {
         name: float(max(each[key] for each in stats))
         for name, key in names.items()
         if stats and all(key in each for each in stats)
     }
+    if "peak" in found and all(each.get("bytes_limit") for each in stats):
+        found["peak_fraction"] = max(x["peak_bytes_in_use"] / x["bytes_limit"] for x in stats)
+    return found
 
 
 def host_memory() -> int:

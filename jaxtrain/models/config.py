@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
-from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, scaling_of
 
 INIT_STD = 0.02
+NORM_POSITIONS = ("pre", "post", "sandwich")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,12 +27,20 @@ class LayerFields:
         where ``mlp`` has a gate.
       norm: LayerNorm, or RMSNorm (scale only).
       norm_eps: added to variances.
-      mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh).
+      norm_offset: norms multiply by 1 + their scale, which starts at 0, as Gemma's do.
+      mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh, or exact).
       bias: biases in dense layers and LayerNorm.
       qkv_bias: biases of queries, keys and values; None means as ``bias``.
       qk_norm: queries and keys are normed, head by head, before they are rotated.
-      window: a position sees itself and at most ``window - 1`` before it; None means all.
+      window: a position sees itself and at most ``window - 1`` before it, and as many after it
+        where attention is not causal; None means all.
+      window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
+        ``(True,) * 5 + (False,)``.
       rope_scaling: how the frequencies of rotary positions are stretched; None means not.
+      local_rope_theta: base of the frequencies, which are not stretched, in layers with the window;
+        None means that these are as in the others.
+      query_pre_attn_scalar: scores are divided by its square root; None means ``head_dim``.
+      attention_softcap: scores are ``cap * tanh(scores / cap)``; None means not.
       dropout: rate on both residual branches; in a model on the embeddings too.
       attention_dropout: rate on attention weights, which no fused kernel offers: attention then
         takes the xla form.
@@ -48,20 +57,35 @@ class LayerFields:
     mlp_width: int | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
+    norm_offset: bool = False
     mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
     bias: bool = True
     qkv_bias: bool | None = None
     qk_norm: bool = False
     window: int | None = None
-    rope_scaling: Llama3Scaling | None = None
+    window_pattern: tuple[bool, ...] = (True,)
+    rope_scaling: Llama3Scaling | LinearScaling | None = None
+    local_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     attention: Literal[IMPLEMENTATIONS] = "auto"  # type: ignore[valid-type]
 
     def __post_init__(self) -> None:
         if self.rope_scaling is not None:  # a list in a checkpoint's JSON
-            object.__setattr__(self, "rope_scaling", Llama3Scaling.of(self.rope_scaling))
+            object.__setattr__(self, "rope_scaling", scaling_of(self.rope_scaling))
+        if isinstance(self.window_pattern, list):
+            object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
         _check_fields(self)
+        _check_positive(self, "local_rope_theta", "query_pre_attn_scalar", "attention_softcap")
+        pattern = self.window_pattern
+        kinds = {*map(type, pattern)} if isinstance(pattern, tuple) else set()
+        if kinds != {bool} or not any(pattern) or (self.window is None and pattern != (True,)):
+            raise ValueError(
+                f"window_pattern={pattern!r} must say by true and false, and true at least once, "
+                f"which layers have the window, and window={self.window!r} must be a number then"
+            )
         gated = _round_up(-(-8 * self.width // 3), 64)
         _fill(
             self,
@@ -94,7 +118,9 @@ class BlockConfig(LayerFields):
     Args:
       causal: a position sees no later ones.
       rope_theta: base of the frequencies of rotary positions; None means none.
-      norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it.
+      norm_position: ``pre`` norms what a branch reads, ``post`` the sum behind it, ``sandwich``
+        what a branch reads and what it adds.
+      first_norm: False leaves out the norm before attention in layer 0, whose scale is not read.
       residual_std: of the initial kernels that end in the residual stream.
 
     >>> BlockConfig(width=24, heads=3).mlp_width
@@ -106,7 +132,8 @@ class BlockConfig(LayerFields):
 
     causal: bool = True
     rope_theta: float | None = None
-    norm_position: Literal["pre", "post"] = "pre"
+    norm_position: Literal[NORM_POSITIONS] = "pre"  # type: ignore[valid-type]
+    first_norm: bool = True
     residual_std: float = INIT_STD
 
     def __post_init__(self) -> None:
@@ -117,18 +144,22 @@ class BlockConfig(LayerFields):
                 f"use a width that is a multiple of {self.heads}"
             )
         _fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
+        _fill(self, query_pre_attn_scalar=self.head_dim)
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(
                 f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
                 "use an even head width"
             )
-        if self.window is not None and not self.causal:
-            raise ValueError(f"window={self.window} looks backwards and needs causal=True")
+        if self.local_rope_theta is not None and None in (self.rope_theta, self.window):
+            raise ValueError(
+                f"local_rope_theta={self.local_rope_theta} is of rotary positions in layers with a "
+                "window: give a window and rotary positions, or leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(LayerFields):
-    """A pre-norm decoder.
+    """A decoder.
 
     Args:
       vocab_size: number of tokens. The tables hold ``padded_vocab`` rows; the padding takes no part
@@ -136,7 +167,10 @@ class GPTConfig(LayerFields):
       seq_len: tokens per row in training; with learned positions also the most there can be.
       layers: L, the depth.
       positions: learned table, or rotary (of base ``rope_theta``).
+      norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
+      embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
       tied: the output projection is the transposed token table.
+      logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
@@ -161,7 +195,10 @@ class GPTConfig(LayerFields):
     layers: int
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10000.0
+    norm_position: Literal["pre", "sandwich"] = "pre"
+    embed_scale: bool = False
     tied: bool = True
+    logit_softcap: float | None = None
     remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
     scan_unroll: int | None = None
     loss_chunk: int | None = None
@@ -170,6 +207,7 @@ class GPTConfig(LayerFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_positive(self, "logit_softcap")
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss={self.z_loss} must be at least 0")
         if self.loss_chunk is not None and self.seq_len % self.loss_chunk:
@@ -185,7 +223,12 @@ class GPTConfig(LayerFields):
         rope_theta = self.rope_theta if self.positions == "rope" else None
         # 2 L branches are added to the residual stream, whose variance is not to grow with L.
         residual_std = INIT_STD / (2 * self.layers) ** 0.5
-        return BlockConfig(**shared, rope_theta=rope_theta, residual_std=residual_std)
+        return BlockConfig(
+            **shared,
+            norm_position=self.norm_position,
+            rope_theta=rope_theta,
+            residual_std=residual_std,
+        )
 
     @property
     def padded_vocab(self) -> int:
@@ -251,6 +294,50 @@ def qwen3_8b() -> GPTConfig:
     return _llama(layers=36, vocab_size=151936, **shape, **_QWEN)
 
 
+def gemma2_2b() -> GPTConfig:
+    """The shape of Gemma 2 2B (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888
+    parameters."""
+    shape = {"width": 2304, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 9216}
+    return _gemma(layers=26, **shape, **_GEMMA2)
+
+
+def gemma2_9b() -> GPTConfig:
+    """The shape of Gemma 2 9B (Gemma team 2024): 9,241,705,984 parameters."""
+    shape = {"width": 3584, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 14336}
+    return _gemma(layers=42, **shape, **_GEMMA2)
+
+
+def gemma2_27b() -> GPTConfig:
+    """The shape of Gemma 2 27B (Gemma team 2024): 27,227,128,320 parameters."""
+    shape = {"width": 4608, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 36864}
+    return _gemma(layers=46, query_pre_attn_scalar=144, **shape, **_GEMMA2)
+
+
+def gemma3_1b() -> GPTConfig:
+    """The shape of Gemma 3 1B (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952
+    parameters."""
+    shape = {"width": 1152, "heads": 4, "kv_heads": 1, "head_dim": 256, "mlp_width": 6912}
+    return _gemma(layers=26, window=512, vocab_size=262144, **shape, **_GEMMA3)
+
+
+def gemma3_4b() -> GPTConfig:
+    """The shape of Gemma 3 4B's text model (Gemma team 2025): 3,880,263,168 parameters."""
+    shape = {"width": 2560, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 10240}
+    return _gemma(layers=34, **shape, **_GEMMA3_LARGE)
+
+
+def gemma3_12b() -> GPTConfig:
+    """The shape of Gemma 3 12B's text model (Gemma team 2025): 11,766,034,176 parameters."""
+    shape = {"width": 3840, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 15360}
+    return _gemma(layers=48, **shape, **_GEMMA3_LARGE)
+
+
+def gemma3_27b() -> GPTConfig:
+    """The shape of Gemma 3 27B's text model (Gemma team 2025): 27,009,346,304 parameters."""
+    shape = {"width": 5376, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 21504}
+    return _gemma(layers=62, query_pre_attn_scalar=168, **shape, **_GEMMA3_LARGE)
+
+
 # Rows of the length that most of their training has had.
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
 _QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
@@ -269,6 +356,43 @@ def _llama(*, vocab_size: int = 32000, **shape: Any) -> GPTConfig:
     )
 
 
+_GEMMA2 = {
+    "vocab_size": 256000,
+    "seq_len": 8192,
+    "window": 4096,
+    "window_pattern": (True, False),
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+_GEMMA3 = {
+    "seq_len": 32768,
+    "window_pattern": (*[True] * 5, False),
+    "rope_theta": 1e6,
+    "local_rope_theta": 1e4,
+    "qk_norm": True,
+}
+_GEMMA3_LARGE = _GEMMA3 | {
+    "vocab_size": 262208,
+    "window": 1024,
+    "rope_scaling": LinearScaling(8.0),
+}
+
+
+def _gemma(**shape: Any) -> GPTConfig:
+    return GPTConfig(
+        **shape,
+        positions="rope",
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        norm_offset=True,
+        norm_position="sandwich",
+        embed_scale=True,
+        mlp="geglu",
+        bias=False,
+        remat="dots",
+    )
+
+
 # Names on the command line.
 PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "tiny": tiny,
@@ -280,7 +404,32 @@ PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
     "mistral-7b": mistral_7b,
     "qwen2.5-7b": qwen25_7b,
     "qwen3-8b": qwen3_8b,
+    "gemma2-2b": gemma2_2b,
+    "gemma2-9b": gemma2_9b,
+    "gemma2-27b": gemma2_27b,
+    "gemma3-1b": gemma3_1b,
+    "gemma3-4b": gemma3_4b,
+    "gemma3-12b": gemma3_12b,
+    "gemma3-27b": gemma3_27b,
 }
+
+
+def windows_of(config: Any) -> list[bool]:
+    """Whether each layer of a model has a window."""
+    pattern = config.window_pattern
+    return [config.window is not None and pattern[l % len(pattern)] for l in range(config.layers)]
+
+
+def keys_seen(config: Any, length: int) -> int:
+    """Keys that a token's queries meet, summed over a model's layers: the row, or the window where
+    that is shorter; not halved for causality.
+
+    >>> keys_seen(gemma2_2b(), 8192) == 13 * 8192 + 13 * 4096
+    True
+    """
+    window = config.window or length
+    reach = window if config.block.causal else 2 * window - 1
+    return sum(min(length, reach) if near else length for near in windows_of(config))
 
 
 def _fill(config: Any, **defaults: Any) -> None:
@@ -288,6 +437,14 @@ def _fill(config: Any, **defaults: Any) -> None:
     for name, value in defaults.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    """Raises where a field is neither None nor a number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value!r} must be a number above 0, or None")
 
 
 def _check_fields(config: Any) -> None:

@@ -1,8 +1,10 @@
-"""BERT and RoBERTa (Devlin et al. 2018, Liu et al. 2019) as pure functions of plain dicts.
+"""BERT, RoBERTa and ModernBERT (Devlin et al. 2018, Liu et al. 2019, Warner et al. 2024) as pure
+functions of plain dicts.
 
-The layers are those of :mod:`jaxtrain.models.gpt`, normed behind their branches and seeing both
-ways; what is different is before and after them: the embedding, and a head for masked tokens, for
-classes of whole rows, or none. ``init``, ``loss_fn`` and ``stages`` are as there.
+The layers are those of :mod:`jaxtrain.models.gpt`, seeing both ways, and in BERT and RoBERTa normed
+behind their branches; what is different is before and after them: the embedding, and a head for
+masked tokens, for classes of whole rows, or none. ``init``, ``loss_fn`` and ``stages`` are as
+there.
 
 A batch is a dict: ``tokens`` int32 [B, T], and optionally ``segments``, ``positions`` (as for a
 decoder: attention stays within a document, and 0 is padding) and ``types`` (int32 [B, T], by
@@ -25,21 +27,21 @@ from flax import nnx
 
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import gpt, layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
+from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields, keys_seen
 from jaxtrain.models.remat import REMAT
-from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import matmul_float32, through
 from jaxtrain.ops.losses import cross_entropy
-from jaxtrain.ops.numerics import drop
+from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, pin_residual
+from jaxtrain.parallel.placement import constrain, gather_sequence, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.tree import named_leaves
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
 
 HEADS = ("tokens", "classes", "none")
+POOLINGS = ("first", "first_normed", "mean")
 
 RULES = OptionalRules(
     (
@@ -56,18 +58,25 @@ RULES = OptionalRules(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(LayerFields):
-    """A post-norm encoder with learned positions; the defaults are BERT's.
+    """An encoder; the defaults are BERT's.
 
     Args:
       vocab_size: number of tokens; the table holds ``padded_vocab`` rows, as a decoder's does.
       seq_len: positions of a row, at most.
       layers: L, the depth.
-      token_types: rows of the table of types (which sentence of a pair a token is of).
+      positions: learned table, or rotary (of base ``rope_theta``).
+      norm_position: ``post`` norms the sum behind a branch; ``pre`` what a branch reads (but for
+        the first, since embeddings are normed) and the last sum.
+      token_types: rows of the table of types (which sentence of a pair a token is of); None means
+        no table.
       unused_positions: rows of the table of positions before that of a row's first token: RoBERTa
         has 2, which nothing reads. None means none.
       head: what the model predicts: masked ``tokens``, by the transposed token table; ``classes``
         of a row, from its first token; ``none``, whose result are hidden states.
       classes: C, with that head.
+      pooling: what a head for classes reads: the ``first`` token, under a dense layer and tanh; or
+        the ``first_normed`` or the ``mean`` of the row, under what a head for tokens has, a dense
+        layer, an activation and a norm.
       remat, scan_unroll, loss_chunk, vocab_multiple: as in :class:`jaxtrain.models.gpt.GPTConfig`.
 
     The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
@@ -85,10 +94,14 @@ class EncoderConfig(LayerFields):
     vocab_size: int
     seq_len: int
     layers: int
-    token_types: int = 2
+    positions: Literal["learned", "rope"] = "learned"
+    rope_theta: float = 10000.0
+    norm_position: Literal["post", "pre"] = "post"
+    token_types: int | None = 2
     unused_positions: int | None = None
     head: Literal[HEADS] = "tokens"  # type: ignore[valid-type]
     classes: int | None = None
+    pooling: Literal[POOLINGS] = "first"  # type: ignore[valid-type]
     remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
     scan_unroll: int | None = None
     loss_chunk: int | None = None
@@ -107,7 +120,13 @@ class EncoderConfig(LayerFields):
     def block(self) -> BlockConfig:
         """One of its layers."""
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(**shared, causal=False, norm_position="post")
+        return BlockConfig(
+            **shared,
+            causal=False,
+            norm_position=self.norm_position,
+            first_norm=self.norm_position == "post",
+            rope_theta=self.rope_theta if self.positions == "rope" else None,
+        )
 
     @property
     def padded_vocab(self) -> int:
@@ -115,8 +134,8 @@ class EncoderConfig(LayerFields):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     # Of every one; no fields, for there is no other.
-    positions = "learned"
     tied = True
+    embed_scale = False
 
 
 def tiny() -> EncoderConfig:
@@ -143,6 +162,36 @@ def roberta_base() -> EncoderConfig:
     )
 
 
+def modernbert_base() -> EncoderConfig:
+    """The shape of ModernBERT base (Warner et al. 2024, https://arxiv.org/abs/2412.13663):
+    149,655,232 parameters."""
+    return _modernbert(layers=22, width=768, heads=12, mlp_width=1152)
+
+
+def modernbert_large() -> EncoderConfig:
+    """The shape of ModernBERT large (Warner et al. 2024): 395,881,664 parameters."""
+    return _modernbert(layers=28, width=1024, heads=16, mlp_width=2624)
+
+
+def _modernbert(**shape: int) -> EncoderConfig:
+    return EncoderConfig(
+        **shape,
+        vocab_size=50368,
+        seq_len=8192,
+        positions="rope",
+        rope_theta=160000.0,
+        local_rope_theta=10000.0,
+        window=65,
+        window_pattern=(False, True, True),
+        norm_position="pre",
+        norm_eps=1e-5,
+        mlp="geglu_exact",
+        bias=False,
+        token_types=None,
+        pooling="mean",
+    )
+
+
 _DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 # Names on the command line.
@@ -151,6 +200,8 @@ PRESETS: Mapping[str, Callable[[], EncoderConfig]] = {
     "bert-base": bert_base,
     "bert-large": bert_large,
     "roberta-base": roberta_base,
+    "modernbert-base": modernbert_base,
+    "modernbert-large": modernbert_large,
 }
 
 
@@ -161,14 +212,18 @@ class Embed(layers.Embed):
         self.unused = config.unused_positions or 0
         rows = config.seq_len + self.unused
         super().__init__(dataclasses.replace(config, seq_len=rows), rngs=rngs)
-        shape = (config.token_types, config.width)
-        self.types = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.typed = config.token_types is not None
+        if self.typed:
+            shape = (config.token_types, config.width)
+            self.types = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
         self.norm = layers.Norm(config.block, rngs=rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, types_BT: jax.Array
     ) -> jax.Array:
         x_BTD = super().__call__(tokens_BT, positions_BT + self.unused)
+        if not self.typed:
+            return self.norm(x_BTD)
         # A product: of few rows it costs nothing, and sums its gradient in float32.
         one_hot_NS = jax.nn.one_hot(types_BT.reshape(-1), self.types.shape[0], dtype=x_BTD.dtype)
         # Whole, as the other tables' width is: in a pipeline only one stage could exchange parts.
@@ -176,18 +231,47 @@ class Embed(layers.Embed):
         return self.norm(x_BTD + types_ND.reshape(*types_BT.shape, -1))
 
 
-class TokenHead(nnx.Module):
+class Transform(nnx.Module):
+    """A dense layer, an activation and a norm."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.form = "gelu_exact" if config.mlp in GATED else config.mlp
+        self.transform = _dense(config.width, config.width, rngs, bias=config.bias)
+        self.norm = layers.Norm(config.block, rngs=rngs)
+
+    def hidden(self, x: jax.Array) -> jax.Array:
+        x_ND = self.transform(x.reshape(-1, x.shape[-1]))
+        return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x.shape)
+
+
+class TokenHead(Transform):
     """What stands between the last layer and the token table, and the bias of its logits."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.form = config.mlp
-        self.transform = _dense(config.width, config.width, rngs)
-        self.norm = layers.Norm(config.block, rngs=rngs)
+        super().__init__(config, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.padded_vocab, jnp.float32))
 
     def __call__(self, x_BMD: jax.Array) -> jax.Array:
-        x_ND = self.transform(x_BMD.reshape(-1, x_BMD.shape[-1]))
-        return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x_BMD.shape)
+        return self.hidden(x_BMD)
+
+
+class NormedClassHead(Transform):
+    """From one hidden state of a row to float32 logits of classes."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.mean = config.pooling == "mean"
+        self.out = _dense(config.width, config.classes, rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        x_BTD = gather_sequence(x_BTD)
+        if not self.mean:
+            return _class_logits(self.out, self.hidden(x_BTD[:, 0]))
+        seen_BT = jnp.ones(x_BTD.shape[:2]) if segments_BT is None else segments_BT > 0
+        large_BTD = x_BTD.astype(wide(x_BTD.dtype))
+        seen_BT = seen_BT.astype(large_BTD.dtype)
+        mean_BD = (large_BTD * seen_BT[..., None]).sum(1) / seen_BT.sum(1, keepdims=True)
+        return _class_logits(self.out, self.hidden(mean_BD.astype(x_BTD.dtype)))
 
 
 class ClassHead(nnx.Module):
@@ -197,20 +281,21 @@ class ClassHead(nnx.Module):
         self.pool = _dense(config.width, config.width, rngs)
         self.out = _dense(config.width, config.classes, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        pooled_BD = jnp.tanh(self.pool(x_BTD[:, 0]))
-        logits_BC = matmul_float32(pooled_BD, self.out.kernel.get_value())
-        return logits_BC + self.out.bias[...].astype(logits_BC.dtype)
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        return _class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
 
 
-_HEADS = {"tokens": TokenHead, "classes": ClassHead}
+def _class_logits(out: layers.Dense, pooled_BD: jax.Array) -> jax.Array:
+    logits_BC = matmul_float32(pooled_BD, out.kernel.get_value())
+    return logits_BC + out.bias[...].astype(logits_BC.dtype)
 
 
 def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
     """Draws float32 parameters: kernels and tables N(0, 0.02), biases zero.
 
     Returns:
-      A nested dict: ``embed``, ``blocks`` (leading axis L) and, unless there is none, ``head``.
+      A nested dict: ``embed``, ``blocks`` (leading axis L), pre-norm ``final_norm`` and, unless
+      there is none, ``head``.
 
     >>> config = EncoderConfig(vocab_size=9, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
@@ -223,8 +308,10 @@ def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
             jax.random.split(rng_blocks, config.layers)
         ),
     }
+    if config.norm_position == "pre":
+        params["final_norm"] = layers.pure(layers.Norm, config.block, rng_head)
     if config.head != "none":
-        params["head"] = layers.pure(_HEADS[config.head], config, rng_head)
+        params["head"] = layers.pure(_head_of(config), config, rng_head)
     return params
 
 
@@ -264,7 +351,7 @@ def encode(
       rng: key for dropout; None means none.
     """
     x_BTD = embed(config, params, batch, rng)
-    return run_layers(stages(config), params, x_BTD, batch, rng)
+    return _final_norm(config, params, run_layers(stages(config), params, x_BTD, batch, rng))
 
 
 def logits(
@@ -279,7 +366,7 @@ def logits(
     """
     module, x_BTD = _head(config, params), encode(config, params, batch, rng)
     if config.head == "classes":
-        return module(x_BTD)
+        return module(x_BTD, batch.get("segments"))
     x_ND = module(x_BTD).reshape(-1, config.width)
     logits_NV = matmul_float32(x_ND, params["embed"]["tokens"].T)
     logits_NV += module.bias[...].astype(logits_NV.dtype)
@@ -296,7 +383,7 @@ def embed(
     """
     tokens_BT = batch["tokens"]
     length = tokens_BT.shape[1]
-    if length > config.seq_len:
+    if config.positions == "learned" and length > config.seq_len:
         raise ValueError(
             f"rows of {length} tokens are longer than the {config.seq_len} learned positions; "
             "raise seq_len or shorten the rows"
@@ -318,11 +405,12 @@ def head_loss(
     """Last stage: the head, and the cross-entropy of what it predicts.
 
     Args:
-      params: the whole model's, or any dict with ``head`` and ``embed``.
+      params: the whole model's, or any dict with ``head``, ``embed`` and, pre-norm, ``final_norm``.
     """
     module, mask = _head(config, params), batch["mask"]
+    x_BTD = _final_norm(config, params, x_BTD)
     if config.head == "classes":
-        return class_loss(module(x_BTD), batch)
+        return class_loss(module(x_BTD, batch.get("segments")), batch)
     if "places" in batch:
         # A product, which every partitioner can split, and not a gather.
         chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
@@ -362,12 +450,12 @@ def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:
 def parameter_count(config: EncoderConfig) -> int:
     """Counts the parameters, without the padding of the token table and of its bias.
 
-    >>> parameter_count(bert_base()), parameter_count(roberta_base())
-    (109514298, 124697433)
+    >>> parameter_count(bert_base()), parameter_count(modernbert_base())
+    (109514298, 149655232)
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     padding = config.padded_vocab - config.vocab_size
-    count = sum(leaf.size for leaf in named_leaves(shapes).values())
+    count = sum(layers.parameter_sizes(init, config).values())
+    count -= 0 if config.block.first_norm else config.width
     return count - padding * (config.width + (config.head == "tokens"))
 
 
@@ -389,12 +477,11 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
     >>> flops_per_row(bert_base(), length=128, predictions=20)
     70021393920
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+    sizes = layers.parameter_sizes(init, config)
     layer = sum(size for name, size in sizes.items() if name.startswith("blocks/"))
     head = sum(size for name, size in sizes.items() if name.startswith("head/"))
     head += config.vocab_size * config.width if config.head == "tokens" else 0
-    attend = 12 * config.layers * config.heads * config.block.head_dim * length
+    attend = 12 * config.heads * config.block.head_dim * keys_seen(config, length)
     return length * (6 * layer + attend) + 6 * predictions * head
 
 
@@ -403,13 +490,25 @@ def _head(config: EncoderConfig, params: Params) -> nnx.Module:
         raise ValueError(
             "a model with head='none' predicts nothing: give it head='tokens' or head='classes'"
         )
-    return layers.apply(_HEADS[config.head], config, params["head"])
+    return layers.apply(_head_of(config), config, params["head"])
+
+
+def _head_of(config: EncoderConfig) -> type[nnx.Module]:
+    if config.head == "tokens":
+        return TokenHead
+    return ClassHead if config.pooling == "first" else NormedClassHead
+
+
+def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    if config.norm_position == "post":
+        return x_BTD
+    return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
 
 
 def _whole_product(x_NS: jax.Array, kernel_SD: jax.Array) -> jax.Array:
     return x_NS @ constrain(kernel_SD, None, None)
 
 
-def _dense(inputs: int, outputs: int, rngs: nnx.Rngs) -> layers.Dense:
+def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = True) -> layers.Dense:
     init = nnx.initializers.normal(INIT_STD)
-    return layers.Dense(inputs, outputs, kernel_init=init, rngs=rngs)
+    return layers.Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)

@@ -40,10 +40,10 @@ from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, pin_residual
+from jaxtrain.parallel.placement import constrain, gather, pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import map_named
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -121,8 +121,11 @@ class T5Config(LayerFields):
                 f"buckets={self.buckets} must be even and at least 4, and max_distance="
                 f"{self.max_distance} above half of it"
             )
-        if self.rope_scaling is not None or self.window is not None:
-            raise ValueError("a T5 has neither rotary positions nor a window: leave both out")
+        for name in _LACKS:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"a T5 has no {name}, and it is {getattr(self, name)}: leave it out"
+                )
         if not 0.0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss={self.z_loss} must be at least 0")
         if self.loss_chunk is not None and self.target_len % self.loss_chunk:
@@ -148,10 +151,9 @@ class T5Config(LayerFields):
         """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
-    @property
-    def positions(self) -> str:
-        """They are in the attention, and not in the embedding."""
-        return "relative"
+    # Of every one; no fields. Positions are in the attention, and not in the embedding.
+    positions = "relative"
+    embed_scale = False
 
 
 class DecoderBlock(layers.Block):
@@ -289,10 +291,18 @@ def logits(
 def encoded(
     config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the encoder's result [B, S, D] for ``source`` and ``source_segments``."""
+    """Returns the encoder's result [B, S, D] for ``source`` and ``source_segments``.
+
+    On a mesh it gathers its layers one at a time.
+    """
     batch = dict(batch) | {"tokens": batch["source"][:, :1]}
     parts = stages(config)
-    x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
+
+    def gathering(layer):
+        return lambda weights, *rest: layer(gather(weights), *rest)
+
+    x = parts.enter(0, params, None, batch, rng)
+    x = run_layers(parts, params, x, batch, rng, wrap=gathering)
     return parts.enter(1, params, x, batch, rng)["source"]
 
 
@@ -452,7 +462,7 @@ def parameter_count(config: T5Config) -> int:
     (60506624, 76961152)
     """
     padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
 
 
 # Of :func:`flops_per_row`.
@@ -466,7 +476,7 @@ def flops_per_row(config: T5Config) -> int:
     the decoder that read the source, by S; the decoder's others and the head by T; attention of L
     and M layers.
     """
-    S, T, sizes = config.source_len, config.target_len, _sizes(config)
+    S, T, sizes = config.source_len, config.target_len, layers.parameter_sizes(init, config)
     reads_source = re.compile("encoder|decoder/cross/(k|v)/")
     of_source = sum(size for path, size in sizes.items() if reads_source.match(path))
     of_target = sum(size for path, size in sizes.items() if re.match("decoder|final", path))
@@ -515,6 +525,11 @@ def flan_t5_xl() -> T5Config:
     return _t5(width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots")
 
 
+# Fields of layers that a T5's have not.
+_LACKS = (
+    *("rope_scaling", "local_rope_theta", "window"),
+    *("query_pre_attn_scalar", "attention_softcap"),
+)
 _FLAN = {"mlp": "geglu", "tied": False}
 
 
@@ -575,8 +590,3 @@ def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Arra
 
 def _head_kernel(config: T5Config, params: Params) -> jax.Array:
     return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
-
-
-def _sizes(config: T5Config) -> dict[str, int]:
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}

@@ -1,7 +1,16 @@
 """Text generation from a :mod:`jaxtrain.models.gpt` decoder, with a cache of keys and values.
 
-One jitted prefill reads the prompts, one jitted loop writes the new tokens; sampling settings are
-arguments of the compiled loop, so changing them compiles nothing.
+One program reads the prompts and writes the new tokens; sampling settings are arguments of it, so
+changing them compiles nothing. It is a step as training has: ``generate_step`` builds one, a pure
+function of a state and a batch, and :func:`jaxtrain.compile_step` places it on a mesh.
+
+    write = generate_step(config, max_new_tokens=64)
+    batch = prompts(config, tokens, max_new_tokens=64, temperature=0.0)
+    write = jaxtrain.compile_step(write, state, batch, mesh=mesh, rules=gpt.RULES, donate=False)
+    new_BN = write(state, batch)
+
+There the cache is split by rows over ``data`` and ``fsdp`` and by heads over ``tensor``, and the
+weights of one layer at a time are gathered over ``fsdp``.
 
 Shapes: B prompts, P prompt positions, S cache positions, L layers, H query heads, G key and value
 heads, K features per head, V vocabulary.
@@ -9,6 +18,7 @@ heads, K features per head, V vocabulary.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +29,18 @@ import numpy as np
 from jaxtrain.models import layers
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.gpt import Params, embed, head_logits
-from jaxtrain.ops.attention import attention, cached_attention
+from jaxtrain.ops.per_device import split_over
+from jaxtrain.parallel.placement import constrain, gather
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of every layer and position: two arrays [L, B, G, S, K]."""
+    """Keys and values of every layer and position: two arrays [L, B, G, S, K].
+
+    Where a mesh has more parts for heads than there are key and value heads, G counts each as often
+    as it takes for every device to have those of its own query heads.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -34,13 +49,39 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What :func:`generate` was asked for; None leaves a part out of the compiled loop."""
+    """How tokens are to be chosen; None leaves a part out of the compiled loop."""
 
     temperature: float | None
     top_k: int | None
     top_p: float | None
     repetition_penalty: float | None
     eod: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """A batch of a step that generates: prompts, or sources, and what each call may have otherwise.
+
+    Args:
+      tokens: int32 [B, P], padded on the right.
+      lengths: int32 [B], tokens of each.
+      rng: a key; None where nothing is drawn.
+      sampling: how tokens are chosen.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rng: jax.Array | None = None
+    sampling: Sampling | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a step that generates reads of a train state, for where there is none."""
+
+    params: Any
 
 
 def generate(
@@ -57,7 +98,7 @@ def generate(
     repetition_penalty: float = 1.0,
     eod: int | None = None,
 ) -> jax.Array:
-    """Continues each prompt by ``max_new_tokens`` tokens.
+    """Continues each prompt by ``max_new_tokens`` tokens, without a mesh.
 
     The logits are, in this order, divided for tokens that have occurred by the repetition penalty
     (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest and
@@ -81,44 +122,139 @@ def generate(
       ValueError: for settings out of range, a missing key, or, with learned positions, prompt and
         new tokens that together exceed ``seq_len`` (rotary positions have no such limit).
     """
-    prompts_BP = np.asarray(prompt_tokens, np.int32)
-    if prompts_BP.ndim != 2 or 0 in prompts_BP.shape:
-        raise ValueError(f"prompt_tokens must be [B, P], not of shape {prompts_BP.shape}")
-    B, P = prompts_BP.shape
-    lengths_B = np.full(B, P) if prompt_lengths is None else np.asarray(prompt_lengths)
-    lengths_B = lengths_B.astype(np.int32)
-    if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > P:
-        raise ValueError(f"prompt_lengths must be {B} numbers from 1 to {P}, not {lengths_B}")
-    sampling = choose_sampling(
-        config.vocab_size,
+    batch = prompts(
+        config,
+        prompt_tokens,
         max_new_tokens=max_new_tokens,
         rng=rng,
+        prompt_lengths=prompt_lengths,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         eod=eod,
     )
-    total = int(lengths_B.max()) + max_new_tokens
+    return _generated(config, max_new_tokens, Weights(params), batch)
+
+
+def generate_step(config: GPTConfig, *, max_new_tokens: int) -> Callable[[Any, Prompts], jax.Array]:
+    """Builds ``step(state, batch) -> tokens``, which is what :func:`generate` computes.
+
+    Args:
+      config: the model.
+      max_new_tokens: how many.
+
+    Returns:
+      A pure function of a train state (or :class:`Weights`), of which it reads ``params``, and of
+      what :func:`prompts` returns. On a mesh their rows divide over ``data`` x ``fsdp``; the tokens
+      are those of one device.
+    """
+    return functools.partial(_continued, config, max_new_tokens)
+
+
+def prompts(
+    config: GPTConfig,
+    prompt_tokens: Any,
+    *,
+    max_new_tokens: int,
+    prompt_lengths: Any = None,
+    **sampling: Any,
+) -> Prompts:
+    """Checks the arguments of :func:`generate`, and makes a batch of them.
+
+    Args:
+      config, prompt_tokens, max_new_tokens, prompt_lengths: as there.
+      **sampling: its other arguments.
+
+    Raises:
+      ValueError: as there.
+    """
+    tokens_BP, lengths_B = check_rows(
+        config.vocab_size, prompt_tokens, prompt_lengths, "prompt_tokens"
+    )
+    P, total = tokens_BP.shape[1], int(lengths_B.max()) + max_new_tokens
+    chosen, rng = choose_sampling(config.vocab_size, max_new_tokens=max_new_tokens, **sampling)
     if config.positions == "learned" and max(P, total) > config.seq_len:
         raise ValueError(
             f"a prompt of {P} tokens and {max_new_tokens} new ones exceed the {config.seq_len} "
             "learned positions; shorten either"
         )
-    is_prompt = np.arange(P) < lengths_B[:, None]
-    known = prompts_BP[is_prompt]
-    if known.min() < 0 or known.max() >= config.vocab_size:
+    return Prompts(tokens_BP, lengths_B, rng, chosen)
+
+
+def check_rows(
+    vocab_size: int, tokens: Any, lengths: Any, what: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of tokens [B, P] and their lengths [B], int32, having checked them.
+
+    ``what`` is the name of the argument.
+
+    Raises:
+      ValueError: for other shapes, and numbers that are out of range.
+    """
+    tokens_BP = np.asarray(tokens, np.int32)
+    if tokens_BP.ndim != 2 or 0 in tokens_BP.shape:
+        raise ValueError(f"{what} must be [B, P], not of shape {tokens_BP.shape}")
+    (B, P), name = tokens_BP.shape, what.removesuffix("_tokens")
+    lengths_B = np.full(B, P) if lengths is None else np.asarray(lengths)
+    lengths_B = lengths_B.astype(np.int32)
+    if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > P:
+        raise ValueError(f"{name}_lengths must be {B} numbers from 1 to {P}, not {lengths_B}")
+    known = tokens_BP[np.arange(P) < lengths_B[:, None]]
+    if known.min() < 0 or known.max() >= vocab_size:
         raise ValueError(
-            f"prompt_tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
-            f"{config.vocab_size}; use the model's own tokenizer"
+            f"{name} tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
+            f"{vocab_size}; use the model's own tokenizer"
         )
-    logits_BV, cache = prefill(config, params, prompts_BP, lengths_B, cache_len=max(P, total))
-    seen_BV = np.zeros((B, config.vocab_size), bool)
-    seen_BV[np.nonzero(is_prompt)[0], known] = True
-    rng = jax.random.key(0) if rng is None else rng
-    return _decode(
-        config, max_new_tokens, params, logits_BV, cache, lengths_B, seen_BV, rng, sampling
-    )
+    return tokens_BP, lengths_B
+
+
+def _continued(config: GPTConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
+    (B, P), lengths_B = batch.tokens.shape, batch.lengths
+    params = gather_around(state.params, "blocks")
+    logits_BV, cache = prefill(config, params, batch.tokens, lengths_B, cache_len=P + count)
+    # Beyond a prompt's end there is no token, and nothing to be set.
+    own_BP = jnp.where(jnp.arange(P) < lengths_B[:, None], batch.tokens, config.vocab_size)
+    seen_BV = mark(jnp.zeros((B, config.vocab_size), bool), own_BP)
+
+    def read(cache, tokens_B, step):
+        return decode_step(config, params, cache, tokens_B, lengths_B + step - 1)
+
+    return write(read, count, logits_BV, cache, seen_BV, batch.rng, batch.sampling)
+
+
+_generated = jax.jit(_continued, static_argnums=(0, 1))
+
+
+def gather_around(params: Params, *stacks: str) -> dict[str, Any]:
+    """The parameters, those outside of stacks of layers gathered: each new token reads them."""
+    return gather({name: x for name, x in params.items() if name not in stacks}) | {
+        name: params[name] for name in stacks
+    }
+
+
+def mark(seen_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Sets what is seen of each row's own tokens; those beyond the vocabulary are none."""
+    set_true = jax.vmap(lambda seen, tokens: seen.at[tokens].set(True, mode="drop"))
+    return set_true(constrain(seen_BV, "batch", None), tokens_BT)
+
+
+def cached(k_BTGK: jax.Array, heads: int) -> jax.Array:
+    """Keys or values as a cache holds them: every device those of its own query heads.
+
+    Args:
+      k_BTGK: as a layer makes them.
+      heads: H, of the queries.
+    """
+    G, (_, parts) = k_BTGK.shape[2], split_over("heads")
+    if heads % parts == 0:
+        k_BTGK = jnp.repeat(k_BTGK, math.lcm(G, parts) // G, axis=2)
+    return constrain(k_BTGK, "batch", None, "heads", None)
+
+
+def pin_cache(k_LBGSK: jax.Array) -> jax.Array:
+    """A cache of all layers, split by rows and heads."""
+    return constrain(k_LBGSK, None, "batch", "heads", None, None)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
@@ -137,29 +273,27 @@ def prefill(
       lengths_B: int32, tokens of each prompt.
       cache_len: S, at least P.
     """
-    B, P = tokens_BP.shape
-    angles = layers.row_angles(config.block, None, P)
+    P = tokens_BP.shape[1]
 
-    def attend(q_BTHK, k_BTGK, v_BTGK):
-        # Padding comes after the prompt, where causal attention does not look; its keys in the
-        # cache are overwritten before any position may see them.
-        out_BTHK = attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGK,
-            window=config.window,
-            implementation=config.attention,
-        )
-        return out_BTHK, (k_BTGK, v_BTGK)
+    def layer(x_BTD, params_and_index):
+        layer_params, l = params_and_index
 
-    def layer(x_BTD, layer_params):
+        def attend(q_BTHK, k_BTGK, v_BTGK):
+            # Padding comes after the prompt, where causal attention does not look; its keys in the
+            # cache are overwritten before any position may see them.
+            out_BTHK = layers.row_attention(config.block, l, q_BTHK, k_BTGK, v_BTGK)
+            return out_BTHK, tuple(cached(x, config.heads) for x in (k_BTGK, v_BTGK))
+
+        layer_params = gather(layer_params, "blocks")
+        angles = layers.row_angles(config.block, l, None, P)
         return layers.apply(layers.Block, config.block, layer_params)(x_BTD, angles, attend)
 
     x_BTD = embed(config, params, {"tokens": tokens_BP})
-    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, params["blocks"])
-    last_B1D = x_BTD[jnp.arange(B), lengths_B - 1][:, None]
+    xs = (params["blocks"], jnp.arange(config.layers))
+    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, xs)
+    last_B1D = jax.vmap(lambda x_TD, n: x_TD[n - 1][None])(x_BTD, lengths_B)
     padding = ((0, 0), (0, 0), (0, 0), (0, cache_len - P), (0, 0))
-    k, v = (jnp.pad(x.transpose(0, 1, 3, 2, 4), padding) for x in kv_LBTGK)
+    k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBTGK)
     return head_logits(config, params, last_B1D)[:, 0], Cache(k, v)
 
 
@@ -173,20 +307,23 @@ def decode_step(
       tokens_B, positions_B: int32.
     """
     positions_B1 = positions_B[:, None]
-    angles, rows = layers.row_angles(config.block, positions_B1, 1), jnp.arange(tokens_B.shape[0])
+    # Rows in order, which the partitioner sees: along them nothing is exchanged.
+    rows = jnp.arange(tokens_B.shape[0])
 
     def layer(carry, params_and_index):
         x_B1D, cache = carry
         layer_params, l = params_and_index
 
         def attend(q_B1HK, k_B1GK, v_B1GK):
-            k = cache.k.at[l, rows, :, positions_B].set(k_B1GK[:, 0])
-            v = cache.v.at[l, rows, :, positions_B].set(v_B1GK[:, 0])
-            out_BHK = cached_attention(
-                q_B1HK[:, 0], k[l], v[l], positions_B=positions_B, window=config.window
+            k, v = (
+                pin_cache(whole.at[l, rows, :, positions_B].set(cached(new, config.heads)[:, 0]))
+                for whole, new in ((cache.k, k_B1GK), (cache.v, v_B1GK))
             )
+            out_BHK = layers.step_attention(config.block, l, q_B1HK[:, 0], k[l], v[l], positions_B)
             return out_BHK[:, None], Cache(k, v)
 
+        layer_params = gather(layer_params, "blocks")
+        angles = layers.row_angles(config.block, l, positions_B1, 1)
         return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None
 
     x_B1D = embed(config, params, {"tokens": tokens_B[:, None], "positions": positions_B1})
@@ -227,21 +364,13 @@ def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) ->
     return jnp.where(logits_BV >= least, logits_BV, -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _decode(config, count, params, logits_BV, cache, lengths_B, seen_BV, rng, sampling):
-    def read(cache, tokens_B, step):
-        return decode_step(config, params, cache, tokens_B, lengths_B + step - 1)
-
-    return write(read, count, logits_BV, cache, seen_BV, rng, sampling)
-
-
 def write(
     read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
     count: int,
     logits_BV: jax.Array,
     cache: Any,
     seen_BV: jax.Array,
-    rng: jax.Array,
+    rng: jax.Array | None,
     sampling: Sampling,
 ) -> jax.Array:
     """The new tokens [B, count]: one is chosen, then read, until all rows have ended.
@@ -252,16 +381,17 @@ def write(
       logits_BV: of the first.
       cache: what ``read`` begins with.
       seen_BV: which tokens the repetition penalty is for already.
-      rng: a key.
+      rng: a key; None where nothing is drawn.
       sampling: how tokens are chosen.
     """
-    rows = jnp.arange(logits_BV.shape[0])
+    B = logits_BV.shape[0]
     eod = -1 if sampling.eod is None else sampling.eod
 
     def choose(step, logits_BV, seen_BV, done_B):
-        chosen_B = _sample(jax.random.fold_in(rng, step), logits_BV, seen_BV, sampling)
-        chosen_B = jnp.where(done_B, eod, chosen_B)
-        return chosen_B, seen_BV.at[rows, chosen_B].set(True), done_B | (chosen_B == eod)
+        key = None if rng is None else jax.random.fold_in(rng, step)
+        chosen_B = _sample(key, constrain(logits_BV, "batch", None), seen_BV, sampling)
+        chosen_B = constrain(jnp.where(done_B, eod, chosen_B), "batch")
+        return chosen_B, mark(seen_BV, chosen_B[:, None]), done_B | (chosen_B == eod)
 
     def more(carry):
         step, _, _, _, done_B, _ = carry
@@ -273,8 +403,8 @@ def write(
         chosen_B, seen_BV, done_B = choose(step, logits_BV, seen_BV, done_B)
         return step + 1, chosen_B, cache, seen_BV, done_B, new_BN.at[:, step].set(chosen_B)
 
-    first_B, seen_BV, done_B = choose(0, logits_BV, seen_BV, jnp.zeros(rows.shape, bool))
-    new_BN = jnp.full((rows.size, count), eod, jnp.int32).at[:, 0].set(first_B)
+    first_B, seen_BV, done_B = choose(0, logits_BV, seen_BV, jnp.zeros(B, bool))
+    new_BN = jnp.full((B, count), eod, jnp.int32).at[:, 0].set(first_B)
     carry = (jnp.int32(1), first_B, cache, seen_BV, done_B, new_BN)
     return jax.lax.while_loop(more, advance, carry)[-1]
 
@@ -294,14 +424,15 @@ def choose_sampling(
     vocab_size: int,
     *,
     max_new_tokens: int,
-    rng: jax.Array | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    repetition_penalty: float,
-    eod: int | None,
-) -> Sampling:
-    """Checks the arguments of :func:`generate`, and says what of them is in the compiled loop.
+    rng: jax.Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    eod: int | None = None,
+) -> tuple[Sampling, jax.Array | None]:
+    """Checks arguments of :func:`generate`; returns what of them is in the compiled loop, and its
+    key, None where nothing is drawn.
 
     Raises:
       ValueError: for settings out of range, or a missing key.
@@ -318,10 +449,15 @@ def choose_sampling(
         raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0")
     if rng is None and temperature > 0:
         raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
-    return Sampling(
-        temperature=temperature if temperature > 0 else None,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
-        eod=eod,
+
+    def number(value: float | None, kind: type = np.float32) -> Any:
+        return None if value is None else kind(value)
+
+    sampling = Sampling(
+        temperature=number(temperature) if temperature > 0 else None,
+        top_k=number(top_k, np.int32),
+        top_p=number(top_p),
+        repetition_penalty=None if repetition_penalty == 1.0 else number(repetition_penalty),
+        eod=number(eod, np.int32),
     )
+    return sampling, rng if temperature > 0 else None

@@ -1,6 +1,8 @@
 """Generation from a :mod:`jaxtrain.models.encoder_decoder`: sampling as from a decoder, and beams.
 
 The source is read once: its keys and values, of every layer of the decoder, stay as they are.
+``generate_step`` and ``beam_step`` build steps as :mod:`jaxtrain.models.generate` does, of a batch
+that ``sources`` makes, for a mesh.
 
 Shapes: B sources, S source positions, T target positions, M layers of the decoder, G key and value
 heads, K features per head, N beams, V vocabulary.
@@ -8,11 +10,11 @@ heads, K features per head, N beams, V vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain.models import layers
 from jaxtrain.models.encoder_decoder import (
@@ -25,8 +27,20 @@ from jaxtrain.models.encoder_decoder import (
     encoded,
     head_logits,
 )
-from jaxtrain.models.generate import choose_sampling, penalise, write
+from jaxtrain.models.generate import (
+    Prompts,
+    Weights,
+    cached,
+    check_rows,
+    choose_sampling,
+    gather_around,
+    mark,
+    penalise,
+    pin_cache,
+    write,
+)
 from jaxtrain.ops.attention import cached_attention
+from jaxtrain.parallel.placement import constrain, gather
 
 # What a target begins with: T5's token of padding.
 START = 0
@@ -80,20 +94,51 @@ def generate(
     Raises:
       ValueError: for settings out of range, a missing key, or tokens beyond the vocabulary.
     """
-    source_BS, lengths_B = _checked(config, source, source_lengths)
-    sampling = choose_sampling(
-        config.vocab_size,
+    batch = sources(
+        config,
+        source,
         max_new_tokens=max_new_tokens,
         rng=rng,
+        source_lengths=source_lengths,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         eod=eod,
     )
-    rng = jax.random.key(0) if rng is None else rng
-    logits_BV, cache = prefill(config, params, source_BS, lengths_B, cache_len=max_new_tokens)
-    return _sampled(config, max_new_tokens, params, logits_BV, cache, rng, sampling)
+    return _generated(config, max_new_tokens, Weights(params), batch)
+
+
+def generate_step(config: T5Config, *, max_new_tokens: int) -> Callable[[Any, Prompts], jax.Array]:
+    """Builds ``step(state, batch) -> tokens``, which is what :func:`generate` computes.
+
+    As :func:`jaxtrain.models.generate.generate_step`, of a batch by :func:`sources`.
+    """
+    return functools.partial(_written, config, max_new_tokens)
+
+
+def sources(
+    config: T5Config,
+    source: Any,
+    *,
+    max_new_tokens: int,
+    source_lengths: Any = None,
+    **sampling: Any,
+) -> Prompts:
+    """Checks the arguments of :func:`generate`, and makes a batch of them.
+
+    Args:
+      config, source, max_new_tokens, source_lengths: as there.
+      **sampling: its other arguments.
+
+    Raises:
+      ValueError: as there.
+    """
+    source_BS, lengths_B = check_rows(config.vocab_size, source, source_lengths, "source")
+    sampling, rng = choose_sampling(
+        config.vocab_size, max_new_tokens=max_new_tokens, **{"eod": 1} | sampling
+    )
+    return Prompts(source_BS, lengths_B, rng, sampling)
 
 
 def beam_search(
@@ -126,22 +171,35 @@ def beam_search(
     Raises:
       ValueError: as :func:`generate`.
     """
-    source_BS, lengths_B = _checked(config, source, source_lengths)
-    if not 1 <= beams <= config.vocab_size // 2:
-        raise ValueError(f"beams={beams} must be from 1 to half of the vocabulary")
-    choose_sampling(
-        config.vocab_size,
+    form = _form(config, max_new_tokens, beams, length_penalty)
+    batch = sources(
+        config,
+        source,
         max_new_tokens=max_new_tokens,
-        rng=None,
+        source_lengths=source_lengths,
         temperature=0.0,
-        top_k=None,
-        top_p=None,
         repetition_penalty=repetition_penalty,
         eod=eod,
     )
-    logits_BV, cache = prefill(config, params, source_BS, lengths_B, cache_len=max_new_tokens)
-    form = _Form(beams, max_new_tokens, -1 if eod is None else eod)
-    return _searched(config, form, params, logits_BV, cache, length_penalty, repetition_penalty)
+    return _searched(config, form, Weights(params), batch)
+
+
+def beam_step(
+    config: T5Config, *, max_new_tokens: int, beams: int = 4, length_penalty: float = 1.0
+) -> Callable[[Any, Prompts], tuple[jax.Array, jax.Array]]:
+    """Builds ``step(state, batch) -> (tokens, scores)``: what :func:`beam_search` computes.
+
+    Args:
+      config, max_new_tokens, beams, length_penalty: as there.
+
+    Returns:
+      As of :func:`generate_step`; of a batch with temperature 0.
+
+    Raises:
+      ValueError: for settings out of range.
+    """
+    form = _form(config, max_new_tokens, beams, length_penalty)
+    return functools.partial(_search, config, form)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
@@ -168,19 +226,20 @@ def prefill(
     to_memory = dataclasses.replace(config.decoder, causal=False)
 
     def layer(x_B1D, layer_params):
-        block = layers.apply(DecoderBlock, config.decoder, layer_params)
-        return block(
+        block = layers.apply(DecoderBlock, config.decoder, gather(layer_params, "decoder"))
+        x_B1D, kv = block(
             x_B1D,
             memory_BSD,
             attend_with(config.decoder, bias_HO, None, None),
             attend_with(to_memory, None, jnp.ones((B, 1), jnp.int32), segments),
         )
+        return x_B1D, jax.tree.map(lambda x: cached(x, config.heads), kv)
 
     x_B1D = embedded(config, params, jnp.full((B, 1), START, jnp.int32), None, 1)
     x_B1D, (own, source) = jax.lax.scan(layer, x_B1D, params["decoder"])
-    own, source = jax.tree.map(lambda x: x.transpose(0, 1, 3, 2, 4), (own, source))
+    own, source = jax.tree.map(lambda x: pin_cache(x.transpose(0, 1, 3, 2, 4)), (own, source))
     room = ((0, 0), (0, 0), (0, 0), (0, cache_len - 1), (0, 0))
-    cache = Cache(*(jnp.pad(x, room) for x in own), *source, seen_BS)
+    cache = Cache(*(pin_cache(jnp.pad(x, room)) for x in own), *source, seen_BS)
     return head_logits(config, params, x_B1D)[:, 0], cache
 
 
@@ -205,8 +264,10 @@ def decode_step(
         layer_params, l = params_and_index
 
         def attend(q_B1HK, k_B1GK, v_B1GK):
-            k = cache.k.at[l, :, :, position].set(k_B1GK[:, 0])
-            v = cache.v.at[l, :, :, position].set(v_B1GK[:, 0])
+            k, v = (
+                pin_cache(whole.at[l, :, :, position].set(cached(new, config.heads)[:, 0]))
+                for whole, new in ((cache.k, k_B1GK), (cache.v, v_B1GK))
+            )
             form = {"seen_BS": seen_1T, "bias_HS": bias_HT, "scale": 1.0}
             out_BHK = cached_attention(q_B1HK[:, 0], k[l], v[l], **form)
             return out_BHK[:, None], dataclasses.replace(cache, k=k, v=v)
@@ -217,7 +278,7 @@ def decode_step(
             out_BHK = cached_attention(q_B1HK[:, 0], *source, seen_BS=cache.seen, scale=1.0)
             return out_BHK[:, None], None
 
-        block = layers.apply(DecoderBlock, config.decoder, layer_params)
+        block = layers.apply(DecoderBlock, config.decoder, gather(layer_params, "decoder"))
         x_B1D, (cache, _) = block(x_B1D, x_B1D, attend, attend_to_source)
         return (x_B1D, cache), None
 
@@ -228,21 +289,39 @@ def decode_step(
     return head_logits(config, params, x_B1D)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sampled(config, count, params, logits_BV, cache, rng, sampling):
+def _read(config: T5Config, count: int, state: Any, batch: Prompts) -> tuple[Any, ...]:
+    """The parameters, and what is known when the sources are read: the logits of a first token, the
+    cache, and which tokens of a target are seen."""
+    params = gather_around(state.params, "encoder", "decoder")
+    logits_BV, cache = prefill(config, params, batch.tokens, batch.lengths, cache_len=count)
+    start_B1 = jnp.full((len(logits_BV), 1), START)
+    return params, logits_BV, cache, mark(jnp.zeros(logits_BV.shape, bool), start_B1)
+
+
+def _written(config: T5Config, count: int, state: Any, batch: Prompts) -> jax.Array:
+    params, logits_BV, cache, seen_BV = _read(config, count, state, batch)
+
     def read(cache, tokens_B, step):
         return decode_step(config, params, cache, tokens_B, step)
 
-    seen_BV = jnp.zeros(logits_BV.shape, bool).at[:, START].set(True)
-    return write(read, count, logits_BV, cache, seen_BV, rng, sampling)
+    return write(read, count, logits_BV, cache, seen_BV, batch.rng, batch.sampling)
+
+
+_generated = jax.jit(_written, static_argnums=(0, 1))
 
 
 class _Form(NamedTuple):
     """What of a search is known while it is traced."""
 
-    beams: int
     count: int
-    eod: int
+    beams: int
+    length_penalty: float
+
+
+def _form(config: T5Config, count: int, beams: int, length_penalty: float) -> _Form:
+    if not 1 <= beams <= config.vocab_size // 2:
+        raise ValueError(f"beams={beams} must be from 1 to half of the vocabulary")
+    return _Form(count, beams, length_penalty)
 
 
 class _Search(NamedTuple):
@@ -264,21 +343,25 @@ class _Search(NamedTuple):
     running: jax.Array  # []
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _searched(config, form, params, logits_BV, cache, length_penalty, repetition_penalty):
-    (B, V), N = logits_BV.shape, form.beams
+def _search(
+    config: T5Config, form: _Form, state: Any, batch: Prompts
+) -> tuple[jax.Array, jax.Array]:
+    params, logits_BV, cache, seen_BV = _read(config, form.count, state, batch)
+    (B, V), N, sampling = logits_BV.shape, form.beams, batch.sampling
+    penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+    eod = -1 if sampling.eod is None else sampling.eod
     repeat = functools.partial(jnp.repeat, repeats=N)
     cache = Cache(
-        *(repeat(x, axis=1) for x in (cache.k, cache.v, cache.source_k, cache.source_v)),
+        *(pin_cache(repeat(x, axis=1)) for x in (cache.k, cache.v, cache.source_k, cache.source_v)),
         repeat(cache.seen, axis=0),
     )
-    tokens = jnp.full((B, N, form.count), form.eod, jnp.int32)
+    tokens = jnp.full((B, N, form.count), eod, jnp.int32)
     worst = jnp.full((B, N), WORST)
     start = _Search(
         step=jnp.int32(0),
         logits=repeat(logits_BV, axis=0),
         cache=cache,
-        seen=jnp.zeros((B * N, V), bool).at[:, START].set(True),
+        seen=repeat(seen_BV, axis=0),
         tokens=tokens,
         # All beams are alike at first: the others would be the first one again.
         scores=worst.at[:, 0].set(0.0),
@@ -290,34 +373,35 @@ def _searched(config, form, params, logits_BV, cache, length_penalty, repetition
     )
 
     def advance(now: _Search) -> _Search:
-        logs = penalise(jax.nn.log_softmax(now.logits), now.seen, repetition_penalty)
+        logs = jax.nn.log_softmax(constrain(now.logits, "batch", None))
+        logs = penalise(logs, now.seen, penalty)
         sums = (logs.reshape(B, N, V) + now.scores[..., None]).reshape(B, N * V)
         # Twice as many as go on: each beam has one continuation that ends.
         sums, places = jax.lax.top_k(sums, 2 * N)
         beam, chosen = places // V, places % V
         tokens = _take(now.tokens, beam).at[:, :, now.step].set(chosen)
         length = now.step + 1
-        ends = (chosen == form.eod) | (length >= form.count)
+        ends = (chosen == eod) | (length >= form.count)
         scores, on = jax.lax.top_k(sums + jnp.where(ends, WORST, 0.0), N)
 
         # Ends count among the best N alone, and where they can still be better than what there is.
         counts = ends & (jnp.arange(2 * N) < N)
-        new = sums / length**length_penalty
+        new = sums / length**form.length_penalty
         new += jnp.where(counts, 0.0, WORST) + jnp.where(now.hopeful[:, None], 0.0, WORST)
         ended_scores, best = jax.lax.top_k(jnp.concatenate([now.ended_scores, new], 1), N)
         ended = _take(jnp.concatenate([now.ended, counts], 1), best)
         lowest = jnp.where(ended, ended_scores.min(1, keepdims=True), WORST)
-        hopeful = (scores[:, :1] / length**length_penalty > lowest).any(1) & now.hopeful
+        hopeful = (scores[:, :1] / length**form.length_penalty > lowest).any(1) & now.hopeful
 
         parents, chosen = _take(beam, on), _take(chosen, on).reshape(-1)
-        rows = (N * jnp.arange(B)[:, None] + parents).reshape(-1)
-        cache = dataclasses.replace(now.cache, k=now.cache.k[:, rows], v=now.cache.v[:, rows])
+        k, v = (pin_cache(_take_rows(x, parents, axis=1)) for x in (now.cache.k, now.cache.v))
+        cache = dataclasses.replace(now.cache, k=k, v=v)
         logits, cache = decode_step(config, params, cache, chosen, length)
         return _Search(
             step=length,
             logits=logits,
             cache=cache,
-            seen=now.seen[rows].at[jnp.arange(B * N), chosen].set(True),
+            seen=mark(_take_rows(now.seen, parents, axis=0), chosen[:, None]),
             tokens=_take(tokens, on),
             scores=scores,
             ended_tokens=_take(jnp.concatenate([now.ended_tokens, tokens], 1), best),
@@ -331,24 +415,17 @@ def _searched(config, form, params, logits_BV, cache, length_penalty, repetition
     return found.ended_tokens[:, 0], found.ended_scores[:, 0]
 
 
+_searched = jax.jit(_search, static_argnums=(0, 1))
+
+
 def _take(x: jax.Array, indices_BN: jax.Array) -> jax.Array:
     """Rows of each source's own."""
     return jax.vmap(lambda x, indices: x[indices])(x, indices_BN)
 
 
-def _checked(config: T5Config, source: Any, source_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    source_BS = np.asarray(source, np.int32)
-    if source_BS.ndim != 2 or 0 in source_BS.shape:
-        raise ValueError(f"source must be [B, S], not of shape {source_BS.shape}")
-    B, S = source_BS.shape
-    lengths_B = np.full(B, S) if source_lengths is None else np.asarray(source_lengths)
-    lengths_B = lengths_B.astype(np.int32)
-    if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > S:
-        raise ValueError(f"source_lengths must be {B} numbers from 1 to {S}, not {lengths_B}")
-    known = source_BS[np.arange(S) < lengths_B[:, None]]
-    if known.min() < 0 or known.max() >= config.vocab_size:
-        raise ValueError(
-            f"source tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
-            f"{config.vocab_size}; use the model's own tokenizer"
-        )
-    return source_BS, lengths_B
+def _take_rows(x: jax.Array, parents_BN: jax.Array, *, axis: int) -> jax.Array:
+    """Rows B * N along an axis, each source's among its own: between devices none is exchanged."""
+    B, N = parents_BN.shape
+    split = x.reshape(*x.shape[:axis], B, N, *x.shape[axis + 1 :])
+    take = jax.vmap(lambda x, rows: jnp.take(x, rows, axis), (axis, 0), axis)
+    return take(split, parents_BN).reshape(x.shape)

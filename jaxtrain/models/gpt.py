@@ -24,16 +24,23 @@ import jax.numpy as jnp
 
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import PRESETS, GPTConfig, gpt2_124m, llama_1b, llama_7b, tiny
+from jaxtrain.models.config import (
+    PRESETS,
+    GPTConfig,
+    gpt2_124m,
+    keys_seen,
+    llama_1b,
+    llama_7b,
+    tiny,
+)
 from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
-from jaxtrain.ops.numerics import drop
+from jaxtrain.ops.numerics import drop, soft_cap
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import pin_residual
 from jaxtrain.parallel.sharding import OptionalRules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import named_leaves
 
 __all__ = [
     "PRESETS",
@@ -74,7 +81,7 @@ RULES = OptionalRules(
         (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
         (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
         (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
-        (r"^blocks/norm_(attn|mlp)/(scale|bias)$", ("layers", None)),
+        (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
     )
@@ -131,10 +138,15 @@ def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
       config: the model.
       virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
     """
+
+    def layer(layer_params, shared, x_BTD, batch, rng, index):
+        return block(config, layer_params, x_BTD, batch, rng, index=index)
+
     return Stages(
         embed=functools.partial(embed, config),
-        block=functools.partial(block, config),
+        block=layer,
         head_loss=functools.partial(head_loss, config),
+        shared=(),  # nothing, and the number of the layer
         stacked=Stack(virtual=virtual),
         row_wise=True,
         scan_unroll=config.scan_unroll,
@@ -199,6 +211,8 @@ def block(
     x_BTD: jax.Array,
     batch: Batch,
     rng: jax.Array | None = None,
+    *,
+    index: int | jax.Array = 0,
 ) -> jax.Array:
     """One layer, [B, T, D] to [B, T, D], without rematerialisation.
 
@@ -207,9 +221,10 @@ def block(
       batch: ``segments`` and ``positions`` are read, where present.
       rng: ``jax.random.fold_in(rng, l)`` of the step's key for layer l, so that any split of the
         layers into stages drops the same features; None means no dropout.
+      index: l; where some layers have a window and others none, it says which this is.
     """
     packing = {"segments_BT": batch.get("segments"), "positions_BT": batch.get("positions")}
-    return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng)
+    return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
 
 
 def blocks(
@@ -243,6 +258,7 @@ def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
         batch["targets"],
         batch["mask"],
         vocab_size=config.vocab_size,
+        softcap=config.logit_softcap,
         chunk=config.loss_chunk,
         z_loss=config.z_loss,
     )
@@ -263,6 +279,7 @@ def log_probs(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
         _head_kernel(config, params),
         batch["targets"],
         vocab_size=config.vocab_size,
+        softcap=config.logit_softcap,
         chunk=config.loss_chunk,
     )
 
@@ -270,7 +287,7 @@ def log_probs(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
 def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Final norm and output projection: float32 [B, T, vocab_size]."""
     x_ND = _final_norm(config, params, x_BTD).reshape(-1, config.width)
-    logits_NV = matmul_float32(x_ND, _head_kernel(config, params))
+    logits_NV = soft_cap(matmul_float32(x_ND, _head_kernel(config, params)), config.logit_softcap)
     return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
 
 
@@ -282,7 +299,7 @@ def parameter_count(config: GPTConfig) -> int:
     (124439808, 6738415616)
     """
     padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(_sizes(config).values()) - padding * (1 if config.tied else 2)
+    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
 
 
 # Of :func:`flops_per_token`.
@@ -296,21 +313,16 @@ def flops_per_token(config: GPTConfig) -> int:
     to be divided by a device's peak for its utilisation. N counts the parameters that a token is
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
     not in it. The attention term is that of full rows of ``seq_len`` tokens, not halved for
-    causality, where T is the window if that is shorter; recomputation is not counted.
+    causality, where T is the window if that is shorter, in the layers that have it; recomputation
+    is not counted.
 
     >>> flops_per_token(gpt2_124m())
     855166464
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
     lookups += 0 if config.tied else config.vocab_size * config.width
-    keys = min(config.seq_len, config.window or config.seq_len)
-    attend = 12 * config.layers * config.heads * config.block.head_dim * keys
+    attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
-
-
-def _sizes(config: GPTConfig) -> dict[str, int]:
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
 
 def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

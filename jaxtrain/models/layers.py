@@ -23,12 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.models.config import INIT_STD, BlockConfig, GPTConfig
 from jaxtrain.models.remat import PRODUCT, rematerialised
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
-from jaxtrain.ops.attention import attention
+from jaxtrain.ops.attention import attention, branch_shares, cached_attention
 from jaxtrain.ops.linear import matmul, through
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.ops.rotary import rotary_angles, rotate
+from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.parallel.placement import (
     constrain,
     gather_sequence,
@@ -38,6 +38,7 @@ from jaxtrain.parallel.placement import (
     splits_residual,
     warn_if_whole,
 )
+from jaxtrain.tree import named_leaves
 
 # (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
 # to a cache that it hands back.
@@ -55,6 +56,18 @@ def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> 
 
 
 @functools.cache
+def parameter_sizes(init: Callable[[Any, jax.Array], Any], config: Any) -> Mapping[str, int]:
+    """Counts the values of each parameter of a model by its path; nothing is computed.
+
+    Args:
+      init: the model's ``init(config, rng)``.
+      config: the model.
+    """
+    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+
+
+@functools.cache
 def _definition(module: type[nnx.Module], config: Any) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))[0]
 
@@ -67,6 +80,7 @@ def block(
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
     rng: jax.Array | None = None,
+    index: int | jax.Array = 0,
 ) -> jax.Array:
     """One layer in which rows attend to themselves, [B, T, D] to [B, T, D].
 
@@ -78,36 +92,111 @@ def block(
         causality too, they keep padding, number 0, out of what is seen.
       positions_BT: int32, of rotary positions; None means 0 .. T - 1.
       rng: key of the layer; None means no dropout.
+      index: number of the layer in the model, which says whether it has the window.
     """
 
     def attend(q_BTHK, k_BTGK, v_BTGK):
-        out_BTHK = attention(
-            q_BTHK,
-            k_BTGK,
-            v_BTGK,
-            causal=config.causal,
-            window=config.window,
-            segments_BT=segments_BT,
-            dropout=config.attention_dropout,
-            # The two residual branches fold in 0 and 1.
-            rng=fold(rng, 2),
-            implementation=config.attention,
-        )
-        return out_BTHK, None
+        packing = {"segments_BT": segments_BT, "dropout": config.attention_dropout}
+        # The two residual branches fold in 0 and 1.
+        return row_attention(
+            config, index, q_BTHK, k_BTGK, v_BTGK, **packing, rng=fold(rng, 2)
+        ), None
 
     warn_if_whole(x_BTD.shape[1])
-    angles = row_angles(config, positions_BT, x_BTD.shape[1])
-    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng)[0]
+    angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
+    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng, index=index)[0]
 
 
-def row_angles(config: BlockConfig, positions_BT: jax.Array | None, T: int) -> Any:
-    """Rotary angles of positions, by default 0 .. T - 1; None where there are none."""
+def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
+    """Whether layer ``index`` has the window: known while tracing where all layers are alike.
+
+    >>> config = BlockConfig(width=8, heads=2, window=4, window_pattern=(True, False))
+    >>> is_local(config, jnp.arange(3)).tolist()
+    [True, False, True]
+    """
+    if config.window is None or all(config.window_pattern):
+        return config.window is not None
+    return jnp.array(config.window_pattern)[index % len(config.window_pattern)]
+
+
+def row_attention(
+    config: BlockConfig, index: int | jax.Array, q_BTHK, k_BTGK, v_BTGK, **options: Any
+) -> jax.Array:
+    """Attention of rows to themselves, as layer ``index`` has it.
+
+    Where some layers have a window, both forms are compiled, each with the mask and the tiles of
+    its own, and a branch by the layer's number takes one of them. So a layer with a window costs
+    what it would alone, in a scan over layers whose number no program knows beforehand, at any
+    place that a pipeline cuts it; a window that is a number in the mask would make every layer
+    compute the scores of all keys, and a pattern written out in the scan's body would hold stages
+    to whole patterns. Dense layers, and what they exchange, stand outside of the branch: inside is
+    what each device does by itself, or with others where a mesh axis ``context`` splits rows.
+
+    Args:
+      config, index: the layer.
+      q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
+      options: of :func:`jaxtrain.ops.attention.attention`.
+    """
+    attend = functools.partial(
+        attention,
+        causal=config.causal,
+        scale=_scale(config),
+        softcap=config.attention_softcap,
+        implementation=config.attention,
+        **options,
+    )
+    local = is_local(config, index)
+    if isinstance(local, bool):
+        return attend(q_BTHK, k_BTGK, v_BTGK, window=config.window)
+    pattern = config.window_pattern
+    with branch_shares(pattern.count(False), pattern.count(True)):
+        seen = [functools.partial(attend, window=window) for window in (config.window, None)]
+        return jax.lax.cond(local, *seen, q_BTHK, k_BTGK, v_BTGK)
+
+
+def step_attention(
+    config: BlockConfig, index: int | jax.Array, q_BHK, k_BGSK, v_BGSK, positions_B
+) -> jax.Array:
+    """Attention of one new position per row to a cache, as layer ``index`` has it.
+
+    Arguments are those of :func:`jaxtrain.ops.attention.cached_attention`.
+    """
+    window = config.window
+    if not isinstance(local := is_local(config, index), bool):
+        # All of the cache is read in any case, and masked.
+        window = jnp.where(local, window, k_BGSK.shape[2])
+    return cached_attention(
+        q_BHK,
+        k_BGSK,
+        v_BGSK,
+        positions_B=positions_B,
+        window=window,
+        scale=_scale(config),
+        softcap=config.attention_softcap,
+    )
+
+
+def row_angles(
+    config: BlockConfig, index: int | jax.Array, positions_BT: jax.Array | None, T: int
+) -> Any:
+    """Rotary angles of layer ``index`` at positions, by default 0 .. T - 1; None where there are
+    none."""
     if config.rope_theta is None:
         return None
     positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
-    return rotary_angles(
-        positions_BT, config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+    frequencies = rotary_frequencies(
+        config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
     )
+    if config.local_rope_theta is not None:
+        own = rotary_frequencies(config.head_dim, theta=config.local_rope_theta)
+        frequencies = jnp.where(is_local(config, index), own, frequencies)
+    return rotary_angles(positions_BT, frequencies)
+
+
+def _scale(config: BlockConfig) -> float | None:
+    """Of the scores; None where it is attention's own."""
+    scalar = config.query_pre_attn_scalar
+    return None if scalar == config.head_dim else scalar**-0.5
 
 
 class Embed(nnx.Module):
@@ -126,6 +215,7 @@ class Embed(nnx.Module):
                 INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
             )
         self.learned = config.positions == "learned"
+        self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         # A table split along its width is gathered first: rows are split over the same devices.
@@ -133,6 +223,8 @@ class Embed(nnx.Module):
         # that is split by vocabulary and by rows.
         rows = None if in_shard_map() else "vocab"
         x_BTD = scatter_sequence(look_up(tokens_BT, self.tokens, rows))
+        if self.factor is not None:
+            x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
         return x_BTD + look_up(positions_BT, self.positions, None) if self.learned else x_BTD
 
 
@@ -209,15 +301,19 @@ class Norm(nnx.Module):
         self, config: BlockConfig, features: int | None = None, *, rngs: nnx.Rngs | None = None
     ) -> None:
         self.form, self.eps, features = config.norm, config.norm_eps, features or config.width
-        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
+        self.offset = 1.0 if config.norm_offset else 0.0
+        self.scale = nnx.Param(jnp.full(features, 1.0 - self.offset, jnp.float32))
         biased = config.bias and config.norm == "layernorm"
         self.bias = nnx.Param(jnp.zeros(features, jnp.float32)) if biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        scale_D = self.scale[...]
+        if self.offset:
+            scale_D = self.offset + scale_D.astype(wide(scale_D.dtype))
         if self.form == "rmsnorm":
-            return rms_norm(x, self.scale[...], eps=self.eps)
+            return rms_norm(x, scale_D, eps=self.eps)
         bias_D = None if self.bias is None else self.bias[...]
-        return layer_norm(x, self.scale[...], bias_D, eps=self.eps)
+        return layer_norm(x, scale_D, bias_D, eps=self.eps)
 
 
 class MLP(nnx.Module):
@@ -240,27 +336,49 @@ class Block(nnx.Module):
     """One layer: attention, then MLP, each added to the residual stream."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
-        self.dropout, self.norm_first = config.dropout, config.norm_position == "pre"
+        self.dropout, self.norm_position = config.dropout, config.norm_position
+        self.first_norm = config.first_norm
         self.norm_attn = Norm(config)
         self.attn = Attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
         self.mlp = MLP(config, rngs=rngs)
+        sandwich = config.norm_position == "sandwich"
+        self.norm_attn_out = Norm(config) if sandwich else None
+        self.norm_mlp_out = Norm(config) if sandwich else None
 
     def __call__(
-        self, x_BTD: jax.Array, angles, attend: Attend, *, rng: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        angles,
+        attend: Attend,
+        *,
+        rng: jax.Array | None = None,
+        index: int | jax.Array = 0,
     ) -> tuple[jax.Array, Any]:
         attn = functools.partial(self.attn, angles=angles, attend=attend)
-        x_BTD, extra = self.add(x_BTD, self.norm_attn, attn, fold(rng, 0))
-        x_BTD, _ = self.add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), fold(rng, 1))
+        norm = self.norm_attn
+        if not self.first_norm:
+            norm = lambda x: jnp.where(index == 0, x, self.norm_attn(x))  # noqa: E731
+        x_BTD, extra = self.add(x_BTD, norm, attn, fold(rng, 0), self.norm_attn_out)
+        mlp = lambda x: (self.mlp(x), None)  # noqa: E731
+        x_BTD, _ = self.add(x_BTD, self.norm_mlp, mlp, fold(rng, 1), self.norm_mlp_out)
         return x_BTD, extra
 
     def add(
-        self, x_BTD: jax.Array, norm: Norm, branch: Callable[..., Any], rng: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        norm: Callable[[jax.Array], jax.Array],
+        branch: Callable[..., Any],
+        rng: jax.Array | None,
+        norm_out: Norm | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Adds a branch ``x -> (y, extra)`` to the residual stream, and hands on the extra."""
-        branch_BTD, extra = branch(norm(x_BTD) if self.norm_first else x_BTD)
+        """Adds a branch ``x -> (y, extra)``, normed if asked, to the residual stream, and hands on
+        the extra."""
+        post = self.norm_position == "post"
+        branch_BTD, extra = branch(x_BTD if post else norm(x_BTD))
+        branch_BTD = branch_BTD if norm_out is None else norm_out(branch_BTD)
         x_BTD += drop(branch_BTD, self.dropout, rng)
-        return pin_residual(x_BTD if self.norm_first else norm(x_BTD)), extra
+        return pin_residual(norm(x_BTD) if post else x_BTD), extra
 
 
 class Head(nnx.Module):

@@ -28,9 +28,8 @@ from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import pin_residual
+from jaxtrain.parallel.placement import gather_sequence, scatter_sequence
 from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.tree import named_leaves
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -152,7 +151,7 @@ class Head(nnx.Module):
         self.out = layers.Dense(config.width, config.classes, kernel_init=init, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        logits_BK = matmul_float32(x_BTD[:, 0], self.out.kernel.get_value())
+        logits_BK = matmul_float32(gather_sequence(x_BTD)[:, 0], self.out.kernel.get_value())
         return logits_BK + self.out.bias[...].astype(logits_BK.dtype)
 
 
@@ -224,7 +223,7 @@ def embed(
     x_BTD = layers.apply(Embed, config, params["embed"])(batch["image"])
     # Layers fold in 0 .. L - 1.
     rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return pin_residual(drop(x_BTD, config.dropout, rng))
+    return scatter_sequence(drop(x_BTD, config.dropout, rng))
 
 
 def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
@@ -246,5 +245,4 @@ def parameter_count(config: ViTConfig) -> int:
     >>> parameter_count(vit_base())
     86567656
     """
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    return sum(leaf.size for leaf in named_leaves(shapes).values())
+    return sum(layers.parameter_sizes(init, config).values())

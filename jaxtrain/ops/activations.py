@@ -52,10 +52,7 @@ def gelu_exact(x: jax.Array):
     >>> [round(float(y), 4) for y in gelu_exact(jnp.array([-1.0, 0.0, 1.0]))]
     [-0.1587, 0.0, 0.8413]
     """
-    large = x.astype(wide(x.dtype))
-    below = 0.5 * (1 + jax.lax.erf(large * math.sqrt(0.5)))
-    slope = below + large * jnp.exp(-0.5 * large * large) / math.sqrt(2 * math.pi)
-    return large * below, slope
+    return _gelu_exact_and_slope(x.astype(wide(x.dtype)))
 
 
 @_activation
@@ -84,6 +81,17 @@ def geglu(gate: jax.Array, up: jax.Array):
 
 
 @_activation
+def geglu_exact(gate: jax.Array, up: jax.Array):
+    """Returns ``gelu_exact(gate) * up``, as ModernBERT has it.
+
+    >>> [round(float(y), 4) for y in geglu_exact(jnp.array([0.0, 1.0]), jnp.array([1.0, 2.0]))]
+    [0.0, 1.6827]
+    """
+    y, slope = _gelu_exact_and_slope(gate.astype(wide(gate.dtype)))
+    return y * up, slope * up, y
+
+
+@_activation
 def relu(x: jax.Array):
     """Returns ``max(x, 0)``; the slope at 0 is 0.
 
@@ -101,6 +109,12 @@ def _gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * half, slope
 
 
+def _gelu_exact_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    below = 0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+    slope = below + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * below, slope
+
+
 # By the name that a model's configuration has for them; a gated one takes the gate first.
 ACTIVATIONS = {
     "gelu": gelu,
@@ -108,5 +122,6 @@ ACTIVATIONS = {
     "relu": relu,
     "swiglu": swiglu,
     "geglu": geglu,
+    "geglu_exact": geglu_exact,
 }
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_exact")

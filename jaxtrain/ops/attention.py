@@ -5,15 +5,16 @@ Shapes: B batch, T queries, S keys, H query heads, G key and value heads, R = H 
 
 import functools
 import logging
+import re
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops import pallas, per_device, splash
-from jaxtrain.ops.numerics import MASKED
+from jaxtrain.ops.numerics import MASKED, soft_cap, wide
 from jaxtrain.ops.tiled import tiled_attention, wide_einsum
 from jaxtrain.parallel.mesh import platform
 
@@ -33,6 +34,24 @@ KERNEL_SCOPE = "fused_attention"
 _log = logging.getLogger(__name__)
 
 
+def branch_shares(*counts: int) -> Any:
+    """Returns a scope for a branch of which each side, in the order of ``cond``'s branches (false,
+    true), is taken so many times of their sum: planning counts it so, and not as its largest side.
+    """
+    return jax.named_scope("branch_shares_" + "_".join(map(str, counts)))
+
+
+def shares_of(scope: str) -> list[float] | None:
+    """The shares that :func:`branch_shares` has put into a scope's name, if any.
+
+    >>> shares_of("jit(step)/branch_shares_1_3/cond")
+    [0.25, 0.75]
+    """
+    found = re.search(r"branch_shares_([\d_]+)", scope)
+    counts = [int(count) for count in found[1].split("_")] if found else []
+    return [count / sum(counts) for count in counts] or None
+
+
 def attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
@@ -44,6 +63,7 @@ def attention(
     key_segments_BS: jax.Array | None = None,
     bias_HO: jax.Array | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
     implementation: str = "auto",
@@ -55,7 +75,8 @@ def attention(
       q_BTHK: queries.
       k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
       causal: position t sees positions up to t; needs S = T.
-      window: with ``causal``, position t sees none before t - window + 1; None means all.
+      window: position t sees none before t - window + 1, nor, without ``causal``, after
+        t + window - 1; needs S = T. None means all.
       segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
         sees padding, so that no row is empty. Needs S = T, or ``key_segments_BS``.
       key_segments_BS: int32 document numbers of the keys, where they are not those of the queries;
@@ -64,6 +85,8 @@ def attention(
         ``bias_HO[:, s - t + T - 1]`` added to its score. It has a gradient, and is never whole as
         [T, S] but within a tile. The xla form alone has it.
       scale: of the scores before the bias; None means ``1 / sqrt(K)``.
+      softcap: scores are ``softcap * tanh(scores / softcap)`` before they are masked (Gemma 2,
+        https://arxiv.org/abs/2408.00118), in the xla form and in splash; None leaves them.
       dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
         forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
       rng: key for dropout; None means none.
@@ -82,8 +105,8 @@ def attention(
     (_, T, H, _), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} must be at least 1, and needs causal=True")
+    if window is not None and (window < 1 or T != S):
+        raise ValueError(f"window={window} must be at least 1, and needs as many keys as queries")
     own = segments_BT is not None and key_segments_BS is None
     if (causal or own) and T != S:
         raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
@@ -101,13 +124,18 @@ def attention(
     }
     only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
     packed = segments_BT is not None
-    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, window, only_xla)
+    form = {"window": window, "softcap": softcap, "causal": causal}
+    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, form, only_xla)
     if scale is not None:
-        q_BTHK = q_BTHK * jnp.asarray(scale * q_BTHK.shape[-1] ** 0.5, q_BTHK.dtype)
+        # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.
+        scaled = q_BTHK.astype(wide(q_BTHK.dtype)) * (scale * q_BTHK.shape[-1] ** 0.5)
+        q_BTHK = scaled.astype(q_BTHK.dtype)
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
-        kernel = functools.partial(KERNELS[chosen].compute, causal=causal, window=window)
+        kernel = functools.partial(
+            KERNELS[chosen].compute, causal=causal, window=window, softcap=softcap
+        )
         return per_device.on_each_device(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     segments = None if segments_BT is None else (segments_BT, key_segments_BS)
     if own:
@@ -121,6 +149,7 @@ def attention(
             window=window,
             segments=segments,
             bias_HO=bias_HO,
+            softcap=softcap,
             dropout=dropout,
             rng=rng,
             block=block,
@@ -136,6 +165,8 @@ def choose(
     length: int | None = None,
     dropout: float = 0.0,
     window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
 ) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
@@ -149,7 +180,8 @@ def choose(
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
       length: T; None leaves it unchecked.
       dropout: rate on the weights.
-      window: as for :func:`attention`; pallas has none.
+      window, causal: as for :func:`attention`; pallas has no window, cudnn none to both sides.
+      softcap: as for :func:`attention`; no kernel for GPUs has one.
 
     Raises:
       ValueError: for an unknown name, or a fused kernel where it cannot run.
@@ -162,7 +194,7 @@ def choose(
     'splash'
     """
     shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
-    shape |= {"window": window}
+    shape |= {"window": window, "softcap": softcap, "causal": causal}
     return _choose(implementation, backend=backend or platform(), **shape)[0]
 
 
@@ -228,7 +260,21 @@ def _obstacle(
     return need
 
 
-def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = False, **_):
+def _cudnn_obstacle(
+    *,
+    dtype,
+    head_dim: int,
+    length: int | None,
+    packed: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    **_,
+):
+    if softcap is not None:
+        return f"scores without a soft cap, and it is {softcap}"
+    if window is not None and not causal:
+        return f"windows of causal attention alone, and it sees {window - 1} to both sides"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
@@ -239,8 +285,9 @@ def _cudnn_obstacle(*, dtype, head_dim: int, length: int | None, packed: bool = 
 
 
 def _cudnn_attention(
-    q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool, window: int | None
+    q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool, window: int | None, softcap: None
 ) -> jax.Array:
+    del softcap  # it has none
     mask = None
     if segments_BT is not None:
         mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
@@ -257,7 +304,8 @@ def _cudnn_attention(
 
 class _Fused(NamedTuple):
     """A fused kernel: its platform, what of shapes and dtypes keeps it from running, if anything,
-    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal, window) -> out_BTHK`` on one device."""
+    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal, window, softcap) -> out_BTHK`` on one
+    device."""
 
     platform: str
     obstacle: Callable[..., str | None]
@@ -281,10 +329,11 @@ def cached_attention(
     v_BGSK: jax.Array,
     *,
     positions_B: jax.Array | None = None,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
     seen_BS: jax.Array | None = None,
     bias_HS: jax.Array | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attends from one new position per row to a cache of keys and values.
 
@@ -292,7 +341,7 @@ def cached_attention(
       q_BHK: queries.
       k_BGSK, v_BGSK: caches, filled up to and including ``positions_B``; the rest is not looked at.
       positions_B: int32, each row's own position.
-      window, scale: as for :func:`attention`.
+      window, scale, softcap: as for :func:`attention`; the window may be traced.
       seen_BS: which keys are seen, instead of those up to ``positions_B``.
       bias_HS: added to the scores.
 
@@ -304,6 +353,7 @@ def cached_attention(
     scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * (scale or K**-0.5)
     if bias_HS is not None:
         scores += bias_HS.reshape(G, H // G, S)
+    scores = soft_cap(scores, softcap)
     seen = jnp.arange(S) <= positions_B[:, None] if seen_BS is None else seen_BS
     if window is not None:
         seen &= jnp.arange(S) > positions_B[:, None] - window
@@ -317,7 +367,7 @@ def _choose_here(
     k_BSGK,
     dropout: float,
     packed: bool,
-    window: int | None,
+    form: Mapping[str, Any],
     only_xla: str | None,
 ) -> str:
     B, T, H, K = q_BTHK.shape
@@ -329,7 +379,7 @@ def _choose_here(
         length=T,
         dropout=dropout,
         packed=packed,
-        window=window,
+        **form,
         sizes=(B, H, k_BSGK.shape[1]),
         only_xla=only_xla,
     )

@@ -5,12 +5,13 @@ and padding), S shards of the batch, M = N / S.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.linear import Kernel, matmul, matmul_float32
-from jaxtrain.ops.numerics import MASKED, wide
+from jaxtrain.ops.numerics import MASKED, soft_cap, soft_cap_slope, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.parallel.placement import constrain, scatter_sequence, splits_residual
 
@@ -26,13 +27,14 @@ def cross_entropy(
     *,
     vocab_size: int,
     bias_V: jax.Array | None = None,
+    softcap: float | None = None,
     chunk: int | None = None,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums ``mask * (-log softmax(logits)[target] + z_loss * log(Z)**2)``.
 
-    The logits are ``x @ kernel + bias``, and Z is the softmax's normaliser ``sum(exp(logits))``,
-    whose log the second term keeps near 0 (PaLM, Chowdhery et al. 2022,
+    The logits are ``x @ kernel + bias``, capped if asked, and Z is the softmax's normaliser
+    ``sum(exp(logits))``, whose log the second term keeps near 0 (PaLM, Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, section 5).
 
     Products are in the dtype of the operands with float32 accumulation, all else is float32. Logits
@@ -50,6 +52,7 @@ def cross_entropy(
       mask_BT: weight of each token; 0 leaves it out.
       vocab_size: columns that are tokens.
       bias_V: added to the logits; None adds nothing.
+      softcap: logits are ``softcap * tanh(logits / softcap)``; None leaves them.
       chunk: positions of every row per tile, a divisor of T; None takes the fewest tiles with at
         most ``TILE`` logits per device.
       z_loss: coefficient of the second term.
@@ -71,7 +74,8 @@ def cross_entropy(
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     mask_BT = mask_BT.astype(wide(x_BTD.dtype))
     compute = _plain_cross_entropy if isinstance(kernel_DV, Kernel) else _cross_entropy
-    return compute(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT)
+    form = _Form(vocab_size, tiles, z_loss, softcap)
+    return compute(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT)
 
 
 def log_probs(
@@ -81,6 +85,7 @@ def log_probs(
     *,
     vocab_size: int,
     bias_V: jax.Array | None = None,
+    softcap: float | None = None,
     chunk: int | None = None,
 ) -> jax.Array:
     """Returns ``log softmax(x @ kernel + bias)[target]`` of every token, float32 [B, T].
@@ -89,29 +94,39 @@ def log_probs(
     gradients they are computed again. Arguments and errors are those of :func:`cross_entropy`.
     """
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
-    return -_checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)[0]
+    form = _Form(vocab_size, tiles, 0.0, softcap)
+    return -_checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT)[0]
 
 
-def _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT):
-    @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
+class _Form(NamedTuple):
+    """What of a loss is known while it is traced."""
+
+    vocab_size: int
+    tiles: int
+    z_loss: float
+    softcap: float | None
+
+
+def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
+    @functools.partial(jax.checkpoint, prevent_cse=form.tiles == 1)
     def tile(_, parts):
         x_ND, targets_N = _gathered(parts)
-        logits_NV = _biased(matmul_float32(x_ND, kernel_DV), bias_V)
-        return None, _in_rows(_token_losses(vocab_size, logits_NV, targets_N)[0], parts)
+        logits_NV = _logits(form, matmul_float32(x_ND, kernel_DV), bias_V)
+        return None, _in_rows(_token_losses(form.vocab_size, logits_NV, targets_N)[0], parts)
 
-    return _over_tiles(tile, None, tiles, x_BTD, targets_BT)[1]
+    return _over_tiles(tile, None, form.tiles, x_BTD, targets_BT)[1]
 
 
-def _plain_cross_entropy(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
-    per_token = _checkpointed_losses(vocab_size, tiles, x_BTD, kernel_DV, bias_V, targets_BT)
-    total, hits, z_total = _sums(z_loss, mask_BT, *per_token)[0]
+def _plain_cross_entropy(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
+    per_token = _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT)
+    total, hits, z_total = _sums(form.z_loss, mask_BT, *per_token)[0]
     return total, hits, jax.lax.stop_gradient(z_total)
 
 
-_cross_entropy = jax.custom_vjp(_plain_cross_entropy, nondiff_argnums=(0, 1, 2))
+_cross_entropy = jax.custom_vjp(_plain_cross_entropy, nondiff_argnums=(0,))
 
 
-def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
+def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
     dtype, sums_in = x_BTD.dtype, wide(x_BTD.dtype)
     scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
@@ -119,12 +134,16 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, ma
     def tile(sums, parts):
         d_kernel_SDV, d_bias_SV = sums
         x_ND, targets_N, mask_N = _gathered(parts)
-        logits_NV = _biased(jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in), bias_V)
-        per_token, softmax_NV = _token_losses(vocab_size, logits_NV, targets_N)
-        if z_loss:
-            softmax_NV = softmax_NV * (1 + 2 * z_loss * per_token[2])[:, None]
+        product_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
+        logits_NV = _logits(form, product_NV, bias_V)
+        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N)
+        if form.z_loss:
+            softmax_NV = softmax_NV * (1 + 2 * form.z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
-        d_logits_NV = ((softmax_NV - target_NV) * (scale * mask_N)[:, None]).astype(dtype)
+        d_logits_NV = (softmax_NV - target_NV) * (scale * mask_N)[:, None]
+        if form.softcap is not None:
+            d_logits_NV = d_logits_NV * soft_cap_slope(logits_NV, form.softcap)
+        d_logits_NV = d_logits_NV.astype(dtype)
         d_logits_BTV = d_logits_NV.reshape(*parts[0].shape[:2], V)
         d_x_BTD = jnp.matmul(d_logits_BTV, kernel_DV.T, preferred_element_type=sums_in)
         d_x_BTD = scatter_sequence(d_x_BTD).astype(dtype)
@@ -140,16 +159,16 @@ def _forward(vocab_size, tiles, z_loss, x_BTD, kernel_DV, bias_V, targets_BT, ma
 
     start = constrain(jnp.zeros((shards, D, V), sums_in), "batch", None, "vocab")
     start = start, None if bias_V is None else jnp.zeros((shards, V), sums_in)
-    sums, per_token = _over_tiles(tile, start, tiles, x_BTD, targets_BT, mask_BT)
+    sums, per_token = _over_tiles(tile, start, form.tiles, x_BTD, targets_BT, mask_BT)
     d_kernel_DV, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), sums)
     d_x_BTD, *per_token = per_token
-    sums, loss_BT = _sums(z_loss, mask_BT, *per_token)
+    sums, loss_BT = _sums(form.z_loss, mask_BT, *per_token)
     like = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (kernel_DV, bias_V))
     saved = (d_x_BTD, (d_kernel_DV, d_bias_V), loss_BT, like, scale)
     return sums, saved
 
 
-def _backward(vocab_size, tiles, z_loss, saved, cotangents):
+def _backward(form, saved, cotangents):
     d_x_BTD, d_weights, loss_BT, like, scale = saved
     d_total = cotangents[0]
     factor = d_total / scale
@@ -161,8 +180,9 @@ def _backward(vocab_size, tiles, z_loss, saved, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _biased(logits_NV, bias_V):
-    return logits_NV if bias_V is None else logits_NV + bias_V.astype(logits_NV.dtype)
+def _logits(form, product_NV, bias_V):
+    biased_NV = product_NV if bias_V is None else product_NV + bias_V.astype(product_NV.dtype)
+    return soft_cap(biased_NV, form.softcap)
 
 
 def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):

@@ -17,6 +17,24 @@ def wide(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns ``cap * tanh(x / cap)``, which stays below ``cap``; None leaves ``x`` alone.
+
+    >>> soft_cap(jax.numpy.array([0.1, 1e9]), 2.0).round(3)
+    Array([0.1, 2. ], dtype=float32)
+    """
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def soft_cap_slope(capped: jax.Array, cap: float) -> jax.Array:
+    """The derivative of :func:`soft_cap` by its argument, from its result; 0 where that is masked.
+
+    >>> soft_cap_slope(jax.numpy.array([0.0, 1.0, MASKED]), 2.0)
+    Array([1.  , 0.75, 0.  ], dtype=float32)
+    """
+    return 1 - jnp.square(jnp.clip(capped / cap, -1, 1))
+
+
 def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     """Inverted dropout; ``rng`` None, or rate 0, leaves ``x`` alone.
 

@@ -20,16 +20,26 @@ BLOCK, BLOCK_BACKWARD = 64, 32
 WIDEST = 128
 
 
-def obstacle(*, head_dim: int, length: int | None, window: int | None = None, **_) -> str | None:
+def obstacle(
+    *,
+    head_dim: int,
+    length: int | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    **_,
+) -> str | None:
     """Says what keeps the kernel from running, as the end of a sentence "pallas needs ...".
 
     Args:
       head_dim: features of a head, K.
       length: positions of a row, T; None leaves them unchecked.
       window: how far a position sees, which the kernel cannot limit.
+      softcap: of scores, which it has not.
     """
     if window is not None:
         return f"attention without a window, and it is {window}"
+    if softcap is not None:
+        return f"scores without a soft cap, and it is {softcap}"
     if not _is_there():
         return f"a kernel that jax {jax.__version__} lacks"
     if head_dim > WIDEST:
@@ -47,6 +57,7 @@ def pallas_attention(
     *,
     causal: bool,
     window: None = None,
+    softcap: None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, on one device.
@@ -56,10 +67,10 @@ def pallas_attention(
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 64.
       segments_BT, causal: as there.
-      window: None, for it has none.
+      window, softcap: None, for it has neither.
       interpret: True runs the kernel's arithmetic without a GPU, slowly.
     """
-    del window
+    del window, softcap
     from jax.experimental.pallas.ops.gpu import attention as library
 
     blocks = library.BlockSizes(

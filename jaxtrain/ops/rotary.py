@@ -26,21 +26,6 @@ class Llama3Scaling(NamedTuple):
     high: float
     length: int
 
-    @classmethod
-    def of(cls, values: Any) -> "Llama3Scaling":
-        """Makes it of its four numbers, such as those of a file.
-
-        Raises:
-          ValueError: they are others.
-        """
-        numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
-        if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
-            raise ValueError(
-                f"rope_scaling={values!r} must be four positive numbers (factor, low, high, "
-                "length), low below high"
-            )
-        return cls(*values)
-
     def scaled(self, frequencies: jax.Array) -> jax.Array:
         """Returns the frequencies of the stretched positions.
 
@@ -52,23 +37,65 @@ class Llama3Scaling(NamedTuple):
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-def rotary_angles(
-    positions_BT: jax.Array,
-    head_dim: int,
-    *,
-    theta: float = 10000.0,
-    scaling: Llama3Scaling | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines, float32 [B, T, K/2], of ``position * theta ** (-2 i / K)``.
+class LinearScaling(NamedTuple):
+    """Rotary positions divided by a factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595;
+    ``rope_type: linear``), as in the global layers of the larger Gemma 3."""
+
+    factor: float
+
+    def scaled(self, frequencies: jax.Array) -> jax.Array:
+        """Returns the frequencies of the stretched positions.
+
+        >>> LinearScaling(8.0).scaled(jnp.array([1.0, 0.5]))
+        Array([0.125 , 0.0625], dtype=float32)
+        """
+        return frequencies / self.factor
+
+
+Scaling = Llama3Scaling | LinearScaling
+
+
+def scaling_of(values: Any) -> Scaling:
+    """Makes a scaling of its numbers, such as those of a file: one is linear, four are Llama 3's.
+
+    Raises:
+      ValueError: they are others.
+
+    >>> scaling_of([8.0])
+    LinearScaling(factor=8.0)
+    """
+    numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
+    if numbers and len(values) == 1 and values[0] > 0:
+        return LinearScaling(*values)
+    if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
+        raise ValueError(
+            f"rope_scaling={values!r} must be one positive number (factor), or four (factor, low, "
+            "high, length), low below high"
+        )
+    return Llama3Scaling(*values)
+
+
+def rotary_frequencies(
+    head_dim: int, *, theta: float = 10000.0, scaling: Scaling | None = None
+) -> jax.Array:
+    """Returns the angles per position ``theta ** (-2 i / K)``, float32 [K/2].
+
+    Args:
+      head_dim: K, even.
+      theta: base of the frequencies.
+      scaling: changes them.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    return frequencies if scaling is None else scaling.scaled(frequencies)
+
+
+def rotary_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines, float32 [B, T, K/2], of ``position * frequency``.
 
     Args:
       positions_BT: int32 positions; leading dimensions may be any.
-      head_dim: K, even.
-      theta: base of the frequencies.
-      scaling: changes the frequencies.
+      frequencies: [K/2], of :func:`rotary_frequencies`.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
     angles = positions_BT.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -81,7 +108,7 @@ def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     the products are float32, the result has the dtype of ``x_BTHK``.
 
     >>> x_BTHK = jnp.ones((1, 2, 1, 2))
-    >>> turned_BTHK = rotate(x_BTHK, rotary_angles(jnp.array([[0, 1]]), 2))
+    >>> turned_BTHK = rotate(x_BTHK, rotary_angles(jnp.array([[0, 1]]), jnp.ones(1)))
     >>> [round(float(x), 3) for x in turned_BTHK[0, 1, 0]]
     [-0.301, 1.382]
     """

@@ -34,13 +34,14 @@ def splash_attention(
     *,
     causal: bool,
     window: int | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, on one device.
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 128.
-      segments_BT, causal, window: as there.
+      segments_BT, causal, window, softcap: as there.
       interpret: True runs the kernel's arithmetic without a TPU, slowly.
     """
     (_, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
@@ -49,7 +50,7 @@ def splash_attention(
     rows = tuple(x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BTGK, v_BTGK))
     if segments_BT is not None:
         rows += (_kernels().SegmentIds(segments_BT, segments_BT),)
-    kernel = _kernel(T, H, causal=causal, window=window, interpret=interpret)
+    kernel = _kernel(T, H, causal=causal, window=window, softcap=softcap, interpret=interpret)
     return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
 
 
@@ -60,12 +61,15 @@ def _kernels():
     return splash_attention
 
 
-def _kernel(T: int, H: int, *, causal: bool, window: int | None, interpret: bool):
+def _kernel(
+    T: int, H: int, *, causal: bool, window: int | None, softcap: float | None, interpret: bool
+):
     """Maps q [H, T, K], k and v [G, T, K] and segments to [H, T, K]; the scale is the caller's."""
     library = _kernels()
     mask = (library.CausalMask if causal else library.FullMask)((T, T))
     if window is not None:
-        mask = library.LocalMask((T, T), window_size=(window - 1, 0), offset=0)
+        sides = (window - 1, 0 if causal else window - 1)
+        mask = library.LocalMask((T, T), window_size=sides, offset=0)
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if T % size == 0)
     return library.make_splash_mha(
         library.MultiHeadMask([mask] * H),
@@ -79,6 +83,7 @@ def _kernel(T: int, H: int, *, causal: bool, window: int | None, interpret: bool
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
         residual_checkpoint_name=SAVED[0],
         interpret=interpret,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.numerics import MASKED, drop, wide
+from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import constrain
 
@@ -41,6 +41,7 @@ def tiled_attention(
     window: int | None,
     segments: tuple[jax.Array, jax.Array] | None,
     bias_HO: jax.Array | None,
+    softcap: float | None,
     dropout: float,
     rng: jax.Array | None,
     block: int | None,
@@ -58,7 +59,8 @@ def tiled_attention(
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
     block = block or _block(T)
     short = -(-T // block) <= UNROLLED
-    form = _Form(causal, window, block, dropout, S, T if short else -(-T // block) * block)
+    queries = T if short else -(-T // block) * block
+    form = _Form(causal, window, softcap, block, dropout, S, queries)
     rng = rng if dropout else None
     bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
     out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
@@ -76,6 +78,7 @@ class _Form(NamedTuple):
 
     causal: bool
     window: int | None
+    softcap: float | None
     block: int
     dropout: float
     keys: int
@@ -109,7 +112,12 @@ def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
 
 
 def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
-    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``."""
+    """Whether the weights of all tiles are kept for the backward pass; see ``KEPT``.
+
+    Not under a soft cap, whose slope needs the scores.
+    """
+    if form.softcap is not None:
+        return False
     (T, K), dtype = q_BGRTK.shape[3:], q_BGRTK.dtype
     sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
     return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
@@ -130,8 +138,7 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         outs.append(_split((out / total).astype(dtype), R))
         lses.append(_split(peak + jnp.log(total), R))
         tiles.append(scores)
-    out_BGRTK = checkpoint_name(jnp.concatenate(outs, axis=3), SAVED[0])
-    lse_BGRT1 = checkpoint_name(jnp.concatenate(lses, axis=3), SAVED[1])
+    out_BGRTK, lse_BGRT1 = _saved(*(jnp.concatenate(x, axis=3) for x in (outs, lses)))
     return out_BGRTK, lse_BGRT1, tiles
 
 
@@ -146,7 +153,7 @@ def _backward(form, saved, d_out_BGRTK):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
         if weights is not None:
-            return _d_weighted(form, weights[tile], *of_rows, None, of_keys, rng, tile)
+            return _d_weighted(form, weights[tile], None, *of_rows, None, of_keys, rng, tile)
         if tile and platform() == "gpu":
             # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
             # rematerialised layer has computed for its forward pass as well.
@@ -217,8 +224,7 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
         jnp.full((*q.shape[:4], 1), MASKED, wide(dtype)),
     )
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
-    out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
-    lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
+    out_BGRTK, lse_BGRT1 = _saved((out / total).astype(dtype), peak + jnp.log(total), T)
     return out_BGRTK, (inputs, rng, out_BGRTK, lse_BGRT1)
 
 
@@ -266,11 +272,13 @@ def _d_tile(form: _Form, of_rows, of_keys, starts, segments, bias_GRO, rng, tile
     q, d_out, delta, lse = of_rows
     scores = _scores(form, q, of_keys[0], starts, segments, bias_GRO)
     weights = jnp.exp(scores - _merge(lse))
-    return _d_weighted(form, weights, q, d_out, delta, of_keys, rng, tile)
+    slope = None if form.softcap is None else soft_cap_slope(scores, form.softcap)
+    return _d_weighted(form, weights, slope, q, d_out, delta, of_keys, rng, tile)
 
 
-def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
-    """The same from the tile's weights; ``delta_BGRT1`` None sums it from them."""
+def _d_weighted(form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
+    """The same from the tile's weights and the slope of its scores' soft cap, if there is one;
+    ``delta_BGRT1`` None sums it from the weights."""
     (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
     q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
     d_weights = _drop(wide_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
@@ -279,6 +287,7 @@ def _d_weighted(form: _Form, weights, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys
     else:
         delta = _merge(delta_BGRT1)
     of_scores = weights * (d_weights - delta)
+    of_scores = of_scores if slope is None else of_scores * slope
     d_scores = (scale * of_scores).astype(dtype)
     weights = _drop(weights, form, rng, tile).astype(dtype)
     d_q = _split(wide_einsum("bgns,bgsk->bgnk", d_scores, k), q_BGRTK.shape[2])
@@ -297,12 +306,17 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def masked(scores_BGNS, first_row, first_key, segments):
         t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+        near = []
         if form.causal:
-            near = t_N1 >= s_S
-            near = near if form.window is None else near & (t_N1 - s_S < form.window)
-            scores_BGNS = jnp.where(near, scores_BGNS, MASKED)
+            near.append(t_N1 >= s_S)
         elif form.keys % form.block and not whole:
-            scores_BGNS = jnp.where(s_S < form.keys, scores_BGNS, MASKED)
+            near.append(s_S < form.keys)
+        if form.window is not None:
+            # Where attention is causal, what comes later is masked already.
+            near.append((t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window)
+        if near:
+            seen = functools.reduce(jnp.logical_and, near)
+            scores_BGNS = jnp.where(seen, scores_BGNS, MASKED)
         if segments is not None:
             row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments[0], first_row, T, axis=1), R)
             key_BS = jax.lax.dynamic_slice_in_dim(segments[1], first_key, S, axis=1)
@@ -313,7 +327,7 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     scores = wide_einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
     if bias_GRO is not None:
         scores += _bias_of_tile(bias_GRO, starts, form.queries, (T, S))
-    return masked(scores, first_row, first_key, segments)
+    return masked(soft_cap(scores, form.softcap), first_row, first_key, segments)
 
 
 def _bias_of_tile(bias_GRO, starts, queries: int, shape: tuple[int, int]) -> jax.Array:
@@ -355,7 +369,7 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
-        (slice(start, end), slice(_first_key(form, start), end if form.causal else form.keys))
+        (slice(start, end), slice(_first_key(form, start), _end_of_keys(form, end)))
         for start, end in zip(range(0, T, form.block), ends, strict=True)
     ]
 
@@ -365,6 +379,13 @@ def _first_key(form: _Form, row: int) -> int:
     return 0 if form.window is None else max(0, row - form.window + 1)
 
 
+def _end_of_keys(form: _Form, end: int) -> int:
+    """The first key that no row before ``end`` may see."""
+    if form.causal:
+        return end
+    return form.keys if form.window is None else min(form.keys, end + form.window - 1)
+
+
 def _places(form: _Form, T: int) -> jax.Array:
     """First row, first key and number of every tile that has something to see, [tiles, 3]."""
     rows, keys = (range(0, size, form.block) for size in (T, form.keys))
@@ -372,7 +393,7 @@ def _places(form: _Form, T: int) -> jax.Array:
         (row, key)
         for row in rows
         for key in keys
-        if (key <= row or not form.causal) and key + form.block > _first_key(form, row)
+        if key < _end_of_keys(form, row + form.block) and key + form.block > _first_key(form, row)
     ]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 
@@ -407,6 +428,13 @@ def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
 def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # What a loop carries is as sharded as what it starts from, and zeros are not.
     return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
+
+
+def _saved(out_BGRTK: jax.Array, lse_BGRT1: jax.Array, T: int | None = None):
+    """Names what the backward pass needs, of the first T rows."""
+    # Pinned, for where they leave a branch XLA's partitioner makes them whole on every device.
+    kept = _pin((out_BGRTK[:, :, :, :T], lse_BGRT1[:, :, :, :T]))
+    return tuple(checkpoint_name(x, name) for x, name in zip(kept, SAVED, strict=True))
 
 
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh, slow_parts
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
-from jaxtrain.parallel.specs import names_of, tidy, within
+from jaxtrain.parallel.specs import entries_of, names_of, tidy, within
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
@@ -43,7 +43,11 @@ _PLACEMENT = jax.make_user_context(_Placement())
 
 @contextlib.contextmanager
 def tracing_on(
-    mesh: Any, state: PyTree, rules: Rules | Sequence[Rule] | None = None
+    mesh: Any,
+    state: PyTree,
+    rules: Rules | Sequence[Rule] | None = None,
+    *,
+    sized: bool | None = None,
 ) -> Iterator[dict[str, str]]:
     """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
 
@@ -53,14 +57,16 @@ def tracing_on(
       mesh: concrete or abstract.
       state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows.
       rules: whose ``axes`` :func:`constrain` and the kernels follow.
+      sized: whether what is traced is for these sizes alone; None says so of a concrete mesh.
     """
+    sized = isinstance(mesh, Mesh) if sized is None else sized
     params = None
     if (tree := getattr(state, "params", None)) is not None:
         named = named_leaves(tree).items()
         params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
-    sized = isinstance(mesh, Mesh)
-    enter = jax.set_mesh if sized else jax.sharding.use_abstract_mesh
-    slow = slow_parts(mesh) if sized else {}
+    concrete = isinstance(mesh, Mesh)
+    enter = jax.set_mesh if concrete else jax.sharding.use_abstract_mesh
+    slow = slow_parts(mesh) if concrete else {}
     placement = _Placement(as_rules(rules), params, sized=sized, slow=slow)
     with _PLACEMENT(placement), enter(mesh):
         yield placement.told
@@ -332,8 +338,8 @@ def model_gathers() -> Iterator[None]:
 
 def _without_batch_axes(spec: P, rank: int, free: Sequence[str]) -> P:
     """A spec with an entry per dimension, of free axes that split no batch."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    kept = [tuple(a for a in names_of(e) if a in free and a not in BATCH_AXES) for e in entries]
+    entries = map(names_of, entries_of(spec, rank))
+    kept = [tuple(a for a in axes if a in free and a not in BATCH_AXES) for axes in entries]
     return P(*map(tidy, kept))
 
 

@@ -176,20 +176,22 @@ def find_shards(
         or _rows_apart(given[-2], microbatches, carried)
         or _obstacle(loss_fn, params, *given)
     )
-    axes = carried
-    if obstacle is None and gather != "step":
-        splits = {a for table in (specs, wanted) for spec in table.values() for a in axes_of(spec)}
-        axes = tuple(a for a in carried if a not in splits)
-        _tell(mesh, axes, [a for a in carried if a in splits], microbatches)
-    elif obstacle is None:
-        split = any(a in carried for spec in specs.values() for a in axes_of(spec))
-        found = f"once per step over {' x '.join(axes)}{_inside_first(mesh, axes)}"
-        tell(PROMISE, found + (ONCE if split else ""))
-    elif microbatches > 1:
-        tell(PROMISE, f"in every microbatch, {obstacle}")
-    if obstacle is not None or not axes:
+    if obstacle is not None:
+        if microbatches > 1:
+            tell(PROMISE, f"in every microbatch, {obstacle}")
         return None
-    return Shards(axes, specs, wanted, slow_axes())
+    kept = (specs,) if gather == "step" else (specs, wanted)
+    splits = {axis for table in kept for spec in table.values() for axis in axes_of(spec)}
+    split = [axis for axis in carried if axis in splits]
+    axes = carried if gather == "step" else tuple(a for a in carried if a not in splits)
+    found = [f"once per step over {' x '.join(axes)}{_inside_first(mesh, axes)}"] if axes else []
+    if split and gather == "step":
+        found[0] += ONCE
+    elif split:
+        each = f"in each of {microbatches} microbatches, whose weights or gradients it splits"
+        found.append(f"over {' x '.join(split)} {each}")
+    tell(PROMISE, "; ".join(found))
+    return Shards(axes, specs, wanted, slow_axes()) if axes else None
 
 
 def reduced_once(
@@ -323,15 +325,6 @@ def _is_threefry(key: Any) -> bool:
     """Whether a key, or the default ones where it is raw data, has draws that vmap leaves alone."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return str(key.dtype if typed else jax.random.key(0).dtype) == "key<fry>"
-
-
-def _tell(mesh: Any, axes: tuple[str, ...], rest: list[str], microbatches: int) -> None:
-    found = f"once per step over {' x '.join(axes)}{_inside_first(mesh, axes)}" if axes else ""
-    if rest:
-        found += "; over " if axes else "over "
-        found += f"{' x '.join(rest)} in each of {microbatches} microbatches, whose weights or "
-        found += "gradients it splits"
-    tell(PROMISE, found)
 
 
 def _inside_first(mesh: Any, axes: tuple[str, ...]) -> str:

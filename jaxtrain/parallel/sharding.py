@@ -227,6 +227,11 @@ def batch_shardings(
     return map_named(sharding, batch)
 
 
+def batch_parts(mesh: Mesh) -> int:
+    """Returns into how many parts a mesh splits the rows of a batch."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array whose leading axis is the batch."""
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
@@ -325,7 +330,9 @@ def _named_spec(
         entries.append(tidy(carried))
     table = LOGICAL_AXES | dict(rules.axes)
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
-    on_purpose = not any(logical is not None and table.get(logical, logical) for logical in axes)
+    # "layers" does not count, which a pipeline alone splits.
+    named = set(axes) - {None, "layers"}
+    on_purpose = not any(table.get(logical, logical) for logical in named)
     return P(*entries) if any(entries) or on_purpose else P()
 
 

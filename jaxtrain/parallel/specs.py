@@ -18,7 +18,7 @@ def spread(spec: P, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> P:
     parts = math.prod(mesh.shape[a] for a in axes)
     if not axes:
         return spec
-    entries = list(spec) + [None] * (len(shape) - len(spec))
+    entries = entries_of(spec, len(shape))
     local = [
         size // math.prod(mesh.shape[a] for a in names_of(entry))
         for size, entry in zip(shape, entries, strict=True)
@@ -51,7 +51,17 @@ def within(spec: P, axes: Container[str]) -> P:
     return P(*map(keep, spec))
 
 
+def entries_of(spec: P, rank: int) -> list[Any]:
+    """The entries of a spec, one for each dimension.
+
+    >>> entries_of(P("data"), 3)
+    ['data', None, None]
+    """
+    return [*spec, *[None] * (rank - len(spec))]
+
+
 def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -3,7 +3,6 @@
 Everything starts from shapes: nothing is allocated, and no data is read.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -15,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh, slow_parts
@@ -29,17 +28,22 @@ from jaxtrain.planning.estimate import (
     predict,
     trace_step,
 )
+from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import crossing_bytes, ring_share, wire_seconds
+from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
-from jaxtrain.state import TrainState, host_bytes, local_bytes
+from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.step import scan_steps
 
 PyTree = Any
+
+# Without a device XLA takes 95 % of 80 % of its memory for the limit up to which it may schedule
+# collectives ahead. Of a device whose memory JAX has 95 % of, it takes 95 % of that.
+GPU_MEMORY = {"xla_gpu_memory_limit_slop_factor": round(95 * 0.95 / 0.8)}
 
 
 def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -> Explanation:
@@ -65,7 +69,7 @@ def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -
         "outputs in place": sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
         "program": sizes.generated_code_size_in_bytes,
-        "peak": peak_bytes(compiled, _platform(compiled)),
+        "peak": peak_bytes(compiled),
     }
     found = () if params is None or mesh is None else unexpected_gathers(program, params, mesh)
     return Explanation(
@@ -170,7 +174,10 @@ def plan_step(
             warnings.simplefilter("always", category)
         shortage, train = 0, None
         try:
-            train = compile_step(called, state, given, mesh=mesh, rules=rules)
+            options = GPU_MEMORY if target.chip.kind == "gpu" else None
+            train = compile_step(
+                called, state, given, mesh=mesh, rules=rules, compiler_options=options
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -210,15 +217,17 @@ def plan_step(
             estimated = on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
+        if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
+            roofline = as_scheduled(roofline, program, text, target, steps_per_call)
         if roofline is not None and target.chip.host_bytes_per_s is not None:
             # Fetched, and sent back.
-            moved = 2 * host_bytes(state) / target.chip.host_bytes_per_s
-            roofline = dataclasses.replace(roofline, host=moved)
-    traffic = None
+            seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
+            roofline = dataclasses.replace(roofline, host=seconds)
+    moved = None
     if not unread:
-        traffic = summarize(program.collectives, target)
+        moved = program.collectives
     elif estimated is not None:
-        traffic = _estimated_traffic(estimated.cost, target, mesh)
+        moved = traced_collectives(estimated.cost, mesh)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -229,7 +238,7 @@ def plan_step(
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
-        traffic=traffic,
+        traffic=None if moved is None else summarize(moved, target),
         traffic_estimated=bool(unread),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
@@ -262,6 +271,23 @@ def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple
         return Program(), text, (f"communication is not known: {what} ({reason})",)
 
 
+def as_scheduled(
+    roofline: Prediction, program: Program, text: str, target: Target, steps: int
+) -> Prediction:
+    """The prediction with what the schedule of a program of so many steps leaves exposed."""
+
+    def seconds(collective: Collective) -> float:
+        given = collective.kind, collective.sent, collective.crossing
+        return sum(wire_seconds(*given, target.chip))
+
+    products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
+    times = {"products": steps * products, "others": steps * others}
+    waits = exposed_seconds(text, program, **times, seconds=seconds)
+    if waits is None:
+        return roofline
+    return dataclasses.replace(roofline, waits={axes: s / steps for axes, s in waits.items()})
+
+
 def wires(
     collectives: tuple[Collective, ...],
 ) -> Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]:
@@ -288,18 +314,13 @@ def split_memory(
       kept_bytes: what loops keep for the backward pass, by the traced step.
     """
     shapes = jax.eval_shape(lambda tree: tree, batch)
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        train.batch_shardings,
-    )
     parts = {"parameters": 0, "optimizer_state": 0, "other_state": local_bytes(state)}
     if isinstance(state, TrainState):
         parts["parameters"] = local_bytes(state.params)
         parts["optimizer_state"] = local_bytes(state.opt_state)
         parts["other_state"] -= parts["parameters"] + parts["optimizer_state"]
-    parts["batch"] = local_bytes(placed)
-    peak = peak_bytes(train.compiled, chip.kind)
+    parts["batch"] = local_bytes(shapes_on(shapes, train.batch_shardings))
+    peak = train.memory_bytes
     rest = max(0, peak - sum(parts.values()))
     kept = min(rest, kept_bytes)
     return Memory(
@@ -310,20 +331,6 @@ def split_memory(
         peak=peak,
         limit=chip.memory_bytes,
         host=host_bytes(state),
-    )
-
-
-def peak_bytes(compiled: Any, kind: str) -> int:
-    """Bytes on one device at the fullest moment of a compiled function."""
-    sizes = compiled.memory_analysis()
-    if kind != "cpu" and not sizes.host_argument_size_in_bytes:
-        return sizes.peak_memory_in_bytes
-    # The CPU compiler's own figure leaves temporaries out; others count what is on the host.
-    return (
-        sizes.argument_size_in_bytes
-        + sizes.temp_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
     )
 
 
@@ -359,21 +366,16 @@ def summarize(
     return tuple(sorted(rows, key=lambda row: -row.sent))
 
 
-def _estimated_traffic(cost: Cost, target: Target, mesh: Mesh) -> tuple[Traffic, ...]:
-    """What a trace sends, by kind and axes; the bytes of each are the mean."""
-    rows, slow = [], slow_parts(mesh)
+def traced_collectives(cost: Cost, mesh: Mesh) -> tuple[Collective, ...]:
+    """What a trace sends: by kind and axes, as many collectives as there are, of the mean size."""
+    found, slow = [], slow_parts(mesh)
     for (kind, axes), count in cost.wire_count.items():
-        group, sent = math.prod(mesh.shape[axis] for axis in axes), cost.wire_bytes[kind, axes]
-        if round(count) < 1:
-            continue
-        payload = round(sent / ring_share(kind, group))
-        each = round(payload / count)
-        crossing = crossing_bytes(kind, axes, sent, mesh.shape, slow)
-        seconds = _seconds(kind, sent, crossing, target)
-        rows.append(
-            Traffic(kind, axes, round(count), each, each, payload, sent, seconds, False, crossing)
-        )
-    return tuple(sorted(rows, key=lambda row: -row.sent))
+        if times := round(count):
+            group = math.prod(mesh.shape[axis] for axis in axes)
+            islands = math.prod(slow.get(axis, 1) for axis in axes)
+            payload = cost.wire_bytes[kind, axes] / ring_share(kind, group) / times
+            found.append(Collective(kind, axes, group, times, round(payload), islands=islands))
+    return tuple(found)
 
 
 def _seconds(kind: str, sent: float, crossing: float, target: Target | None) -> float | None:
@@ -397,13 +399,6 @@ def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:
 def _mesh_of(state: PyTree) -> Mesh | None:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-
-
-def _platform(compiled: Any) -> str:
-    with contextlib.suppress(StopIteration, AttributeError, TypeError):
-        sharding = next(iter(jax.tree.leaves(compiled.output_shardings)))
-        return next(iter(sharding.device_set)).platform
-    return "cpu"
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.parallel.pipeline import Stages
@@ -74,10 +75,8 @@ def weigh(stages: Stages, init_fn: Callable[[jax.Array], PyTree], batch: PyTree)
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), stacked)
 
     def block(layer, outer, x, batch, rng):
-        if stages.shared is None:
-            return stages.blocks[0](layer, x, batch, rng)
-        shared = {name: outer[name] for name in stages.shared}
-        return stages.blocks[0](layer, shared, x, batch, rng, 0)
+        index = jnp.int32(0)  # traced, as where it trains: it stands for every layer
+        return stages.layer(0, outer | {stages.stacked.key: layer}, x, batch, rng, index)
 
     def both(function: Callable, trained: tuple, *rest: Any) -> tuple[float, float]:
         def run(trained, cotangent, *rest):

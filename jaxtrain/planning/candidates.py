@@ -1,6 +1,7 @@
-"""The layouts that a search looks at: meshes, microbatches, rematerialisation."""
+"""The layouts that a search looks at: meshes, microbatches, what is kept, and where it lies."""
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ class Candidate:
       remat: of the blocks; None where the config has no such choice.
       stage_remat: of a pipeline's stages; None without a pipeline.
       accumulates: whether the config has ``accumulate``.
+      gather: when weights are gathered, "layer" or "step"; None leaves it to the config.
+      sequence_parallel: whether the residual stream is split over tensor; None leaves it likewise.
     """
 
     mesh: Mapping[str, int]
@@ -31,6 +34,8 @@ class Candidate:
     remat: str | None = None
     stage_remat: str | None = None
     accumulates: bool = True
+    gather: str | None = None
+    sequence_parallel: bool | None = None
 
     @property
     def mesh_name(self) -> str:
@@ -40,10 +45,9 @@ class Candidate:
 
     @property
     def remat_name(self) -> str:
-        """Both choices in words."""
-        if self.stage_remat == "full":
-            return "stage"
-        return self.remat or "-"
+        """Both choices in words, and whether the stream that a block keeps is whole."""
+        name = "stage" if self.stage_remat == "full" else self.remat or "-"
+        return f"{name}, whole" if self.sequence_parallel is False else name
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -54,12 +58,15 @@ class Candidate:
         if self.stage_remat is not None:
             changes["pipeline.microbatches"] = self.microbatches
             changes["pipeline.remat"] = self.stage_remat
-        return changes if self.remat is None else changes | {"remat": self.remat}
+        for name in ("remat", "gather", "sequence_parallel"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
+        return changes
 
     @property
     def flags(self) -> list[str]:
         """What to type after the experiment's name to train this layout."""
-        return [f"--{path.replace('_', '-')}={value}" for path, value in self.changes.items()]
+        return [_flag(path.replace("_", "-"), value) for path, value in self.changes.items()]
 
 
 def make_meshes(config: Any, devices: int, *, slices: int = 1) -> Iterator[dict[str, int]]:
@@ -85,10 +92,18 @@ def make_meshes(config: Any, devices: int, *, slices: int = 1) -> Iterator[dict[
         yield mesh | across
 
 
-def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]:
+def make_candidates(
+    config: Any, mesh: Mapping[str, int], *, gathers: Sequence[str] = ()
+) -> Iterator[Candidate]:
     """The layouts of one mesh: rematerialisation from none to full, microbatches from few to many.
 
-    Microbatches are powers of two times the fewest: 1, or one per stage of a pipeline.
+    Microbatches are powers of two times the fewest: 1, or one per stage of a pipeline. The residual
+    stream is split over tensor before it is whole, unless the config has it whole.
+
+    Args:
+      config: the experiment's.
+      mesh: sizes of its axes.
+      gathers: when weights that fsdp splits may be gathered; none leaves it to the config.
     """
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
@@ -102,9 +117,14 @@ def make_candidates(config: Any, mesh: Mapping[str, int]) -> Iterator[Candidate]
     counts = [1]
     if stages > 1 or hasattr(config, "accumulate"):
         counts = [stages * 2**n for n in range(30) if stages * 2**n <= most] or [stages]
-    for remat, stage_remat in kinds:
+    splits = [None]
+    if mesh.get("tensor", 1) > 1 and getattr(config, "sequence_parallel", False):
+        splits = [True, False]
+    gathers = gathers if mesh.get("fsdp", 1) > 1 and gathers else [None]
+    for split, gather, (remat, stage_remat) in itertools.product(splits, gathers, kinds):
         for count in counts:
-            yield Candidate(mesh, count, remat, stage_remat, hasattr(config, "accumulate"))
+            accumulates = hasattr(config, "accumulate")
+            yield Candidate(mesh, count, remat, stage_remat, accumulates, gather, split)
 
 
 def with_candidate(config: Any, candidate: Candidate) -> Any:
@@ -116,6 +136,12 @@ def with_candidate(config: Any, candidate: Candidate) -> Any:
             name = part
         config = dataclasses.replace(config, **{name: value})
     return config
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def _choices(config: Any, name: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import estimate
-from jaxtrain.planning.ahead_of_time import peak_bytes, read_compiled, wires
+from jaxtrain.planning.ahead_of_time import read_compiled, wires
 from jaxtrain.planning.chips import Chip, chip_of
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
@@ -46,7 +46,7 @@ def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None)
     try:
         chip = chip_of(device.device_kind)
         return [
-            _memory_line(peak_bytes(train.compiled, device.platform), device.platform),
+            _memory_line(train.memory_bytes, device.platform),
             _time_line(train, steps, mesh, experiment, seconds, chip),
         ]
     except Exception as error:  # the run is done and saved: nothing said about it may end it
@@ -84,6 +84,7 @@ def predict(
     """Predicts the time of a train step that was compiled as a call of so many steps."""
     hosts = len({device.process_index for device in mesh.devices.flat})
     target = Target(chip.name, chip, (hosts, max(1, mesh.size // hosts)))
-    program = read_compiled(train.compiled, mesh)[0].per_step(steps)
+    program, _, unread = read_compiled(train.compiled, mesh)
     estimated = estimate.estimate(experiment, mesh.size, kind=chip.kind)
-    return estimate.predict(estimated, target, wires(program.collectives))
+    moved = None if unread else wires(program.per_step(steps).collectives)
+    return estimate.predict(estimated, target, moved)

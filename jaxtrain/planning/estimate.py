@@ -34,11 +34,11 @@ from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.placement import UnevenWarning, tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.planning.balance import Weights, weigh
-from jaxtrain.planning.partition import Cost, Spec, axis_names
+from jaxtrain.planning.partition import Cost, Spec, spec_of
 from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
@@ -53,7 +53,7 @@ class Estimate:
 
     Args:
       mesh: sizes of mesh axes by name, all of them.
-      parameter_bytes, optimizer_bytes, state_bytes: of the state; the last is all of it.
+      state_bytes: of parameters, optimizer state and the rest of the state.
       batch_bytes: of the batch.
       working_bytes: of all else, at its peak.
       kept_bytes: of that, what loops over layers stack for the backward pass.
@@ -64,8 +64,6 @@ class Estimate:
     """
 
     mesh: Mapping[str, int]
-    parameter_bytes: int
-    optimizer_bytes: int
     state_bytes: int
     batch_bytes: int
     working_bytes: int
@@ -121,7 +119,12 @@ def estimate(
 
 
 def trace(
-    experiment: Experiment, devices: int, *, kind: str = "tpu", state: TrainState | None = None
+    experiment: Experiment,
+    devices: int,
+    *,
+    kind: str = "tpu",
+    state: TrainState | None = None,
+    for_one_size: bool = False,
 ) -> Any:
     """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
@@ -132,6 +135,8 @@ def trace(
 
     Args:
       experiment, devices, kind, state: as for :func:`estimate`.
+      for_one_size: traces what is compiled for this mesh, and may be right for no other: gradients
+        are reduced, and weights gathered, once per step.
 
     Raises:
       ValueError: as :func:`estimate`.
@@ -139,7 +144,9 @@ def trace(
     state = abstract_state(experiment, devices, kind=kind) if state is None else state
     mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
-    return trace_step(step, state, experiment.batch, mesh, experiment.rules)
+    return trace_step(
+        step, state, experiment.batch, mesh, experiment.rules, for_one_size=for_one_size
+    )
 
 
 def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:
@@ -153,9 +160,16 @@ def trace_step(
     batch: PyTree,
     mesh: AbstractMesh | jax.sharding.Mesh,
     rules: Rules | Sequence[Rule] | None = None,
+    *,
+    for_one_size: bool = False,
 ) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    with tracing_on(mesh, state, rules), ahead_of_time(True), warnings.catch_warnings():
+    sized = True if for_one_size else None
+    with (
+        tracing_on(mesh, state, rules, sized=sized),
+        ahead_of_time(True),
+        warnings.catch_warnings(),
+    ):
         # Whoever compiles says it.
         for category in TRACE_WARNINGS:
             warnings.simplefilter("ignore", category)
@@ -181,14 +195,10 @@ def estimate_traced(
       rules: as for :func:`jaxtrain.compile_step`.
       kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
     """
-    split = batch_shardings(batch, mesh, rules)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, split
-    )
+    batch = shapes_on(batch, batch_shardings(batch, mesh, rules))
     leaves = jax.tree.leaves(state)
-    specs = [_spec(leaf) for leaf in (*leaves, *jax.tree.leaves(batch))]
-    train = isinstance(state, TrainState)
-    params = state.params if train else state
+    specs = [spec_of(leaf) for leaf in (*leaves, *jax.tree.leaves(batch))]
+    params = state.params if isinstance(state, TrainState) else state
     sizes = dict(mesh.shape)
     cost, working, kept = walk_step(
         traced,
@@ -202,8 +212,6 @@ def estimate_traced(
     cost.other_bytes += 2 * local_bytes(state) + local_bytes(params)
     return Estimate(
         mesh=sizes,
-        parameter_bytes=local_bytes(params),
-        optimizer_bytes=local_bytes(state.opt_state) if train else 0,
         state_bytes=local_bytes(state),
         batch_bytes=local_bytes(batch),
         working_bytes=working,
@@ -283,7 +291,7 @@ def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
     """How a gradient lies by its shape: as its parameter, or as one layer of it, or transposed."""
     layouts: dict[tuple[int, ...], Spec] = {}
     for leaf in named_leaves(params).values():
-        shape, spec = tuple(leaf.shape), _spec(leaf)
+        shape, spec = tuple(leaf.shape), spec_of(leaf)
         for n, axes in ((shape, spec), (shape[1:], spec[1:])):
             if len(n) > 1:
                 layouts.setdefault(n, axes)
@@ -314,7 +322,11 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     )
     recompute = pipeline.get("remat", "full") == "full"
     if len(stages.blocks) == 1:
-        weights = weigh(stages, experiment.init_fn, experiment.batch)
+        weights = weigh(
+            stages,
+            lambda rng: stages.stacked.natural(experiment.init_fn(rng)),
+            experiment.batch,
+        )
     else:  # all layers alike, and nothing around them
         weights = Weights(embed=(0.0, 0.0), layer=(1.0, 3.0), head=(0.0, 0.0))
     counts = layers_of_stages(stages, params, devices=devices)
@@ -325,9 +337,3 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     scaled.add(estimated.cost, makespan(table, forward=forward, backward=backward) / walked)
     bubbles = bubble(table, forward=forward, backward=backward)
     return dataclasses.replace(estimated, cost=scaled, bubble=bubbles)
-
-
-def _spec(leaf: Any) -> Spec:
-    sharding = getattr(leaf, "sharding", None)
-    spec = getattr(sharding, "spec", ())
-    return tuple(axis_names(e) for e in [*spec, *[None] * (leaf.ndim - len(spec))])

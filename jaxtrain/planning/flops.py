@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.attention import shares_of
+
 # Primitives without a product: element by element, moved, reduced, drawn, or exchanged. What is in
 # no list is named in the plan and never free.
 _CHEAP = """
@@ -46,7 +48,8 @@ class Flops:
 
     Matrix products and convolutions alone, at two operations per multiplication and addition, over
     all devices. What a backward pass computes again is counted; a ``cond`` counts as its largest
-    branch.
+    branch, or as the mean of them where :func:`jaxtrain.ops.attention.branch_shares` says how
+    often each is taken.
 
     Args:
       by_dtype: operations by dtype of the operands (the wider one where they differ).
@@ -109,6 +112,13 @@ def bodies(eqn: Any) -> list[Any]:
     return found
 
 
+def branch_shares_of(eqn: Any) -> list[float] | None:
+    """How often each branch of a ``cond`` is taken, where the model says it."""
+    stack = getattr(getattr(eqn, "source_info", None), "name_stack", "")
+    shares = shares_of(str(stack))
+    return shares if shares and len(shares) == len(eqn.params["branches"]) else None
+
+
 def product_flops(eqn: Any) -> float:
     """Those of a ``dot_general`` or a ``ragged_dot_general``.
 
@@ -160,8 +170,14 @@ class _Counter:
             self.kernels += 1
             return collections.Counter({_dtype(eqn): _attention(eqn)})
         if name == "cond":
-            counts = (self.count(branch) for branch in eqn.params["branches"])
-            return max(counts, key=lambda count: count.total())
+            counts = [self.count(branch) for branch in eqn.params["branches"]]
+            shares = branch_shares_of(eqn)
+            if shares is None:
+                return max(counts, key=lambda count: count.total())
+            total = collections.Counter()
+            for share, count in zip(shares, counts, strict=True):
+                total.update({dtype: share * flops for dtype, flops in count.items()})
+            return total
         total: collections.Counter = collections.Counter()
         known = set(self.unknown)
         for body in bodies(eqn):

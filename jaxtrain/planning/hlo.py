@@ -7,7 +7,7 @@ and never dropped; nothing else depends on the text.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
@@ -50,6 +50,7 @@ class Collective:
       source: where in the traced program it comes from, as XLA noted it.
       shapes: dtype and shape of each array of the payload.
       islands: parts of the slow network (slices, or hosts) in which a group lies.
+      name: of the instruction that sends it, or begins to.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Collective:
     source: str = ""
     shapes: tuple[str, ...] = ()
     islands: int = 1
+    name: str = ""
 
     @property
     def sent(self) -> float:
@@ -79,11 +81,18 @@ class Program:
 
     Args:
       collectives: all of them, in program order.
-      loops: trip counts by loop; None where it is not known (and counted as 1).
+      trips: trip counts by the loop's instruction; None where it is not known (and counted as 1).
+      branches: the computations of a conditional, by its instruction.
     """
 
     collectives: tuple[Collective, ...] = ()
-    loops: tuple[int | None, ...] = ()
+    trips: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    branches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def loops(self) -> tuple[int | None, ...]:
+        """Trip counts in program order."""
+        return tuple(self.trips.values())
 
     def per_step(self, steps: int) -> "Program":
         """The share of one step in a program that runs ``steps`` of them in a loop.
@@ -107,7 +116,7 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
       ValueError: for a text that is no program.
     """
     reader = _Reader(parse(text), partitions_of(text), mesh)
-    return Program(tuple(reader.collectives), tuple(reader.loops))
+    return Program(tuple(reader.collectives), reader.trips, reader.branches)
 
 
 class _Reader:
@@ -117,7 +126,8 @@ class _Reader:
         self.grid = None if mesh is None else make_grid(mesh, partitions)
         self.mesh = mesh
         self.collectives: list[Collective] = []
-        self.loops: list[int | None] = []
+        self.trips: dict[str, int | None] = {}
+        self.branches: dict[str, tuple[str, ...]] = {}
         self.started = {
             (kind, instruction.attribute("channel_id"))
             for computation in self.computations.values()
@@ -135,11 +145,13 @@ class _Reader:
             op = instruction.op
             if op == "while":
                 trips = self._trips(computation, instruction)
-                self.loops.append(trips)
+                self.trips[instruction.name] = trips
                 for body in self._called(instruction, "body"):
                     self._walk(body, times * (1 if trips is None else trips), conditional)
             elif op == "conditional":
-                for branch in self._branches(instruction):
+                branches = self._branches(instruction)
+                self.branches[instruction.name] = tuple(branch.name for branch in branches)
+                for branch in branches:
                     self._walk(branch, times, True)
             elif op == "fusion":
                 for called in self._called(instruction, "calls"):
@@ -188,9 +200,10 @@ class _Reader:
             conditional,
             found[1] if found else "",
             parts=max(1, times_more),
+            name=instruction.name,
         )
 
-    def _append(self, kind, where, group, times, types, conditional, source, *, parts=1) -> None:
+    def _append(self, kind, where, group, times, types, conditional, source, *, name, parts=1):
         axes, islands = where
         shapes = [
             f"{dtype}[{','.join(map(str, dims))}]" for t in types for dtype, dims in arrays(t)
@@ -198,7 +211,9 @@ class _Reader:
         payload = parts * sum(map(type_bytes, types))
         self.collectives.append(
             Collective(
-                kind, axes, group, times, payload, conditional, source, tuple(shapes), islands
+                *(kind, axes, group, times, payload, conditional, source, tuple(shapes)),
+                islands=islands,
+                name=name,
             )
         )
 
@@ -211,7 +226,8 @@ class _Reader:
         sent = split_tuple(instruction.type)[:1]
         # What is gathered is written as what goes in.
         parts = max(1, group) if kind == "all-gather" else 1
-        self._append(kind, where, group, times, sent, conditional, "between slices", parts=parts)
+        source, name = "between slices", instruction.name
+        self._append(kind, where, group, times, sent, conditional, source, name=name, parts=parts)
 
     def _called(self, instruction: Instruction, *attributes: str) -> list[Computation]:
         names = [instruction.attribute(name) for name in attributes]

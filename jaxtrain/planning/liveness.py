@@ -22,16 +22,11 @@ class Work:
 
 
 class Liveness:
-    """What is read and written when, on a clock of operations.
+    """What is read and written when, on a clock of operations."""
 
-    Args:
-      adopted: places of a loop's carry: counted outside, and to be written over once they are read.
-    """
-
-    def __init__(self, adopted: frozenset[Buffer] = frozenset()):
+    def __init__(self):
         self.work = [Work()]
-        self.adopted = adopted
-        self.known = set(adopted)
+        self.known: set[Buffer] = set()
 
     def tick(self) -> None:
         """Goes on to the next operation."""
@@ -54,7 +49,7 @@ class Liveness:
         self.work[-1].transient += max(0, int(size))
 
     def peak(self) -> int:
-        """The most bytes alive at once, besides what was adopted."""
+        """The most bytes alive at once."""
         last = {b: at for at, w in enumerate(self.work) for b in (*w.writes, *w.reads)}
         ends: dict[int, list[Buffer]] = collections.defaultdict(list)
         for buffer, at in last.items():
@@ -62,11 +57,7 @@ class Liveness:
         alive = most = 0
         for at, w in enumerate(self.work):
             alive += sum(b.size for b in w.writes)
-            # The places of the carry first: they stay taken.
-            handed = min(w.over, sum(b.size for b in ends[at] if b in self.adopted))
-            alive -= handed
-            ending = [b for b in ends[at] if b not in self.adopted]
-            dying = sum(b.size for b in ending if b not in w.writes)
-            most = max(most, alive - min(w.over - handed, dying) + w.transient)
-            alive -= sum(b.size for b in ending)
+            dying = sum(b.size for b in ends[at] if b not in w.writes)
+            most = max(most, alive - min(w.over, dying) + w.transient)
+            alive -= sum(b.size for b in ends[at])
         return most

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.parallel.specs import entries_of, names_of
 from jaxtrain.planning.roofline import ring_share
 
 Axes = tuple[str, ...]
@@ -131,11 +132,14 @@ class Partitioner:
 
     # Traffic. Bytes are what one device sends in a ring.
 
-    def send(self, kind: str, axes: Axes, size: float) -> None:
-        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array."""
+    def send(self, kind: str, axes: Axes, size: float, *, times: int = 1) -> None:
+        """Counts a collective over axes; ``size`` is that of the whole (gathered, summed) array.
+
+        ``times`` is -1 for an all-reduce of a value that turns out to be added up otherwise.
+        """
         if (n := self.parts(axes)) > 1:
-            self.cost.wire_bytes[kind, axes] += ring_share(kind, n) * size
-            self.cost.wire_count[kind, axes] += 1
+            self.cost.wire_bytes[kind, axes] += times * ring_share(kind, n) * size
+            self.cost.wire_count[kind, axes] += times
 
     def reshard(self, value: Value, spec: Spec) -> int:
         """Lays a value out anew, and returns the bytes of a gathered copy (0 for none)."""
@@ -150,19 +154,13 @@ class Partitioner:
         self.send("all-to-all", moved, self.bytes(value))
         return size
 
-    def unsend(self, value: Value) -> None:
-        """Takes back the all-reduce of a value that turns out to be added up otherwise."""
-        key, size = ("all-reduce", value.summed), self.bytes(value)
-        self.cost.wire_bytes[key] -= ring_share(key[0], self.parts(value.summed)) * size
-        self.cost.wire_count[key] -= 1
-
     def scatter(self, value: Value, spec: Spec) -> bool:
         """Whether a sum that is laid out anew is scattered: each device keeps a part of it."""
         before = {a for axes in value.spec for a in axes}
         cut = {a for axes in spec for a in axes} - before
         if not value.summed or cut != set(value.summed):
             return False
-        self.unsend(value)
+        self.send("all-reduce", value.summed, self.bytes(value), times=-1)
         self.send("reduce-scatter", value.summed, self.bytes(value))
         return True
 
@@ -262,9 +260,8 @@ class Partitioner:
             over = tuple(a for d in sorted(gone) for a in first.spec[d])
             self.send("all-reduce", over, self.size(shape, first.dtype, spec))
             return spec
-        # Per dimension, the axes of the largest operand that is split there.
+        # Per dimension, the axes of the first operand that is split there.
         alike = [v for v in inputs if len(v.shape) == len(shape) and not v.free]
-        alike.sort(key=lambda v: (not v.roots, -math.prod(v.shape)))
         wanted = [
             () if n == 1 else next((v.spec[d] for v in alike if v.spec[d] and v.shape[d] > 1), ())
             for d, n in enumerate(shape)
@@ -284,11 +281,10 @@ class Partitioner:
         return self.fit(shape, wanted)
 
 
-def axis_names(entry: Any) -> Axes:
-    """The mesh axes in an entry of a ``PartitionSpec``."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def spec_of(leaf: Any) -> Spec:
+    """The mesh axes per dimension of an array, or a shape; none where it has no sharding."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    return tuple(map(names_of, entries_of(spec, len(leaf.shape))))
 
 
 def _itemsize(dtype: Any) -> int:

@@ -46,11 +46,6 @@ class Memory:
     host: int = 0
 
     @property
-    def state(self) -> int:
-        """Parameters, optimizer state and the rest of the state."""
-        return self.parameters + self.optimizer_state + self.other_state
-
-    @property
     def needed(self) -> int:
         """The peak and the program."""
         return self.peak + self.program
@@ -344,14 +339,18 @@ def _roofline(plan: Plan) -> Table:
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
         for axes, seconds in traffic.items():
             overlaps = "overlaps" if hides(axes) else "does not overlap"
+            overlaps = "" if roofline.waits is not None else overlaps
             table.add_row(f"{link} {axes}", _seconds(seconds), overlaps)
+    for axes, seconds in (roofline.waits or {}).items():
+        table.add_row(f"exposed {axes}", _seconds(seconds), "as the program is scheduled")
     return table
 
 
 def _prediction(plan: Plan) -> str:
     roofline, mfu, most = plan.roofline, plan.mfu, plan.mfu_ceiling
+    how = "" if roofline.waits is None else " as it is scheduled"
     text = (
-        f"bound by {roofline.bound}; predicted step time {_seconds(roofline.step_seconds)}"
+        f"bound by {roofline.bound}; predicted step time{how} {_seconds(roofline.step_seconds)}"
         + ("" if mfu is None else f" (MFU {mfu:.1%})")
         + f", {_seconds(roofline.step_seconds_apart)} if no communication overlaps; its products "
         f"alone take at least {_seconds(roofline.least)}"

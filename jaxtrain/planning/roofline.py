@@ -6,8 +6,10 @@ One rule for a compiled plan and for a row of a search:
   kind (:attr:`jaxtrain.planning.chips.Chip.efficiency`), beside the memory traffic of their own
   operands and results: the longer of the two counts;
 - all other memory traffic (element-wise work between products, the optimizer's update) is added;
-- collectives over :data:`OVERLAPPED` axes (weights gathered ahead, gradients summed) run beside all
-  of that; those over other axes lie between one product and the next, and come on top.
+- of collectives, what a scheduled program leaves exposed (:mod:`.exposure`) comes on top. Where
+  there is no such program, those over :data:`OVERLAPPED` axes (weights gathered ahead, gradients
+  summed) run beside all of that; those over other axes lie between one product and the next, and
+  come on top.
 
 All axes share one set of links and one network, which wait for each other. In a pipeline all times
 are those of the critical path.
@@ -33,6 +35,8 @@ class Prediction:
       network: the same over the slow network between slices, or hosts.
       host: state fetched from the memory of the host, and sent back; nothing hides it.
       least: products at the published peak, and nothing else: no step is faster.
+      waits: seconds for which a device waits for collectives, by axes as above, as its program is
+        scheduled; None where that is not known.
     """
 
     compute: float
@@ -42,6 +46,7 @@ class Prediction:
     least: float
     network: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host: float = 0.0
+    waits: Mapping[str, float] | None = None
 
     @property
     def hbm(self) -> float:
@@ -55,18 +60,21 @@ class Prediction:
     @property
     def exposed(self) -> float:
         """Collectives that nothing hides."""
+        if self.waits is not None:
+            return sum(self.waits.values())
         return sum(s for axes, s in self._wires if not hides(axes))
 
     @property
     def hidden(self) -> float:
         """Collectives that run beside compute."""
-        return sum(s for axes, s in self._wires if hides(axes))
+        return sum(s for _, s in self._wires) - self.exposed
 
     @property
     def step_seconds(self) -> float:
         """Seconds per step."""
         busy = max(self.compute, self.product_hbm) + self.other_hbm
-        return max(busy, self.hidden) + self.exposed + self.host
+        busy = busy if self.waits is not None else max(busy, self.hidden)
+        return busy + self.exposed + self.host
 
     @property
     def step_seconds_apart(self) -> float:
@@ -80,7 +88,8 @@ class Prediction:
         waits = self.product_hbm if self.product_hbm > self.compute else 0
         parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
         parts["traffic with the host"] = self.host
-        if self.hidden + self.exposed > max(parts.values()):
+        traffic = self.exposed + (self.hidden if self.waits is None else 0)
+        if traffic > max(parts.values()):
             links = {f"{axes} traffic": s for axes, s in self.interconnect.items()}
             links |= {f"{axes} traffic on the slow network": s for axes, s in self.network.items()}
             return max(links, key=links.get)

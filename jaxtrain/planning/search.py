@@ -1,12 +1,15 @@
 """Which mesh: enumerates layouts of an experiment on a target, and says why the others lost.
 
-A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches and a choice of
-rematerialisation. All that divide the target's devices are looked at:
+A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches, a choice of
+rematerialisation, when weights are gathered (layer by layer, or once per step), and whether the
+residual stream is split over tensor. All that divide the target's devices are looked at:
 
 1. what the library itself refuses, or would put a tensor axis across hosts, or holds more state
-   than the memory, is rejected by shapes alone;
-2. the others are walked (:mod:`.estimate`): with the fewest microbatches that fit, and
-   with as little rematerialisation as fits;
+   than the memory, with weights that are gathered once, is rejected by shapes alone; so is a
+   pipeline that waits so long for its stages that the best takes less;
+2. the others are walked (:mod:`.estimate`): for either way to gather, with the fewest microbatches
+   that fit, and with as little rematerialisation as fits; the stream is whole in those alone that
+   fit where it is split;
 3. those that fit are ranked by their predicted step time, and the best few are compiled by the
    target's own compiler, whose memory stands beside the estimate.
 
@@ -34,14 +37,22 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.gradients import plain
 from jaxtrain.host.signals import SignalWatch
+from jaxtrain.parallel.reduction import kept_by_gathering, why_not
 from jaxtrain.planning.ahead_of_time import plan_experiment, unknown_note
-from jaxtrain.planning.candidates import Candidate, make_candidates, make_meshes, with_candidate
+from jaxtrain.planning.candidates import (
+    AXES,
+    Candidate,
+    make_candidates,
+    make_meshes,
+    with_candidate,
+)
 from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, predict, trace
 from jaxtrain.planning.report import Plan
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
-from jaxtrain.state import TrainState, local_bytes
+from jaxtrain.state import TrainState, gradient_shardings, local_bytes
 
 WIDTH = 100
 GIB = 2**30
@@ -181,8 +192,9 @@ def search(
     Args:
       build: ``config -> Experiment``, called once per layout: an outline that reads no data.
       config: the experiment's, a frozen dataclass. Varied are its ``mesh``, ``accumulate``,
-        ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them; all else
-        (global batch, precision, optimizer, zero, schedule) stays.
+        ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them, and
+        ``gather`` and ``sequence_parallel`` where they are left to the framework; all else (global
+        batch, precision, optimizer, zero, schedule) stays.
       target: what to run on. Its compiler is needed unless ``compile_best`` is 0.
       compile_best: how many layouts to compile, the fastest by prediction first; None compiles as
         many as :data:`COMPILE_SECONDS` hold, and at least one.
@@ -237,13 +249,14 @@ def search(
     watch(lambda: found(complete=False))
     meshes = list(make_meshes(config, target.size, slices=target.slices))
     meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
+    gathers = estimator.gathers
     for i, mesh in enumerate(meshes):
         best = min((row.prediction.step_seconds for row in rows), default=0)
         progress(
             f"mesh {i + 1} of {len(meshes)}: {Candidate(mesh).mesh_name}"
             + (f"; {len(rows)} fit, the best takes {1000 * best:,.0f} ms" if rows else "")
         )
-        candidates = list(make_candidates(config, mesh))
+        candidates = list(make_candidates(config, mesh, gathers=gathers))
         considered += len(candidates)
         if rows and time.perf_counter() - start > walking:
             reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
@@ -251,6 +264,10 @@ def search(
             continue
         if reason := refuse_mesh(estimator, mesh):
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
+            continue
+        if best and (least := estimator.least_seconds(candidates[-1])) > best:
+            reason = "waits in its pipeline: takes at least # x the best's time"
+            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates), least / best)
             continue
         rows += walk_mesh(estimator, candidates, target, rejections)
     rows.sort(key=lambda row: row.prediction.step_seconds)
@@ -266,6 +283,21 @@ class Estimator:
         self.where = {"devices": target.size, "kind": target.chip.kind}
         self.states: dict[str, TrainState] = {}
         self.traces: dict[str, Any] = {}
+        self.least_compute = math.inf  # of what has no pipeline
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """When weights may be gathered; none where the flags say it, or there is no choice."""
+        if getattr(self.config, "gather", "") is not None:
+            return ()
+        alone = {axis: 1 for axis in AXES if hasattr(self.config.mesh, axis)}
+        experiment = self.build(with_candidate(self.config, Candidate(alone)))
+        obstacle = why_not(
+            experiment.loss_fn,
+            has_model_state=experiment.has_model_state,
+            own_engine=experiment.engine is not plain,
+        )
+        return ("layer", "step") if experiment.gather == "model" and obstacle is None else ()
 
     def outline(self, candidate: Candidate) -> tuple[Experiment, TrainState]:
         """Builds a layout's experiment, and the shapes of its state, which no ``remat`` changes.
@@ -274,7 +306,7 @@ class Estimator:
           ValueError: for one that cannot be trained.
         """
         experiment = self.build(with_candidate(self.config, candidate))
-        key = repr(dataclasses.replace(candidate, remat=None))
+        key = repr(dataclasses.replace(candidate, remat=None, gather=None, sequence_parallel=None))
         if key not in self.states:
             self.states[key] = abstract_state(experiment, **self.where)
         return experiment, self.states[key]
@@ -285,13 +317,38 @@ class Estimator:
         key = repr(twin)
         if key not in self.traces:
             experiment, state = self.outline(twin)
-            self.traces[key] = trace(experiment, **self.where, state=state)
+            alone = twin is candidate
+            self.traces[key] = trace(experiment, **self.where, state=state, for_one_size=alone)
         experiment, state = self.outline(candidate)
         traced = self.traces[key]
-        return experiment, estimate(experiment, **self.where, state=state, traced=traced)
+        found = estimate(experiment, **self.where, state=state, traced=traced)
+        if candidate.stage_remat is None:
+            compute = predict(found, self.target).compute
+            self.least_compute = min(self.least_compute, compute)
+        return experiment, found
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """What a step takes at least, by the time in which its pipeline waits; 0 where unknown."""
+        stages, options = candidate.mesh.get("pipe", 1), getattr(self.config, "pipeline", None)
+        if stages == 1 or math.isinf(self.least_compute):
+            return 0.0
+        units = candidate.microbatches * getattr(options, "virtual", 1)
+        return self.least_compute * (units + stages - 1) / units
+
+    def kept_bytes(self, candidate: Candidate) -> int:
+        """Bytes of the state, and of what is kept of weights that are gathered once per step."""
+        experiment, state = self.outline(candidate)
+        shardings = gradient_shardings(state, zero=experiment.zero)
+        dtype = experiment.policy.compute_dtype
+        return local_bytes(state) + kept_by_gathering(state.params, shardings, dtype)
 
     def twin(self, candidate: Candidate) -> Candidate:
-        """The layout whose trace stands for this one, see :func:`.estimate.trace`."""
+        """The layout whose trace stands for this one, see :func:`.estimate.trace`.
+
+        What reduces gradients or gathers weights once per step is traced for its own sizes.
+        """
+        if candidate.gather == "step" or candidate.microbatches > 1:
+            return candidate
         shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
         both = "data" in candidate.mesh and "fsdp" in candidate.mesh
         slices = candidate.mesh.get("dcn_data", 1)
@@ -359,10 +416,46 @@ def walk_mesh(
 
     More microbatches than the fewest that fit only repeat the traffic of weights, so they are not
     walked (a pipeline has a smaller bubble with more: its largest number is). With as many
-    microbatches, rematerialisation is only walked where less of it does not fit.
+    microbatches, rematerialisation is only walked where less of it does not fit. All of that is
+    done for each way to gather weights. The stream is whole over tensor only in what fits split.
     """
-    rows: list[Row] = []
     limit = target.chip.memory_bytes or math.inf
+    rows: list[Row] = []
+    for gather in dict.fromkeys(c.gather for c in candidates):
+        ways = [c for c in candidates if c.gather == gather]
+        split = [c for c in ways if c.sequence_parallel is not False]
+        if gather == "step" and (times := estimator.kept_bytes(split[0]) / limit) > 1:
+            reason = "the state and weights gathered once per step are # x the memory"
+            rejections.add(reason, split[0].mesh_name, len(ways), times)
+            continue
+        fitting = _walk_microbatches(estimator, split, target, rejections)
+        halves = [dataclasses.replace(row.candidate, sequence_parallel=False) for row in fitting]
+        whole = [c for c in ways if c.sequence_parallel is False]
+        rows += fitting
+        for candidate in whole:
+            if candidate not in halves:
+                reason = "a whole residual stream, where a split one was not walked or does not fit"
+                rejections.add(reason, candidate.mesh_name)
+                continue
+            experiment, estimated = estimator(candidate)
+            if estimated.peak_bytes <= limit:
+                rows.append(make_row(candidate, experiment, estimated, target))
+            else:
+                times = estimated.peak_bytes / limit
+                reason = "needs # x the memory with activations"
+                rejections.add(reason, candidate.mesh_name, 1, times)
+    return rows
+
+
+def _walk_microbatches(
+    estimator: "Estimator",
+    candidates: Sequence[Candidate],
+    target: Target,
+    rejections: Rejections,
+) -> list[Row]:
+    """The part of :func:`walk_mesh` for one way to gather weights."""
+    limit = target.chip.memory_bytes or math.inf
+    rows: list[Row] = []
     fewest = math.inf
     for kind in dict.fromkeys((c.remat, c.stage_remat) for c in candidates):
         ladder = [c for c in candidates if (c.remat, c.stage_remat) == kind]
@@ -568,8 +661,8 @@ def print_search(
     small = min((row.estimated_bytes for row in result.rows), default=GIB) < GIB / 10
     unit, name = (2**20, "MiB") if small else (GIB, "GiB")
     sizes = (f"estimated\n{name}", f"compiled\n{name}")
-    for name in ("micro-\nbatches", "remat", *sizes, "error", "step ms"):
-        table.add_column(name, justify="left" if name == "remat" else "right")
+    for name in ("micro-\nbatches", "remat", "gather", *sizes, "error", "step ms"):
+        table.add_column(name, justify="left" if name in ("remat", "gather") else "right")
     table.add_column("MFU", justify="right")
     table.add_column("bound by")
     rank = 0
@@ -582,6 +675,7 @@ def print_search(
             row.candidate.mesh_name,
             str(row.candidate.microbatches),
             row.candidate.remat_name,
+            row.candidate.gather or "-",
             f"{row.estimated_bytes / unit:.2f}",
             "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",

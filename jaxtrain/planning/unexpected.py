@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning.hlo import Collective, Program
-from jaxtrain.planning.partition import axis_names
+from jaxtrain.planning.partition import spec_of
 from jaxtrain.tree import named_leaves
 
 # Splitting over these is made to be undone, a layer at a time (ZeRO-3).
@@ -59,11 +59,7 @@ def _whole(
     """Names the parameters of that shape which should not be whole; several may look alike."""
     exact, alike = [], []
     for name, leaf in named_leaves(params).items():
-        sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            continue
-        spec = [axis_names(entry) for entry in sharding.spec]
-        spec += [()] * (len(leaf.shape) - len(spec))
+        spec = spec_of(leaf)
         if not any(axis in entry for entry in spec for axis in axes):
             continue
         # What one device has once the gathered axes are undone and the others are not.

@@ -33,9 +33,17 @@ import jax
 import numpy as np
 
 from jaxtrain.ops.attention import KERNEL_SCOPE
-from jaxtrain.planning.flops import CHEAP, count_equation, product_dimensions, product_flops
+from jaxtrain.parallel.specs import entries_of, names_of
+from jaxtrain.planning.flops import (
+    CHEAP,
+    bodies,
+    branch_shares_of,
+    count_equation,
+    product_dimensions,
+    product_flops,
+)
 from jaxtrain.planning.liveness import Liveness
-from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value, axis_names
+from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
 
 # Data is moved, or seen in another shape: part of what reads it.
 MOVES = frozenset(
@@ -45,25 +53,23 @@ MOVES = frozenset(
         *("optimization_barrier", "stop_gradient"),
     ]
 )
-# Calls, which are walked in place, and the parameter that has what they call.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
+# What is sent in a manual region.
+COLLECTIVES = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
+    "ppermute": "collective-permute",
 }
+# What is no call, though it may have a jaxpr.
+NO_CALLS = CHEAP | {"scan", "while", "cond", "shard_map", "pallas_call"}
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
 # Results with memory of their own. Everything else is element-wise.
 HEAVY = frozenset(
     [
         *REDUCTIONS,
         *IN_PLACE,
-        *("gather", "concatenate", "sort", "top_k", "ppermute", "all_gather", "all_to_all"),
+        *("gather", "concatenate", "sort", "top_k"),
         *("cumsum", "cumlogsumexp", "cummax", "reduce_window_sum", "reduce_window_max"),
         *("select_and_scatter_add", "cholesky", "triangular_solve"),
     ]
@@ -136,14 +142,16 @@ class Walk(Partitioner):
         Returns:
           Its results, and the most bytes that are alive at once besides its arguments.
         """
-        liveness = Liveness(_roots(carry))
+        liveness = Liveness()
+        for value in carry:
+            value.roots = liveness.write(self.bytes(value))
         env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= dict(zip(jaxpr.invars, arguments, strict=True))
         # The new state is written over the old; other results end up in memory.
         results = self.run(jaxpr, env, liveness, frozenset() if top else _variables(jaxpr.outvars))
         liveness.tick()
         liveness.read(_roots(results))
-        return results, liveness.peak()
+        return results, liveness.peak() - sum(map(self.bytes, carry))
 
     def run(self, jaxpr: Any, env: dict, liveness: Liveness, kept: frozenset) -> list[Value]:
         """Walks equations in order, those of calls in place."""
@@ -155,9 +163,8 @@ class Walk(Partitioner):
             outside = self.fused_kernel
             stack = getattr(getattr(equation, "source_info", None), "name_stack", "")
             self.fused_kernel = outside or KERNEL_SCOPE in str(stack)
-            if name in CALLS and CALLS[name] in equation.params:
-                inner = equation.params[CALLS[name]]
-                inner, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", [])
+            if (called := _called(equation)) is not None:
+                inner, consts = getattr(called, "jaxpr", called), getattr(called, "consts", [])
                 inner_env = dict(zip(inner.constvars, map(_constant, consts), strict=True))
                 inner_env |= dict(zip(inner.invars, inputs, strict=True))
                 pairs = zip(inner.outvars, equation.outvars, strict=True)
@@ -182,13 +189,11 @@ class Walk(Partitioner):
             return special(equation, inputs, liveness)
         if name in MOVES:
             return self.move(name, equation, inputs)
+        if name in COLLECTIVES:
+            return self.exchange(name, equation, inputs, liveness)
         params, variables = equation.params, equation.outvars
         specs = [self.along(name, params, inputs, tuple(v.aval.shape)) for v in variables]
         if name in CHEAP and name not in HEAVY:
-            for value in inputs:
-                # What is made from nothing is made as it is needed.
-                if value.free and value.shape == variables[0].aval.shape:
-                    value.spec = specs[0]
             return [self.fuse(inputs, v.aval, s) for v, s in zip(variables, specs, strict=True)]
         if name not in CHEAP:
             self.count(equation, [a for axes in specs[0] for a in axes] if specs else ())
@@ -269,7 +274,7 @@ class Walk(Partitioner):
         specs = [self.along("add_any", {}, inputs, first.shape)]
         total = self.fuse(inputs, equation.outvars[0].aval, specs[0])
         if first.summed and first.summed == second.summed and first.spec == second.spec:
-            self.unsend(second)
+            self.send("all-reduce", second.summed, self.bytes(second), times=-1)
             total.summed = first.summed
         return [total]
 
@@ -281,13 +286,10 @@ class Walk(Partitioner):
         outputs = []
         for variable in equation.outvars:
             shape = tuple(variable.aval.shape)
-            if name in ("reshape", "expand_dims"):
+            if name in ("reshape", "expand_dims", "squeeze"):
                 spec = self.reshaped(value, shape)
             elif name == "transpose":
                 spec = tuple(value.spec[d] for d in params["permutation"])
-            elif name == "squeeze":
-                gone = {d % len(value.shape) for d in params["dimensions"]}
-                spec = tuple(axes for d, axes in enumerate(value.spec) if d not in gone)
             else:
                 spec = self.fit(shape, value.spec)
             part = value.part or name in ("slice", "dynamic_slice")
@@ -296,15 +298,27 @@ class Walk(Partitioner):
             outputs.append(dataclasses.replace(value, **changes))
         return outputs
 
+    def exchange(self, name: str, equation: Any, inputs: list[Value], liveness) -> list[Value]:
+        """Collectives of a manual region, in which a device's own part is the shape."""
+        params, specs, whole = equation.params, [], 0
+        axes = names_of(params.get("axes", params.get("axis_name")))
+        # A ragged exchange has more operands, which say what goes where.
+        for value, variable in zip(inputs, equation.outvars, strict=False):
+            shape = tuple(variable.aval.shape)
+            specs.append(value.spec if len(shape) == len(value.spec) else ((),) * len(shape))
+            # The whole is what an all-gather ends with, and what others begin with.
+            whole += max(self.bytes(value), self.size(shape, value.dtype, specs[-1]))
+        self.send(COLLECTIVES[name], axes, whole)
+        return self.heavy(name, equation.outvars, specs, inputs, liveness)
+
     # Equations with rules of their own.
 
     def do_sharding_constraint(self, equation, inputs, liveness):
         (value,) = inputs
-        spec = equation.params["sharding"].spec
-        entries = list(spec) + [None] * (len(value.shape) - len(spec))
+        entries = entries_of(equation.params["sharding"].spec, len(value.shape))
         open_ = jax.sharding.PartitionSpec.UNCONSTRAINED
         wanted = [
-            old if entry is open_ else axis_names(entry)
+            old if entry is open_ else names_of(entry)
             for old, entry in zip(value.spec, entries, strict=True)
         ]
         laid = dataclasses.replace(value, spec=self.fit(value.shape, wanted))
@@ -315,16 +329,6 @@ class Walk(Partitioner):
             liveness.read(value.roots)
             laid.roots, laid.fused = liveness.write(copied), False
         return [laid]
-
-    def do_iota(self, equation, inputs, liveness):
-        aval = equation.outvars[0].aval
-        return [Value(tuple(aval.shape), aval.dtype, ((),) * len(aval.shape), free=True)]
-
-    def do_convert_element_type(self, equation, inputs, liveness):
-        (value,), aval = inputs, equation.outvars[0].aval
-        if aval.dtype == value.dtype:
-            return [dataclasses.replace(value)]
-        return [self.fuse(inputs, aval, value.spec)]
 
     def do_dot_general(self, equation, inputs, liveness):
         (lhs, rhs), aval = inputs[:2], equation.outvars[0].aval
@@ -371,8 +375,6 @@ class Walk(Partitioner):
         spec = self.fit(aval.shape, wanted)
         over = tuple(a for d in numbers.collapsed_slice_dims for a in table.spec[d])
         self.send("all-reduce", over, self.size(aval.shape, aval.dtype, spec))
-        if all(aval.shape[d] == 1 for d in rows):
-            return [dataclasses.replace(table, shape=tuple(aval.shape), spec=spec)]
         found = self.heavy("gather", equation.outvars, [spec], [indices], liveness)
         found[0].summed = over
         liveness.read(table.roots)
@@ -397,25 +399,6 @@ class Walk(Partitioner):
         liveness.transient(whole)
         return self.heavy("scatter-add", equation.outvars, [final], [table, updates], liveness)
 
-    def do_psum(self, equation, inputs, liveness):
-        name, params = equation.primitive.name, equation.params
-        kind = "all-reduce" if name == "psum" else "collective-permute"
-        axes = axis_names(params["axes"] if name == "psum" else params["axis_name"])
-        self.send(kind, axes, sum(map(self.bytes, inputs)))
-        return self.heavy(name, equation.outvars, [v.spec for v in inputs], inputs, liveness)
-
-    do_ppermute = do_psum
-
-    def do_all_gather(self, equation, inputs, liveness):
-        axes, aval = axis_names(equation.params["axis_name"]), equation.outvars[0].aval
-        self.send("all-gather", axes, self.size(aval.shape, aval.dtype, inputs[0].spec))
-        return self.heavy("all_gather", equation.outvars, [inputs[0].spec], inputs, liveness)
-
-    def do_reduce_scatter(self, equation, inputs, liveness):
-        axes = axis_names(equation.params["axis_name"])
-        self.send("reduce-scatter", axes, self.bytes(inputs[0]))
-        return self.heavy("reduce_scatter", equation.outvars, [inputs[0].spec], inputs, liveness)
-
     def do_shard_map(self, equation, inputs, liveness):
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
@@ -431,10 +414,8 @@ class Walk(Partitioner):
         liveness.transient(peak - sum(self.bytes(r) for r in results if r.roots))
         specs = []
         for value, spec in zip(results, params["out_specs"], strict=True):
-            names = list(spec) + [None] * (len(value.shape) - len(spec))
-            specs.append(
-                tuple((*axis_names(n), *axes) for n, axes in zip(names, value.spec, strict=True))
-            )
+            entries = map(names_of, entries_of(spec, len(value.shape)))
+            specs.append(tuple((*n, *axes) for n, axes in zip(entries, value.spec, strict=True)))
         return self.landed(equation.outvars, specs, inputs, liveness)
 
     def do_scan(self, equation, inputs, liveness):
@@ -478,11 +459,7 @@ class Walk(Partitioner):
 
     def body(self, body, consts, carry, layouts, slices) -> tuple[list[Value], int]:
         """Walks a loop's body once."""
-        places = Liveness()
-        start = [
-            Value(v.shape, v.dtype, spec, places.write(self.size(v.shape, v.dtype, spec)))
-            for v, spec in zip(carry, layouts, strict=True)
-        ]
+        start = [Value(v.shape, v.dtype, spec) for v, spec in zip(carry, layouts, strict=True)]
         made = [_constant(c) for c in body.consts]
         return self.level(body.jaxpr, made, [*consts, *start, *slices], carry=start)
 
@@ -511,7 +488,9 @@ class Walk(Partitioner):
             walked.append((sum(self.cost.flops.values()), peak - own, self.cost, results))
         self.cost = outer
         dearest = max(walked, key=lambda w: w[0])
-        self.cost.add(dearest[2])
+        shares = branch_shares_of(equation) or [float(w is dearest) for w in walked]
+        for share, (_, _, cost, _) in zip(shares, walked, strict=True):
+            self.cost.add(cost, share)
         liveness.transient(max(w[1] for w in walked))
         outputs = []
         for i, variable in enumerate(equation.outvars):
@@ -520,6 +499,13 @@ class Walk(Partitioner):
             spec = dearest[3][i].spec
             outputs += self.landed([variable], [spec], inputs, liveness, in_place=over)
         return outputs
+
+
+def _called(equation: Any) -> Any | None:
+    """The one jaxpr of a call, which takes the operands and gives the results; else None."""
+    inside = [] if equation.primitive.name in NO_CALLS else bodies(equation)
+    taken = [len(getattr(called, "jaxpr", called).invars) for called in inside]
+    return inside[0] if taken == [len(equation.invars)] else None
 
 
 def _needed(jaxpr: Any) -> list:
@@ -557,8 +543,8 @@ def _only_multiplied(jaxpr: Any, variable: Any) -> bool:
             continue
         if name in MOVES:
             inner, readers = jaxpr, equation.outvars
-        elif name in CALLS and CALLS[name] in params:
-            inner = getattr(params[CALLS[name]], "jaxpr", params[CALLS[name]])
+        elif (called := _called(equation)) is not None:
+            inner = getattr(called, "jaxpr", called)
             readers = [inner.invars[i] for i in places]
         else:
             return False

@@ -6,7 +6,9 @@ from jax.sharding import Mesh
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.folder import Ownership
+from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.terminal import Progress
 from jaxtrain.run.observe.throughput import Throughput
 from jaxtrain.run.observe.writers import Writer
@@ -27,8 +29,10 @@ class Run:
       watchdog: is told of everything that has ended.
       log: takes values of steps.
       journal: takes what happens, and knows where the time goes.
+      alerts: look at what is logged; they want things done.
       progress: the line of progress, and notes above it.
       rate: times the steps.
+      sampling: reads sensors.
     """
 
     experiment: Experiment
@@ -39,5 +43,7 @@ class Run:
     watchdog: Watchdog
     log: Writer
     journal: Journal
+    alerts: Alerts
     progress: Progress
     rate: Throughput
+    sampling: Sampling

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxtrain.experiment import (
     make_state,
     restore_state,
 )
-from jaxtrain.host import distributed, storage
+from jaxtrain.host import distributed, readings, storage
 from jaxtrain.host.exit_codes import DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared
 from jaxtrain.optim import averaged
@@ -46,11 +47,14 @@ from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
 from jaxtrain.run.hooks.logging import Logging
+from jaxtrain.run.hooks.profiling import Profiling
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
-from jaxtrain.run.observe import terminal, throughput
+from jaxtrain.run.observe import terminal, throughput, trackers
+from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
+from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
@@ -190,6 +194,8 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    webhook()
+    trackers.check_installed(trackers.parse(options.trackers))
     if options.early_stop_patience and not experiment.eval_sets:
         raise ValueError(
             f"early_stop_patience is {options.early_stop_patience} and experiment "
@@ -278,6 +284,9 @@ def _fit(
         evaluation, end = Evaluation(run, [saving, early, *hooks]), None
         if start < experiment.steps:
             early.recall(start)
+            # What was read two calls ago may have been the reason of an end that never came.
+            awaited = start + 1 - 2 * experiment.steps_per_call
+            run.alerts.recall(start, acts_from=math.inf if go_on else awaited)
             if (options.eval_first and start == 0) or early.awaits(start):
                 evaluation.on_step(start, state)
             end = None if go_on else early.ending(start)  # It was killed before it could say so.
@@ -315,10 +324,34 @@ def _opened(
     rate = throughput.Throughput(experiment.items_per_step)
     journal.step_times = rate.times
     process = jax.process_index()
+    about = trackers.About(
+        experiment=experiment.name,
+        name=owner.path.name,
+        identity=journal.identity,
+        config=provenance.flatten(experiment.config.get("flags", experiment.config)),
+        run_dir=owner.path,
+        resume_step=resume_step,
+    )
+    asked = trackers.parse(options.trackers) if process == 0 else {}
     with (
+        trackers.opened(asked, about, journal) as tracking,
         contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
         Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
         terminal.Progress(experiment.steps, start=start, item=experiment.item) as progress,
+        Alerts(
+            options.alert_rules if process == 0 else {},
+            journal=journal,
+            note=progress.note,
+            stop=peers.want_stop,
+            idle=watchdog.idle,
+            run_dir=owner.path,
+            webhook=webhook(),
+        ) as alerts,
+        Sampling(
+            lambda: readings.sources(jax.local_devices()),
+            seconds=options.sample_seconds,
+            peers=peers,
+        ) as sampling,
     ):
         yield Run(
             experiment=experiment,
@@ -327,10 +360,12 @@ def _opened(
             owner=owner,
             peers=peers,
             watchdog=watchdog,
-            log=Fanout([own_log, *(writers if process == 0 else ())]),
+            log=Fanout([own_log, alerts, *tracking, *(writers if process == 0 else ())]),
             journal=journal,
+            alerts=alerts,
             progress=progress,
             rate=rate,
+            sampling=sampling,
         )
 
 
@@ -353,14 +388,15 @@ def _train(
         return early
 
     ledger = run.journal.ledger
-    with ledger.during("step"):
+    with ledger.during("step"), Profiling(run) as profiling:
+        profiling.on_step(int(state.step), state)
         state = train_loop(
             train,
             state,
             ledger.timed("data", pace.timed(batches)),
             steps=run.experiment.steps,
             steps_per_call=run.experiment.steps_per_call,
-            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips],
+            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips, profiling],
             ends=ends,
         )
     ledger.begin("finish")

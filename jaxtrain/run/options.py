@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxtrain import optim
 from jaxtrain.optim.numerics import check_number
+from jaxtrain.run.observe import alert_rules, trackers
 from jaxtrain.run.provenance import ROUNDED, SAME
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
@@ -55,6 +56,15 @@ class RunOptions:
       hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
         call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
+      alerts: What is to alarm, and what is done then: RULE=LEVEL:ACTION, such as divergence:stop,
+        plateau=2000 or throughput:off. Actions are warn, save, trace, stop and off; "all" is
+        every rule.
+      trackers: Where metrics go too: wandb, mlflow, trackio (each set up by its own environment
+        variables), csv, prometheus or prometheus=PORT.
+      sample_seconds: Between two readings of sensors: utilisation, temperature and power of
+        devices, memory and CPU of the host; 0 reads none.
+      profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin; SIGUSR1 and
+        alerts trace some too.
     """
 
     run_dir: str | None = None
@@ -76,11 +86,15 @@ class RunOptions:
     watch_peers: bool = True
     hang_minutes: float = 30.0
     max_consecutive_skips: int = 20
+    alerts: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
+    sample_seconds: float = 10.0
+    profile_steps: str | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
-        least |= {"early_stop_patience": 0, "early_stop_min_change": 0}
+        least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:
@@ -95,6 +109,27 @@ class RunOptions:
                 f"early_stop_min_change is {self.early_stop_min_change} and early_stop_patience 0: "
                 "give the number of evaluations to wait too"
             )
+        alert_rules.parse(self.alerts)
+        trackers.parse(self.trackers)
+        if self.profile_steps is not None:
+            first, _, last = self.profile_steps.partition(":")
+            if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+                raise ValueError(
+                    f"profile_steps is {self.profile_steps!r}: give FIRST:LAST, such as 20:25"
+                )
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step to trace, if any."""
+        if self.profile_steps is None:
+            return None
+        first, _, last = self.profile_steps.partition(":")
+        return int(first), int(last)
+
+    @property
+    def alert_rules(self) -> dict[str, alert_rules.Setting]:
+        """The rules of alerts that are on."""
+        return alert_rules.parse(self.alerts)
 
     @property
     def saves_best(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a run of a language model has trained: its model, parameters and tokenizer."""
+"""What a run of a shipped model has trained: its model, parameters and tokenizer."""
 
 import dataclasses
 import os
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.host.paths import as_path
-from jaxtrain.models import encoder, encoder_decoder, gpt
+from jaxtrain.models import encoder, encoder_decoder, gpt, vit
+from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
 
@@ -21,19 +23,24 @@ FORMS = {
     "decoder": (gpt.GPTConfig, gpt),
     "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
+    "vit": (vit.ViTConfig, vit),
 }
-Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config
+Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
 
 
-def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer]:
-    """Reads a run's model, parameters and tokenizer.
+def load(
+    run: str, step: int | None = None, *, mesh: Mesh | None = None
+) -> tuple[Model, dict, data.Tokenizer | None]:
+    """Reads a run's model, parameters and tokenizer, which a model of images has not.
 
     Args:
       run: the run's folder.
       step: which checkpoint; by default the best one.
+      mesh: what the parameters are placed on, by the rules of their model; None for one device.
 
     Raises:
       FileNotFoundError: where there is no checkpoint.
+      ValueError: a parameter does not fit the mesh.
     """
     folder = as_path(run)
     with Checkpointer(folder / "checkpoints") as checkpoints:
@@ -42,7 +49,14 @@ def load(run: str, step: int | None = None) -> tuple[Model, dict, data.Tokenizer
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
         module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
         shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
+        if mesh is not None:
+            shardings = param_shardings(shapes, mesh, module.RULES)
+            shapes = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+            )
         params = checkpoints.restore_params(shapes, step)
+    if module is vit:
+        return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
@@ -79,6 +93,13 @@ def special_tokens(run: str) -> dict[str, Any] | None:
     exported with; None where that says nothing of them."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
         return checkpoints.config().get("special_tokens")
+
+
+def pixels(run: str) -> dict[str, Any] | None:
+    """Returns the mean and deviation, by channel, that a run's images are brought to zero and one
+    with; None where they stay as they are."""
+    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+        return checkpoints.config().get("pixels")
 
 
 def read_model(stored: Mapping[str, Any], *, where: str) -> Model:

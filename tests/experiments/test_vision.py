@@ -1,15 +1,21 @@
 """The vision experiment reaches its accuracy, with momentum and with LARS, also on a mesh."""
 
+import json
 import re
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from experiments.vision import Config, build
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from jaxtrain import hf
+from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.models import vit
+from jaxtrain.run import trained
 from jaxtrain.run.loop import RunOptions, fit
 from jaxtrain.run.main import main, parse
+from tests.commands import run as command
 
 pytest.importorskip("sklearn")
 
@@ -83,3 +89,89 @@ def test_a_vision_transformer_is_planned_as_it_trains():
     kernel = state.params["blocks"]["attn"]["q"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 64, 64)
     assert built.batch["image"].shape == (128, 8, 8, 1)
+
+
+PIXELS = {"mean": [0.5, 0.25, 0.5], "std": [0.5, 0.5, 0.25]}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A Hugging Face folder of a vision transformer with five classes, and images of three."""
+    folder = tmp_path_factory.mktemp("vit")
+    shape = {"image": (8, 8, 3), "patch": 4, "layers": 1, "width": 16, "heads": 2, "classes": 5}
+    config = vit.ViTConfig(**shape)
+    files = {hf.weights.PREPROCESSOR: hf.weights.preprocessor(config, PIXELS)}
+    hf.save(folder / "vit", config, vit.init(config, jax.random.key(0)), files=files)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
+    np.savez(folder / "images.npz", images=pixels, labels=np.arange(40) % 3)
+    return folder
+
+
+def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, capsys):
+    run, out, start = str(tmp_path / "run"), tmp_path / "out", tuning(pretrained)
+    flags = [*start, "--init-from", f"{pretrained}/vit"]
+    experiment = build(parse(Config, flags))
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    wanted = hf.load(hf.open_weights(pretrained / "vit"))
+    jax.tree.map(np.testing.assert_array_equal, state.params["embed"], wanted["embed"])
+    assert state.params["head"]["out"]["kernel"].shape == (16, 3)
+    main(Config, build, [*flags, "--run-dir", run])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "with a new head of 3 classes, where it had 5" in printed
+    assert command(capsys, "hf", "export", "--run", run, "--out", str(out))[0] == 0
+    labels = json.loads((out / "config.json").read_text())["id2label"]
+    assert labels == {"0": "0", "1": "1", "2": "2"}
+    # A run and its export begin with the same weights and images.
+    begun = [build(parse(Config, [*start, "--init-from", path])) for path in (run, str(out))]
+    expected, found = (hf.load(each.params()) for each in begun)
+    jax.tree.map(np.testing.assert_array_equal, expected, found)
+    assert hf.pixels(out) == trained.pixels(run) == PIXELS
+    rows = [next(iter(each.eval_batches(None)))["image"] for each in begun]
+    np.testing.assert_array_equal(*rows)
+    pixels = np.load(pretrained / "images.npz")["images"] / 255
+    normalized = (pixels - PIXELS["mean"]) / PIXELS["std"]
+    assert min(np.abs(normalized - rows[0][0]).max((1, 2, 3))) < 1e-6
+
+
+@pytest.mark.slow
+def test_what_is_exported_is_opened_by_transformers(pretrained, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    flags = [*tuning(pretrained), "--init-from", f"{pretrained}/vit", "--run-dir", run]
+    main(Config, build, flags)
+    assert command(capsys, "hf", "export", "--run", run, "--out", out)[0] == 0
+    processor = transformers.AutoImageProcessor.from_pretrained(out)
+    image = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    seen = np.asarray(
+        processor(image, return_tensors="np", input_data_format="channels_last")["pixel_values"]
+    )
+    normalized = (image / 255 - PIXELS["mean"]) / PIXELS["std"]
+    np.testing.assert_allclose(seen[0].transpose(1, 2, 0), normalized, atol=1e-6)
+    opened = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
+    ours = vit.logits(
+        trained.model(run), trained.load(run)[1], {"image": normalized[None].astype(np.float32)}
+    )
+    np.testing.assert_allclose(ours, opened(torch.tensor(seen)).logits.detach(), atol=1e-5)
+
+
+def tuning(folder):
+    """The flags of two steps on images, which are given what to begin with."""
+    flags = ["--model", "vit", "--optimizer.name", "adamw", "--data", f"{folder}/images.npz"]
+    return [*flags, "--steps", "2", "--global-batch", "8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "digits"], "the images are 8x8x1 and those of the model in .* 8x8x3"),
+        (["--layers", "2"], "--layers 2 is not for --init-from"),
+        (["--model", "convnet"], "--init-from is not for --model convnet: give --model vit"),
+        (["--init-from", "nothing"], "'nothing' is no run and no Hugging Face folder"),
+    ],
+)
+def test_what_a_pretrained_transformer_cannot_have_is_refused(pretrained, flags, message):
+    given = ["--model", "vit", "--optimizer.name", "adamw", "--data", f"{pretrained}/images.npz"]
+    given += ["--init-from", f"{pretrained}/vit", *flags]
+    with pytest.raises(ValueError, match=message):
+        build(parse(Config, given))

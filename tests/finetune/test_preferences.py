@@ -215,6 +215,6 @@ def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulat
 
 
 def test_models_of_several_stacks_are_refused():
-    stages = dataclasses.replace(gpt.stages(MODEL), shared=())
+    stages = dataclasses.replace(gpt.stages(MODEL), shared=("embed",))
     with pytest.raises(ValueError, match="one stack of layers that share no parameters: use dpo_l"):
         preferences.dpo_stages(stages, LOG_PROBS)

@@ -9,6 +9,15 @@ from tests.hf.models import transformers
 
 SIZES = {name: n for name, n in models.SIZES.items() if name != "num_key_value_heads"}
 ROBERTA = SIZES | dict(type_vocab_size=1, max_position_embeddings=66)
+MODERN = SIZES | dict(
+    num_hidden_layers=5,
+    local_attention=6,
+    rope_parameters={
+        "full_attention": dict(rope_type="default", rope_theta=1e3),
+        "sliding_attention": dict(rope_type="default", rope_theta=50.0),
+    },
+    **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
+)
 TOKENS, CLASSES, NONE = (
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
@@ -28,8 +37,17 @@ MODELS = {
     ),
     "roberta, tokens": ("roberta", ROBERTA, TOKENS),
     "roberta, none": ("roberta", ROBERTA, NONE),
+    "modernbert, tokens": ("modernbert", MODERN, TOKENS),
+    "modernbert, classes": ("modernbert", MODERN | dict(num_labels=3), CLASSES),
+    "modernbert, mean": (
+        "modernbert",
+        MODERN
+        | dict(num_labels=3, classifier_pooling="mean", hidden_activation="gelu_pytorch_tanh"),
+        CLASSES,
+    ),
+    "modernbert, none": ("modernbert", MODERN, NONE),
 }
-EVERYDAY = list(MODELS)[:2]
+EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens"]
 
 
 def save(name, folder, **options):
@@ -42,7 +60,8 @@ def save(name, folder, **options):
     model = getattr(library, head).from_config(library.AutoConfig.for_model(kind, **fields))
     with torch.no_grad():
         for path, x in model.named_parameters():
-            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if "LayerNorm.weight" in path else 0))
+            one = "norm.weight" in path.lower()
+            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one else 0))
     model.save_pretrained(folder, **options)
     return folder
 
@@ -81,7 +100,8 @@ def theirs(name, folder, rows):
     head = MODELS[name][2]
     model = getattr(transformers(), head).from_pretrained(folder, dtype=torch.float32).eval()
     given = {"input_ids": rows["tokens"], "attention_mask": rows["segments"]}
-    given["token_type_ids"] = rows["types"]
+    if MODELS[name][0] != "modernbert":
+        given["token_type_ids"] = rows["types"]
     if head != NONE:
         ignored = np.where(rows["mask"] > 0, rows["targets"], -100) if head == TOKENS else 0
         given["labels"] = rows["label"] if head == CLASSES else ignored

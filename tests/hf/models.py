@@ -27,13 +27,23 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 
-# By name: the model type and its fields. The first five are in the everyday tests.
+GEMMA = SIZES | dict(num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=10)
+GEMMA2 = GEMMA | dict(sliding_window=5, final_logit_softcapping=3.0, attn_logit_softcapping=2.0)
+ROPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1e3, factor=8.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=50.0),
+}
+GEMMA3 = GEMMA | dict(sliding_window=5, rope_parameters=ROPES, num_hidden_layers=7)
+
+# By name: the model type and its fields. The first seven are in the everyday tests.
 MODELS = {
     "gpt2": ("gpt2", GPT2),
     "llama": ("llama", SIZES | dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "mistral": ("mistral", SIZES | dict(sliding_window=5)),
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", SIZES | dict(head_dim=12)),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma3": ("gemma3_text", GEMMA3),
     "gpt2, untied, exact gelu": (
         "gpt2",
         GPT2 | dict(n_inner=40, activation_function="gelu", tie_word_embeddings=False),
@@ -43,6 +53,32 @@ MODELS = {
     "qwen2, window": (
         "qwen2",
         SIZES | dict(use_sliding_window=True, sliding_window=5, max_window_layers=0),
+    ),
+    "qwen2, some windows": (
+        "qwen2",
+        SIZES
+        | dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+        | dict(num_hidden_layers=3),
+    ),
+    "llama, linear rope": (
+        "llama",
+        SIZES | dict(rope_parameters=dict(rope_type="linear", rope_theta=1e3, factor=4.0)),
+    ),
+    "gemma2, untied, no caps": (
+        "gemma2",
+        GEMMA
+        | dict(sliding_window=9, tie_word_embeddings=False)
+        | dict(final_logit_softcapping=None, attn_logit_softcapping=None),
+    ),
+    "gemma2, other windows": (
+        "gemma2",
+        GEMMA2 | dict(layer_types=["full_attention"] * 2 + ["sliding_attention"]),
+    ),
+    "gemma3, cap, two layers": (
+        "gemma3_text",
+        GEMMA3
+        | dict(num_hidden_layers=2, tie_word_embeddings=False, num_key_value_heads=1)
+        | dict(final_logit_softcapping=3.0),
     ),
     "qwen3, tied": ("qwen3", SIZES | dict(head_dim=8, tie_word_embeddings=True)),
 }
@@ -69,7 +105,9 @@ def save(name, folder, *, dtype="float32", **options):
     model = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(kind, **fields))
     with torch.no_grad():
         for path, x in model.named_parameters():
-            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if x.ndim == 1 and "bias" not in path else 0))
+            # Gemma's norms multiply by one more than they have.
+            one = x.ndim == 1 and "bias" not in path and "gemma" not in kind
+            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one else 0))
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     return folder
 
@@ -78,9 +116,28 @@ def logits(folder, tokens=TOKENS):
     """What transformers computes of a folder, in float32."""
     import torch
 
-    model = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = opened(folder)
     with torch.no_grad():
-        return model.eval()(torch.tensor(tokens)).logits.numpy()
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def gradients(folder, tokens, targets):
+    """The mean loss of a folder's model, and its gradients by name."""
+    import torch
+
+    model = opened(folder)
+    logits = model(torch.tensor(tokens)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
+    loss.backward()
+    return float(loss.detach()), {name: x.grad.numpy() for name, x in model.named_parameters()}
+
+
+def opened(folder):
+    """A folder's model; by its own code, for other attention knows no soft cap."""
+    import torch
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return transformers().AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def tensors(folder):

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from jaxtrain import hf
-from jaxtrain.hf.decoders import _LLAMA3
 from jaxtrain.hf.families import family_of
+from jaxtrain.hf.positions import _LLAMA3
+from jaxtrain.models.config import windows_of
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.
@@ -122,14 +123,17 @@ def windowed(**fields):
         {"sliding_window": 7, "use_sliding_window": False},
         {"sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
         {"sliding_window": 7, "layer_types": ["full_attention"] * 2},
+        {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": 7, "max_window_layers": 1},
     ],
 )
 def test_a_window_of_qwen_is_that_of_transformers(fields):
     theirs = windowed(**fields)
     got = models.transformers().Qwen2Config(**theirs)
-    kinds = set(got.layer_types)
-    expected = got.sliding_window if kinds == {"sliding_attention"} else None
-    assert family_of(theirs).config(theirs).window == expected
+    slides = [kind == "sliding_attention" for kind in got.layer_types]
+    config = family_of(theirs).config(theirs)
+    assert windows_of(config) == slides
+    assert config.window == (got.sliding_window if any(slides) else None)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +144,11 @@ def test_a_window_of_qwen_is_that_of_transformers(fields):
         ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention', which"),
         (
             {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
-            "sliding_window give no window",
+            "and the other fields give no window",
         ),
         (
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
-            "sliding_window give no window",
+            "and the other fields give no window",
         ),
     ],
 )

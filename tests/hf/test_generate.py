@@ -9,15 +9,14 @@ from tests.hf import models
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("penalty", [1.0, 1.6])
 def test_tokens_are_those_that_transformers_generates(name, penalty, tmp_path):
-    library = models.transformers()
+    models.transformers()
     import torch
 
     folder, prompts = models.save(name, tmp_path), models.TOKENS[:, :9]
-    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    expected = model.generate(
+    expected = models.opened(folder).generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(prompts.shape, dtype=int),
         max_new_tokens=12,

@@ -18,7 +18,7 @@ def test_device_memory_is_that_of_the_fullest_device(monkeypatch):
         return types.SimpleNamespace(memory_stats=lambda: stats)
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device(10, 70), device(30, 50)])
-    assert device_memory() == {"in_use": 30.0, "peak": 70.0}
+    assert device_memory() == {"in_use": 30.0, "peak": 70.0, "peak_fraction": 0.7}
 
 
 @pytest.mark.parametrize("stats", [None, {}])

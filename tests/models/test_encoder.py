@@ -18,6 +18,24 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 SMALL = EncoderConfig(
     vocab_size=61, seq_len=16, layers=2, width=32, heads=4, unused_positions=2, loss_chunk=2
 )
+# Layers of two kinds, of which stages begin with either; the first has one norm less.
+MODERN = EncoderConfig(
+    vocab_size=61,
+    seq_len=16,
+    layers=4,
+    width=32,
+    heads=4,
+    positions="rope",
+    rope_theta=100.0,
+    local_rope_theta=10.0,
+    window=4,
+    window_pattern=(False, True, True),
+    norm_position="pre",
+    mlp="geglu_exact",
+    bias=False,
+    token_types=None,
+)
+MEAN = dataclasses.replace(MODERN, head="classes", classes=3, pooling="mean")
 CLASSES = dataclasses.replace(SMALL, head="classes", classes=3, loss_chunk=None, dropout=0.2)
 
 
@@ -46,6 +64,11 @@ def rows(config):
     ("config", "layout", "policy"),
     [
         (SMALL, "pipe=2,fsdp=2,tensor=2", "f32"),
+        *(
+            pytest.param(config, layout, "f32", marks=pytest.mark.slow)
+            for config in (MODERN, MEAN)
+            for layout in ("data=2,fsdp=2,tensor=2", "pipe=2,fsdp=2,tensor=2")
+        ),
         *(
             pytest.param(config, layout, policy, marks=pytest.mark.slow)
             for config in (SMALL, CLASSES)
@@ -97,7 +120,7 @@ def test_predictions_are_of_their_places_and_padding_is_not_seen():
     [
         ({"classes": 3}, "classes=3 and head='tokens': give a number of classes with"),
         ({"head": "classes"}, "classes=None and head='classes'"),
-        ({"window": 4}, "window=4 looks backwards and needs causal=True"),
+        ({"window": 4, "local_rope_theta": 9.0}, "give a window and rotary positions, or leave it"),
         ({"unused_positions": -1}, "unused_positions=-1 must be a whole number"),
     ],
 )

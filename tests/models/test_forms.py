@@ -1,4 +1,7 @@
-"""The forms of Mistral, Qwen and Llama 3 on meshes: gradients and optimizer state of one device."""
+"""Forms of Mistral, Qwen, Llama 3 and Gemma on meshes: gradients and state of one device."""
+
+import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -7,7 +10,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.ops import tiled
-from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
+from jaxtrain.planning.flops import count_flops
 
 MODEL = gpt.GPTConfig(
     vocab_size=61,
@@ -28,13 +32,30 @@ MODEL = gpt.GPTConfig(
     bias=False,
     tied=False,
 )
+# Gemma 2 and 3 at once; stages begin at other places than the pattern.
+GEMMA = dataclasses.replace(
+    MODEL,
+    kv_heads=1,
+    qkv_bias=False,
+    norm_offset=True,
+    norm_position="sandwich",
+    embed_scale=True,
+    mlp="geglu",
+    tied=True,
+    window_pattern=(True, True, False),
+    local_rope_theta=10.0,
+    rope_scaling=LinearScaling(8.0),
+    query_pre_attn_scalar=10.0,
+    attention_softcap=2.0,
+    logit_softcap=3.0,
+)
 
 
-def init(rng):
+def init(model, rng):
     """Noise on what it starts from, so that no bias is zero."""
     return jt.tree.map_named(
         lambda name, x: x + 0.1 * jax.random.normal(jax.random.key(len(name)), x.shape),
-        gpt.init(MODEL, rng),
+        gpt.init(model, rng),
     )
 
 
@@ -47,20 +68,51 @@ def batch():
     return {"tokens": tokens, "targets": targets, "mask": mask, "segments": segments}
 
 
-@pytest.mark.slow
 # Eight tiles of queries make a loop, two are written out.
 @pytest.mark.parametrize(
-    ("block", "layout"),
-    [(2, "data=2,fsdp=2,tensor=2"), (2, "pipe=2,fsdp=2,tensor=2"), (8, "data=2,fsdp=2,tensor=2")],
+    ("model", "block", "layout"),
+    [
+        ("gemma", 8, "pipe=2,fsdp=2,tensor=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen", 2, "data=2,fsdp=2,tensor=2"),
+                ("qwen", 2, "pipe=2,fsdp=2,tensor=2"),
+                ("qwen", 8, "data=2,fsdp=2,tensor=2"),
+                ("gemma", 2, "data=2,fsdp=2,tensor=2"),
+                ("gemma", 2, "pipe=4,data=2"),
+                ("gemma", 8, "data=2,tensor=4"),
+                ("gemma", 8, "context=2,fsdp=2,tensor=2"),
+            )
+        ),
+    ],
 )
-def test_every_mesh_agrees_with_one_device(block, layout, monkeypatch):
+def test_every_mesh_agrees_with_one_device(model, block, layout, monkeypatch):
     monkeypatch.setattr(tiled, "_block", lambda T: block)
+    model = {"gemma": GEMMA, "qwen": MODEL}[model]
     jt.parity(
-        init,
-        gpt.loss_fn(MODEL),
+        functools.partial(init, model),
+        gpt.loss_fn(model),
         batch(),
         rules=gpt.RULES,
-        stages=gpt.stages(MODEL),
+        stages=gpt.stages(model),
         gather="model",
         layouts=[layout],
     )
+
+
+def test_layers_with_a_window_cost_what_they_do_alone():
+    """Of a model whose every other layer has one, in a traced step as a plan counts it."""
+
+    def flops(**form):
+        model = dataclasses.replace(GEMMA, seq_len=256, **form)
+        rows = jax.ShapeDtypeStruct((2, 256), "int32")
+        given = {"tokens": rows, "targets": rows, "mask": jax.ShapeDtypeStruct((2, 256), "float32")}
+        params = jax.eval_shape(functools.partial(gpt.init, model), jax.random.key(0))
+        gradient = jax.grad(lambda *args: gpt.loss_fn(model)(*args, None).total)
+        return count_flops(gradient, params, given).total
+
+    near = flops(window=8, window_pattern=(True,))
+    whole = flops(window=None, window_pattern=(True,), local_rope_theta=None)
+    assert flops(window=8, window_pattern=(True, False)) == (near + whole) / 2
+    assert near < 0.8 * whole

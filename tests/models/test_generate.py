@@ -197,7 +197,7 @@ def test_rotary_positions_may_exceed_the_training_length():
         ({"prompt_tokens": PROMPTS[0]}, r"prompt_tokens must be \[B, P\], not of shape \(4,\)"),
         (
             {"prompt_tokens": PROMPTS + 9},
-            "prompt_tokens from 9 to 18 do not fit a vocabulary of 13",
+            "prompt tokens from 9 to 18 do not fit a vocabulary of 13",
         ),
     ],
 )

@@ -385,6 +385,13 @@ def test_presets_have_the_published_sizes():
         "mistral-7b": 7_241_732_096,
         "qwen2.5-7b": 7_615_616_512,
         "qwen3-8b": 8_190_735_360,
+        "gemma2-2b": 2_614_341_888,
+        "gemma2-9b": 9_241_705_984,
+        "gemma2-27b": 27_227_128_320,
+        "gemma3-1b": 999_885_952,
+        "gemma3-4b": 3_880_263_168,
+        "gemma3-12b": 11_766_034_176,
+        "gemma3-27b": 27_009_346_304,
     }
 
 
@@ -396,6 +403,8 @@ def test_flops_are_counted_by_hand_for_llama():
     assert gpt.flops_per_token(gpt.llama_1b()) == expected
     near = dataclasses.replace(gpt.llama_1b(), window=100)
     assert gpt.flops_per_token(near) == expected - 12 * L * D * (S - 100)
+    some = dataclasses.replace(near, window_pattern=(True, True, False))  # 15 layers of 22
+    assert gpt.flops_per_token(some) == expected - 12 * 15 * D * (S - 100)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,17 @@ from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
 
 
-def definition(xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT, window=None, factors_BHTT=1.0):
+def definition(
+    xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT, window=None, softcap=None, factors_BHTT=1.0
+):
     """The formula, keys and values repeated; ``xp`` is numpy or jax.numpy."""
     T, H, K = q_BTHK.shape[1:]
     k, v = (xp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
     scores = xp.einsum("bthk,bshk->bhts", q_BTHK, k) / K**0.5
+    scores = scores if softcap is None else softcap * xp.tanh(scores / softcap)
     seen = xp.tril(xp.ones((T, T), bool))[None] if causal else xp.ones((1, T, T), bool)
     if window is not None:
-        seen = seen & (xp.arange(T)[:, None] - xp.arange(T) < window)
+        seen = seen & (abs(xp.arange(T)[:, None] - xp.arange(T)) < window)
     if segments_BT is not None:
         seen = seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
     weights = xp.where(seen[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
@@ -51,14 +54,15 @@ def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
     seed=st.integers(0, 99),
     T=st.integers(1, 9),
     groups=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)]),
-    causal=st.sampled_from([False, True, 1, 3]),  # a number is the window of causal attention
+    causal=st.sampled_from([False, True, 1, 3, -2, -3]),  # a window, see seen_by
     documents=st.sampled_from([None, 3]),
+    softcap=st.sampled_from([None, 0.7]),
     block=st.sampled_from([1, 2, 4, None]),
 )
-def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, block):
+def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, softcap, block):
     H, G = groups
     q, k, v, segments = arrays(seed, T=T, H=H, G=G, documents=documents)
-    seen = seen_by(causal)
+    seen = seen_by(causal) | {"softcap": softcap}
     run = jax.jit(functools.partial(attention, **seen, block=block))
     out = run(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), segments_BT=segments)
     expected = definition(np, q, k, v, **seen, segments_BT=segments)
@@ -66,8 +70,8 @@ def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, 
 
 
 def seen_by(causal):
-    """The arguments of a case: a number is the window of causal attention."""
-    return {"causal": bool(causal), "window": None if isinstance(causal, bool) else causal}
+    """The arguments of a case: a number is the window of causal attention, or below 0 of other."""
+    return {"causal": causal > 0, "window": None if isinstance(causal, bool) else abs(causal)}
 
 
 @pytest.mark.parametrize(
@@ -114,14 +118,15 @@ def test_no_fused_kernel_takes_a_bias():
 
 
 @pytest.mark.parametrize(
-    ("causal", "documents"), [(True, None), (True, 3), (False, None), (False, 3), (4, 2)]
+    ("causal", "documents", "softcap"),
+    [(True, None, None), (True, 3, None), (False, None, 0.7), (-3, 2, None), (4, 2, 0.7)],
 )
-def test_gradients_are_those_of_the_definition(causal, documents):
+def test_gradients_are_those_of_the_definition(causal, documents, softcap):
     q, k, v, segments = arrays(3, documents=documents)
     with jax.enable_x64(True):
 
         def loss(function, *qkv):
-            out = function(*qkv, **seen_by(causal), segments_BT=segments)
+            out = function(*qkv, **seen_by(causal), segments_BT=segments, softcap=softcap)
             return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
 
         for block in (1, 3, 7):  # seven tiles make a loop, three are written out
@@ -210,6 +215,7 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
         (splash_attention, True, None, (2, 2), None),
         (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
         (splash_attention, 70, None, (4, 2), {"tensor": 4}),
+        (splash_attention, -70, 3, (2, 1), None),
         (splash_attention, True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
         (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
         (pallas_attention, False, None, (2, 1), None),
@@ -222,10 +228,11 @@ def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mes
     H, G = groups
     T = 256 if kernel is splash_attention else 128
     q, k, v, segments = arrays(6, T=T, H=H, G=G, K=8, documents=documents)
+    seen = seen_by(causal) | {"softcap": 0.7 if causal == 70 else None}
 
     def run(*qkvs):
         *qkv, segments_BT = qkvs
-        on_one = functools.partial(kernel, **seen_by(causal), interpret=True)
+        on_one = functools.partial(kernel, **seen, interpret=True)
         return on_each_device(on_one, *qkv, segments_BT)
 
     if mesh and "pipe" in mesh:
@@ -233,7 +240,7 @@ def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mes
         rows = jax.P("pipe")
         stages = {"in_specs": rows, "out_specs": rows, "axis_names": {"pipe"}}
         run = jax.shard_map(run, check_vma=False, **stages)
-    plain = functools.partial(definition, jnp, **seen_by(causal), segments_BT=segments)
+    plain = functools.partial(definition, jnp, **seen, segments_BT=segments)
 
     def loss(function, *qkv):
         out = function(*qkv)
@@ -337,18 +344,22 @@ def test_nothing_of_size_t_times_s_is_kept_for_the_backward_pass_of_long_rows():
     assert max(x.size for x in kept) == q.size < 128 * 128
 
 
+SEEN = ((None, None), (3, 0.7))
+
+
 def test_cached_attention_is_the_last_row_of_the_whole():
     q, k, v, _ = arrays(5, B=3)
     positions = np.array([0, 3, 6])
     wholes = [
-        definition(np, q, k, v, causal=True, segments_BT=None, window=window)
-        for window in (None, 3)
+        definition(np, q, k, v, causal=True, segments_BT=None, window=window, softcap=softcap)
+        for window, softcap in SEEN
     ]
     k, v = (jnp.asarray(x.transpose(0, 2, 1, 3), jnp.float32) for x in (k, v))
     rows = np.arange(3)
     last = jnp.asarray(q[rows, positions], jnp.float32)
-    for window, whole in zip((None, 3), wholes, strict=True):
-        out = cached_attention(last, k, v, positions_B=jnp.asarray(positions), window=window)
+    for (window, softcap), whole in zip(SEEN, wholes, strict=True):
+        form = {"positions_B": jnp.asarray(positions), "window": window, "softcap": softcap}
+        out = cached_attention(last, k, v, **form)
         np.testing.assert_allclose(out, whole[rows, positions], atol=2e-6)
 
 
@@ -379,6 +390,12 @@ def test_the_choice_is_by_backend_dtype_and_width():
         (dict(implementation="pallas", dtype="float32", backend="tpu"), "NVIDIA GPU, and the back"),
         (dict(implementation="pallas", dtype="float32", backend="gpu", head_dim=256), "are 256"),
         (dict(implementation="pallas", dtype="float32", backend="gpu", window=8), "and it is 8"),
+        (dict(implementation="pallas", dtype="float32", backend="gpu", softcap=5.0), "it is 5.0"),
+        (dict(implementation="cudnn", dtype="float16", backend="gpu", softcap=5.0), "it is 5.0"),
+        (
+            dict(implementation="cudnn", dtype="float16", backend="gpu", window=9, causal=False),
+            "it sees 8 to both sides",
+        ),
         (dict(implementation="pallas", dtype="float32", backend="gpu", length=100), "it is 100"),
         (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
         (dict(implementation="splash", dtype="float32", backend="tpu", dropout=0.1), "rate is 0.1"),
@@ -427,5 +444,5 @@ def test_shapes_that_do_not_fit_are_refused():
         attention(q[:, :, :3], k, v)
     with pytest.raises(ValueError, match=r"as many keys \(6\) as queries \(7\)"):
         attention(q, k[:, :6], v[:, :6])
-    with pytest.raises(ValueError, match="window=2 must be at least 1, and needs causal=True"):
-        attention(q, k, v, causal=False, window=2)
+    with pytest.raises(ValueError, match="window=2 must be at least 1, and needs as many k"):
+        attention(q, k[:, :6], v[:, :6], causal=False, window=2)

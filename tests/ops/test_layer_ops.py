@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.activations import geglu, gelu, relu, swiglu
+from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
-from jaxtrain.ops.rotary import rotary_angles, rotate
+from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 
 EPS = 1e-5
 
@@ -32,6 +32,10 @@ def plain_swiglu(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up
 
 
+def exact_geglu(gate, up):
+    return jax.nn.gelu(gate, approximate=False) * up
+
+
 WIDE, ROW = (3, 4, 6), (6,)
 CASES = {
     "layer_norm": (functools.partial(layer_norm, eps=EPS), plain_layer_norm, (WIDE, ROW, ROW)),
@@ -39,6 +43,7 @@ CASES = {
     "gelu": (gelu, plain_gelu, (WIDE,)),
     "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
     "geglu": (geglu, lambda gate, up: plain_gelu(gate) * up, (WIDE, WIDE)),
+    "geglu_exact": (geglu_exact, exact_geglu, (WIDE, WIDE)),
     "relu": (relu, jax.nn.relu, (WIDE,)),
 }
 
@@ -91,7 +96,9 @@ def test_rotation_is_multiplication_by_a_unit_complex_number():
     rng = np.random.default_rng(3)
     x = rng.standard_normal((2, 5, 3, 8))
     positions = rng.integers(0, 1000, (2, 5))
-    turned = rotate(jnp.asarray(x, jnp.float32), rotary_angles(jnp.asarray(positions), 8))
+    turned = rotate(
+        jnp.asarray(x, jnp.float32), rotary_angles(jnp.asarray(positions), rotary_frequencies(8))
+    )
     frequencies = 10000.0 ** (-np.arange(4) / 4)
     pairs = x[..., :4] + 1j * x[..., 4:]
     pairs = pairs * np.exp(1j * positions[..., None] * frequencies)[:, :, None]
@@ -103,7 +110,8 @@ def test_rotated_products_depend_on_the_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
     def product(t, s):
-        angles = [rotary_angles(jnp.array([[p]]), 8, theta=100.0) for p in (t, s)]
+        frequencies = rotary_frequencies(8, theta=100.0)
+        angles = [rotary_angles(jnp.array([[p]]), frequencies) for p in (t, s)]
         return (rotate(q, angles[0]) * rotate(k, angles[1])).sum()
 
     np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)

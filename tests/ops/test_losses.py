@@ -26,14 +26,17 @@ def arrays(seed=0, B=2, T=6):
     return x, kernel, targets, rng.integers(0, 3, (B, T)) * 0.5
 
 
-def definition(x, kernel, targets, mask, z_loss=0.0):
+def definition(x, kernel, targets, mask, z_loss=0.0, softcap=np.inf):
     """Value, gradients of x, kernel and mask, and the correct count, by the formula."""
     logits = (x @ kernel)[..., :VOCAB]
+    capped = logits if softcap == np.inf else softcap * np.tanh(logits / softcap)
+    slope, logits = 1 - (capped / softcap) ** 2, capped
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     one_hot = np.eye(VOCAB)[targets]
     log_z = np.log(np.exp(logits).sum(-1))
     nll = -np.log((softmax * one_hot).sum(-1)) + z_loss * log_z**2
     d_logits = (softmax * (1 + 2 * z_loss * log_z[..., None]) - one_hot) * mask[..., None]
+    d_logits *= slope
     d_kernel = np.zeros_like(kernel)
     d_kernel[:, :VOCAB] = np.einsum("btd,btv->dv", x, d_logits)
     correct = ((logits.argmax(-1) == targets) * mask).sum()
@@ -54,12 +57,13 @@ def float32(*xs):
     chunk=st.sampled_from([None, 1, 2]),
     scale=st.floats(0.1, 9.0),
     z_loss=st.sampled_from([0.0, 0.3]),
+    softcap=st.sampled_from([None, 1.5]),
 )
-def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale, z_loss):
-    batch = arrays(seed)
-    value, grads, correct = definition(*batch, z_loss)
-    expected = (value, correct, value - definition(*batch)[0])
-    forward = functools.partial(total, chunk=chunk, z_loss=z_loss)
+def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale, z_loss, softcap):
+    batch, cap = arrays(seed), softcap or np.inf
+    value, grads, correct = definition(*batch, z_loss, cap)
+    expected = (value, correct, value - definition(*batch, softcap=cap)[0])
+    forward = functools.partial(total, chunk=chunk, z_loss=z_loss, softcap=softcap)
     np.testing.assert_allclose(jax.jit(forward)(*float32(*batch)), expected, rtol=1e-5, atol=1e-5)
 
     def scaled(*args):  # a cotangent other than 1

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.models import gpt
 from jaxtrain.parallel import placement
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import (
@@ -282,11 +283,20 @@ def test_a_large_parameter_is_whole_where_a_rule_says_so():
         lambda params, batch, rng: params["w"].sum() * batch.sum(), optimizer
     )
     jt.compile_step(step, state, jnp.ones(8), mesh=mesh)
-    # Axes that this mesh does not have leave it whole by accident.
+    # Axes that this mesh does not have leave it whole by accident, but for those of a pipeline.
     with pytest.raises(
         ValueError, match=r"'w' has .* would be copied whole .*\(None, None\) where"
     ):
-        create([("w", ("layers", None))])
+        create([("w", ("experts", None))])
+    assert create([("w", ("layers", None))]).params["w"].sharding.is_fully_replicated
+
+
+def test_the_norms_of_405b_are_whole_without_a_pipeline():
+    config = gpt.PRESETS["llama-405b"]()
+    shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    found = specs(param_shardings(shapes, jt.make_mesh(fsdp=4, tensor=2), rules=gpt.RULES))
+    assert found["blocks/norm_attn/scale"] == P(None, None)
+    assert found["blocks/mlp/up/kernel"] == P(None, "fsdp", "tensor")
 
 
 def test_stacked_parameters_without_a_rule_lie_along_the_pipeline():

@@ -5,8 +5,11 @@ import json
 
 import jax
 import pytest
+import tyro
 
 import jaxtrain as jt
+from experiments import gpt
+from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.groups import UNKNOWN
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
@@ -165,3 +168,25 @@ def test_seven_billion_parameters_on_256_chips(capsys):
     tokens = 256 * 4096
     assert plan["flops_formula"][0] == pytest.approx(6 * 6.6e9 * tokens, rel=0.25)
     assert plan["flops_formula"][0] < plan["flops"]["by_dtype"]["bfloat16"]
+
+
+@pytest.mark.slow
+def test_options_for_gpu_hosts_hide_more_than_those_of_xla(monkeypatch):
+    need("h100:1x8")
+    target = parse_target("h100:4x8")
+    flags = "--model llama-7b --layers 8 --global-batch 32 --mesh.fsdp 32 --mesh.data 1"
+    flags += " --remat dots --precision bf16 --tokenizer 32000 --optimizer.name adamw"
+    config = tyro.cli(gpt.Config, args=flags.split())
+    ours = plan_experiment(gpt.outline(config), target)
+    monkeypatch.setattr("jaxtrain.compile.overlap_options", lambda mesh: {})
+    alone = plan_experiment(gpt.outline(config), target)
+    sent = [plan.roofline.interconnect["fsdp"] for plan in (ours, alone)]
+    waits = [plan.roofline.waits["fsdp"] for plan in (ours, alone)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.05)
+    assert waits[0] < 0.8 * waits[1] <= 0.8 * sent[1]
+    told = [
+        any(note.startswith("communication is hidden by") for note in p.notes)
+        for p in (ours, alone)
+    ]
+    assert told == [True, False]
+    assert ours.roofline.step_seconds < alone.roofline.step_seconds

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
@@ -24,6 +25,7 @@ from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.planning.balance import weigh
 from jaxtrain.planning.estimate import (
     abstract_mesh,
+    abstract_state,
     estimate,
     estimate_traced,
     predict,
@@ -35,6 +37,7 @@ from jaxtrain.planning.roofline import crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.run import options
+from jaxtrain.state import local_bytes
 
 MATMUL = ("matmul", "float32")
 
@@ -77,10 +80,6 @@ def test_the_state_is_exact(mesh, zero):
     held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     estimated = estimate(experiment, 8)
     assert estimated.state_bytes == held
-    params = jax.tree.leaves(state.params)
-    assert estimated.parameter_bytes == sum(p.addressable_shards[0].data.nbytes for p in params)
-    # Two float32 moments, and counters.
-    assert 0 <= estimated.optimizer_bytes - 2 * estimated.parameter_bytes < 1024 or zero == 1
     # Five [B, T] arrays of 4 bytes.
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
     assert estimated.batch_bytes == 5 * 4 * 32 * 64 / shards
@@ -165,6 +164,25 @@ def test_what_is_not_known_is_named_and_takes_memory():
     assert cost.hbm_bytes >= 2 * 4 * 8 * 8
     assert cost.flops[MATMUL] >= 2 * 8 * 8
     assert peak >= 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("send", "kind", "sent"),
+    [
+        (lambda x: jax.lax.psum(x, "tensor"), "all-reduce", 2 * 3 / 4),
+        (lambda x: jax.lax.pmax(x, "tensor"), "all-reduce", 2 * 3 / 4),
+        (lambda x: jax.lax.all_gather(x, "tensor"), "all-gather", 3),
+        (lambda x: jax.lax.all_gather(x, "tensor", tiled=True), "all-gather", 3),
+        (lambda x: jax.lax.psum_scatter(x, "tensor"), "reduce-scatter", 3 / 4),
+        (lambda x: jax.lax.all_to_all(x, "tensor", 0, 1), "all-to-all", 3 / 4),
+        (lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]), "collective-permute", 1),
+    ],
+)
+def test_what_a_manual_region_sends_is_counted_by_its_kind(send, kind, sent):
+    mesh = jt.make_mesh(data=2, tensor=4)
+    mapped = jax.shard_map(send, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    cost, _ = walk(mapped, [((), ())], (4, 8), mesh=dict(mesh.shape))
+    assert cost.wire_bytes == {(kind, ("tensor",)): sent * 4 * 4 * 8}
 
 
 def test_what_is_computed_and_sent_is_the_compilers_own_figure():
@@ -334,9 +352,10 @@ def test_more_axes_leave_less_state_and_talk_more():
     kinds = {kind for kind, _ in parts.cost.wire_bytes}
     assert "all-gather" in kinds
     assert not [k for k, _ in whole.cost.wire_bytes if k == "all-gather"]
+    parameters = local_bytes(abstract_state(tiny({"data": 8}), 8).params)
     reduced = whole.cost.wire_bytes["all-reduce", ("data",)]
     # Gradients, in bfloat16 or float32, and little else.
-    assert 0.5 <= reduced / (2 * 7 / 8 * whole.parameter_bytes) <= 1.1
+    assert 0.5 <= reduced / (2 * 7 / 8 * parameters) <= 1.1
 
 
 def test_a_pipeline_of_1f1b_does_not_grow_with_its_microbatches():
@@ -375,6 +394,16 @@ def test_stages_that_are_balanced_take_less_time_than_even_ones():
     work = [sum(found.cost.flops.values()) for found in (even, balanced)]
     assert work[1] / work[0] == pytest.approx(spans[1] / spans[0], rel=0.02)
     assert work[1] < 0.95 * work[0]
+
+
+def test_an_interleaved_pipeline_waits_as_its_table_says():
+    pipeline = options.PipelineOptions(schedule="interleaved", microbatches=8, virtual=2)
+    found = estimate(tiny({"pipe": 2, "data": 4}, pipeline=pipeline, layers=4), 8)
+    natural = tiny({"data": 8}, layers=4)
+    weights = weigh(natural.stages, natural.init_fn, natural.batch)
+    forward, backward = weights.of_stages([1] * 4)
+    table = make_table("interleaved", stages=2, microbatches=8, virtual=2)
+    assert found.bubble == bubble(table, forward=forward, backward=backward)
 
 
 def test_the_order_of_sizes_is_the_compilers():
@@ -488,7 +517,8 @@ def test_any_experiment_is_estimated():
         has_model_state=True,
     )
     estimated = estimate(experiment, 8)
-    assert estimated.parameter_bytes == 4 * (1024 * 1024 + 1024 * 8) // 8
+    # The parameters, the model state, the key and two counters.
+    assert estimated.state_bytes == 4 * (1024 * 1024 + 1024 * 8) // 8 + 32 + 8 + 8
     # Gathered for the product, at least.
     assert estimated.working_bytes > 4 * 1024 * 1024
 

@@ -388,7 +388,8 @@ def test_a_call_of_many_steps_is_planned_as_it_runs():
     )
     # The compiled call's memory: all of its batches, beside one state.
     assert many.memory.batch == 4 * one.memory.batch
-    assert many.memory.state == one.memory.state
+    for part in ("parameters", "optimizer_state", "other_state"):
+        assert getattr(many.memory, part) == getattr(one.memory, part)
     assert one.memory.peak < many.memory.peak < 2 * one.memory.peak
     # Of one step: what it computes and communicates.
     assert many.flops == one.flops
@@ -420,6 +421,10 @@ def test_after_a_run(monkeypatch):
     assert lines[0].endswith("(+100.0%)")
     roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+    # Of a program that XLA cannot print, the traffic is that of the trace.
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "a new way of writing")
+    traced = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    assert traced.interconnect["data"] == pytest.approx(roofline.interconnect["data"], rel=0.3)
 
 
 @pytest.mark.slow

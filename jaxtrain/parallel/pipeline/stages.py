@@ -107,6 +107,29 @@ class Stages:
             return self.embed(params, batch, rng)
         return _same_kind(self.between[k - 1](params, x, batch, rng), x, "Stages.between")
 
+    def layer(
+        self,
+        k: int,
+        params: Mapping[str, PyTree],
+        x: PyTree,
+        batch: PyTree,
+        rng: jax.Array | None,
+        index: int | jax.Array,
+    ) -> PyTree:
+        """One layer of stack k.
+
+        Args:
+          params: the layer's own under the stack's key, and the shared ones.
+          x, batch: what it reads.
+          rng: its own key, or None.
+          index: its number in the model.
+        """
+        own = params[self.stacked.parts[k].key]
+        if self.shared is None:
+            return self.blocks[k](own, x, batch, rng)
+        shared = {name: params[name] for name in self.shared}
+        return self.blocks[k](own, shared, x, batch, rng, index)
+
     def outer(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """All parameters but the stacked ones.
 
@@ -315,19 +338,14 @@ def run_layers(
     Raises:
       ValueError: where a layer changes the shape or dtype of ``x``.
     """
-    key, block = stages.stacked.parts[k].key, stages.blocks[k]
+    key = stages.stacked.parts[k].key
     shared = {name: params[name] for name in stages.shared or ()}
     count = jax.tree.leaves(params[key])[0].shape[0]
 
     def layer(weights, x, context):
         batch, rng, index = context
         rng = None if rng is None else jax.random.fold_in(rng, index)
-        if stages.shared is None:
-            y = block(weights[key], x, batch, rng)
-        else:
-            rest = {name: weights[name] for name in shared}
-            y = block(weights[key], rest, x, batch, rng, index)
-        return _same_kind(y, x, "a block")
+        return _same_kind(stages.layer(k, weights, x, batch, rng, index), x, "a block")
 
     unroll = _unroll(stages, count)
     if stages.remat is not None:

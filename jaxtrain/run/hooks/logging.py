@@ -25,6 +25,7 @@ class Logging(Hook):
         self.run.journal.step = step
         self.run.progress.update(step, metrics["loss"], rate.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)
+        quiet = quiet and not self.run.alerts.is_urgent(metrics)
         if step % self.run.options.log_every and step != experiment.steps and quiet:
             return
         values = {f"train/{name}": value for name, value in metrics.items()}
@@ -32,7 +33,7 @@ class Logging(Hook):
         if seconds is not None:
             values["time/step_seconds"] = seconds
             values[f"time/{experiment.item}_per_second"] = rate.items_per_second
-            values |= self.pace.report(seconds)
+            values |= self.pace.report(seconds) | self.run.sampling.report()
             devices, dtype = self.run.mesh.devices.flat, experiment.policy.compute_dtype
             utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:

@@ -32,7 +32,7 @@ LOOK_SECONDS = 5.0
 
 
 class Saving(Hook):
-    """Saves by steps, by minutes and on the best evaluation, with the means of the step.
+    """Saves by steps, by minutes, on the best evaluation and on alerts, with the means of the step.
 
     A checkpoint that cannot be written is said, once for a time of failures, and made again a
     minute later.
@@ -47,6 +47,8 @@ class Saving(Hook):
         self.writing: tuple[int, float] | None = None
         self.looks_at = 0
         self.begun = self.failing = False
+        rules = run.options.alert_rules.values()
+        self.may_be_wanted = any("save" in rule.actions for rule in rules)
         self.best, self.best_at = math.nan, -1
         if run.options.saves_best and (step := checkpoints.best_step()) is not None:
             self.best = checkpoints.metrics(step)[f"eval/{run.experiment.best_metric}"]
@@ -74,6 +76,7 @@ class Saving(Hook):
             # What the save before could not do is known now, and no reason to leave out this one.
             settled = self._settle()
             self.saved_at = self.clock()
+            self.run.alerts.wanted.discard("save")
             self.begun = self._succeeds(lambda: self._start(step, state))
         if settled and self.begun and self.failing:
             self.failing = False
@@ -174,11 +177,13 @@ class Saving(Hook):
     def _is_time(self, step: int) -> bool:
         """Whether the clock asks for a save; now and then sees how the one before has ended."""
         minutes = self.run.options.save_minutes
-        if not (minutes or self.begun or self.failing):
+        if not (minutes or self.begun or self.failing or self.may_be_wanted):
             return False
         seconds = self.clock() - self.saved_at
         late = seconds >= SETTLE_SECONDS
-        due = bool(minutes) and seconds >= 60 * minutes
+        # Alerts are of the first process, which tells the others.
+        wanted = self.may_be_wanted and "save" in self.run.alerts.wanted
+        due = wanted or (bool(minutes) and seconds >= 60 * minutes)
         ended = self.begun and late and not self.checkpoints.is_saving()
         if jax.process_count() > 1:
             if step < self.looks_at:

@@ -6,6 +6,7 @@ journal drops nothing. Every line has the time (UTC), attempt, host and process.
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import socket
@@ -42,6 +43,7 @@ class Journal:
     Attributes:
       ledger: where the time of the attempt goes.
       attempt: the number of the start, from 1.
+      identity: of the run, made of its first start: the same in all attempts.
       step: the last one whose metrics have been read.
       step_times: how many steps took how long, as ``Throughput`` counts them.
     """
@@ -56,12 +58,13 @@ class Journal:
         self.ledger = Ledger(began, wall=wall)
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
+        self.identity = _identity({"began": self.ledger.began, "host": socket.gethostname()})
         self._wall, self._beat_seconds = wall, beat_seconds
         self._first_step: int | None = None
         self._owner: Ownership | None = None
         self._file: GrowingFile | None = None
-        self._closed = threading.Event()
-        self._lost_steps = self._failed_saves = 0
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._lost_steps = self._failed_saves = self._alerts = 0
         self._checkpoint_at: float | None = None
         self._earlier: list[goodput.Attempt] = []
 
@@ -92,6 +95,8 @@ class Journal:
         text, before, last = storage.retrying(read, f"the journal {path}")
         starts = [line for line in before if line.get("event") == "start"]
         self.attempt = 1 + len(starts)
+        if starts:
+            self.identity = _identity(starts[0])
         self._file = GrowingFile(path, text, time.monotonic)
         if text and not text.endswith(b"\n"):  # A line was being written when it was killed.
             self._file.append(b"\n")
@@ -118,15 +123,17 @@ class Journal:
         self.event("ready", step=step, facts=dict(facts))
 
     def event(self, name: str, **facts: Any) -> None:
-        """Writes a line."""
+        """Writes a line; from any thread."""
         if self._file is None or self._taken():
             return
         if name == "checkpoint":
             self._checkpoint_at = self._wall()
         self._failed_saves += name == "save failed"
+        self._alerts += name == "alert"
         now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
         line = {"event": name, "time": now.isoformat(timespec="milliseconds"), **self.stamp}
-        self._file.append((json.dumps(line | facts) + "\n").encode())
+        with self._lock:
+            self._file.append((json.dumps(line | facts) + "\n").encode())
 
     @property
     def stamp(self) -> dict[str, Any]:
@@ -138,13 +145,15 @@ class Journal:
         """What the log has of the journal.
 
         Returns:
-          ``run/restarts`` and ``run/lost_steps`` of all attempts, ``run/failed_saves`` of this one
-          and, where there is a checkpoint, ``run/checkpoint_age_seconds``.
+          ``run/restarts`` and ``run/lost_steps`` of all attempts, ``run/failed_saves`` and
+          ``run/alerts`` of this one and, where there is a checkpoint,
+          ``run/checkpoint_age_seconds``.
         """
         counts = {
             "run/restarts": self.attempt - 1,
             "run/lost_steps": self._lost_steps,
             "run/failed_saves": self._failed_saves,
+            "run/alerts": self._alerts,
         }
         if self._checkpoint_at is not None:
             counts["run/checkpoint_age_seconds"] = self._wall() - self._checkpoint_at
@@ -210,6 +219,11 @@ def _of(line: Mapping[str, Any]) -> int:
     """The attempt that a line tells of; a killed one is told of by the next."""
     number = line.get("of_attempt", line.get("attempt"))
     return number if isinstance(number, int) else 0
+
+
+def _identity(start: Mapping[str, Any]) -> str:
+    told = f"{start.get('host')} {start.get('began')}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _json(text: str) -> dict[str, Any]:

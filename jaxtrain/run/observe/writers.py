@@ -154,11 +154,7 @@ class TensorBoardWriter(_FileWriter):
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        points = [
-            Summary.Value(tag="/".join([name, *map(str, index)]), simple_value=float(x))
-            for name, value in values.items()
-            for index, x in np.ndenumerate(value)
-        ]
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in flat(values)]
         self._append(Event(step=step, summary=Summary(value=points)))
 
     def _append(self, event: Any) -> None:
@@ -306,6 +302,20 @@ def make_writers(
             TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step),
         )
     )
+
+
+def flat(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a line, each entry of an array under a name of its own.
+
+    >>> list(flat({"loss": 2.5, "load": np.array([0.25, 0.75])}))
+    [('loss', 2.5), ('load/0', 0.25), ('load/1', 0.75)]
+    """
+    for name, value in values.items():
+        if not np.ndim(value):
+            yield name, float(value)
+            continue
+        for index, x in np.ndenumerate(value):
+            yield "/".join([name, *map(str, index)]), float(x)
 
 
 def _plain(value: float | list) -> float | str | list:

@@ -138,7 +138,7 @@ class Lifeline:
             self._passed = step
 
     def share(self, **values: Any) -> None:
-        """Tells process 0 something (JSON), which it finds in ``shared`` by process number."""
+        """Tells process 0 values by name (JSON); it finds the newest in ``shared``, by process."""
         self._handle(self.process, {"share": values})
 
     def explain(self) -> None:
@@ -179,7 +179,8 @@ class Lifeline:
                 self._decide(message["stop_at"], message["reason"])
             elif "share" in message:
                 if first:
-                    self.shared[sender] = message["share"]
+                    # A new one each time: others may be reading the one before.
+                    self.shared[sender] = self.shared.get(sender, {}) | message["share"]
                 else:
                     self._send_all(message)
             elif "lost" in message:

@@ -55,9 +55,13 @@ class Watchdog(Hook):
         """Notes that something has ended, and where we are (``"after the dispatch of step 7"``)."""
         self._beat_at, self._doing = time.monotonic(), doing
 
+    def idle(self) -> tuple[float, str]:
+        """Seconds since the last beat, and what that was of."""
+        return time.monotonic() - self._beat_at, self._doing
+
     def _watch(self) -> None:
         while not self._closed.wait(min(self._limit / 4, 10.0)):
-            idle = time.monotonic() - self._beat_at
+            idle, _ = self.idle()
             if idle > self._limit:
                 self._end(idle)
                 return

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -28,7 +29,7 @@ class Stub:
         self.losses, self.saved, self.notes = dict(losses), [], []
         self.fail, self.fail_later = set(), set()
         self.progress = self.watchdog = self.owner = self
-        self.journal = Journal()
+        self.journal, self.alerts = Journal(), types.SimpleNamespace(wanted=set())
         self.experiment, self.options = make_experiment(), jt.RunOptions()
         vars(self).update(run)
 

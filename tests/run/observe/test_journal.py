@@ -84,12 +84,18 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     second.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=True))
     second.ready(6, {})
     second.step = 8
-    assert second.counts() == {"run/restarts": 1, "run/lost_steps": 3, "run/failed_saves": 0}
+    second.event("alert", rule="stall")
+    assert second.counts() == {
+        "run/restarts": 1,
+        "run/lost_steps": 3,
+        "run/failed_saves": 0,
+        "run/alerts": 1,
+    }
     second.__exit__(SystemExit, SystemExit(3), None)
     # The first no longer owns the folder, and so writes nothing more.
     silent.event("late")
     events = journal.read_events(epath.Path(tmp_path / "run"))
-    names = ["start", "ready", "save failed", "killed", "start", "ready", "end"]
+    names = ["start", "ready", "save failed", "killed", "start", "ready", "alert", "end"]
     assert [line["event"] for line in events] == names
     found, spent = accounted(tmp_path / "run")
     assert [(a.number, a.first, a.last, a.ended) for a in found] == [
@@ -98,6 +104,7 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     ]
     assert spent["down"] == pytest.approx(480, abs=1)
     told = health._attempts(records.read_run(epath.Path(tmp_path / "run"), "run"))
+    assert silent.identity == second.identity != Journal(7.0).identity
     assert [each.text for each in told] == [
         "It was started again 1 time; 3 steps had to be done again.",
         "1 save failed, last: no room.",

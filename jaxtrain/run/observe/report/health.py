@@ -20,6 +20,8 @@ RISING, RISING_EVALUATIONS = 0.01, 2
 # Throughput that has fallen below this part of its median, and time waited for data above this part
 # of a step.
 SLOW, WAITING = 0.8, 0.2
+# Alerts that are more than something to look at.
+ALARMING = ("divergence", "stall")
 # Updates left out that are more than the ordinary course of things.
 LEFT_OUT = 0.01
 
@@ -57,6 +59,8 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_held_out(record),
         *_speed(record),
         *_attempts(record),
+        *_alerts(record),
+        *_trackers(record),
     ]
     if record.unreadable:
         is_ = "is" if record.unreadable == 1 else "are"
@@ -196,6 +200,33 @@ def _attempts(record: Record) -> list[Finding]:
         text = f"{_count(len(failed), 'save')} failed, last: {why}"
         found.append(Finding("look" if solved else "bad", text.rstrip(".") + "."))
     return found
+
+
+def _alerts(record: Record) -> list[Finding]:
+    """What alerts have told, rule by rule."""
+    found: dict[str, list[dict]] = {}
+    for line in record.happened("alert"):
+        found.setdefault(str(line.get("rule")), []).append(line)
+    return [
+        Finding(
+            "bad" if rule in ALARMING else "look",
+            f"Alert {rule}, {_count(len(lines), 'time')}, last in step {lines[-1].get('step')}: "
+            f"{lines[-1].get('text')}.",
+        )
+        for rule, lines in found.items()
+    ]
+
+
+def _trackers(record: Record) -> list[Finding]:
+    return [
+        Finding(
+            "look",
+            f"Tracker {line.get('tracker')}: {_count(int(line['dropped']), 'line')} dropped, last "
+            f"because {line.get('why')}.",
+        )
+        for line in record.happened("tracker")
+        if isinstance(line.get("dropped"), int) and line["dropped"]
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,127 @@
+"""Rotary positions, and layers with a window or without, as config.json says them."""
+
+from typing import Any
+
+from jaxtrain.hf.family import check_positive
+from jaxtrain.hf.table import REQUIRED
+from jaxtrain.models.config import windows_of
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
+
+
+def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
+    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
+    found = {"rope_theta": theirs.pop("rope_theta", default)}
+    for name in ("rope_scaling", "rope_parameters"):
+        more = theirs.pop(name, None)
+        if more is not None and not isinstance(more, dict):
+            raise ValueError(f"{name}={more!r} is not an object")
+        found |= more or {}
+    theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
+    kind = kinds[0] or kinds[1] or "default"
+    if theta is REQUIRED:
+        raise ValueError("it has no rope_theta")
+    for name, value in {"rope_theta": theta, **found}.items():
+        if name in ("rope_theta", *_LLAMA3):
+            check_positive(name, value)
+    for scaling, (name, numbers) in _SCALINGS.items():
+        if kind == name and found.keys() == set(numbers):
+            return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
+    if kind != "default" or found:
+        known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
+        raise ValueError(
+            f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
+            f"'default', {', '.join(known)}"
+        )
+    return {"rope_theta": theta, "rope_scaling": None}
+
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Their name and numbers, in the order of ours.
+_SCALINGS = {Llama3Scaling: ("llama3", _LLAMA3), LinearScaling: ("linear", ("factor",))}
+
+
+def write_rope(config: GPTConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_rope`."""
+    return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
+
+
+def _scaling(config: GPTConfig | EncoderConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
+        return None
+    name, numbers = _SCALINGS[type(config.rope_scaling)]
+    return {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_kinds(theirs: dict[str, Any], slides: list[bool], window: int | None) -> dict[str, Any]:
+    """Which layers have a window: as ``layer_types`` says, or else ``slides``."""
+    layers, kinds = theirs.get("num_hidden_layers", 0), theirs.pop("layer_types", None)
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(f"layer_types={kinds!r} has no kind for each of {layers} layers")
+        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+            raise ValueError(
+                f"layer_types has {unknown[0]!r}, which is not known here: only {_FULL!r} and "
+                f"{_SLIDING!r}"
+            )
+        slides = [kind == _SLIDING for kind in kinds]
+    if not any(slides):
+        return {"window": None}
+    if window is None:
+        raise ValueError(f"layer_types has {_SLIDING!r}, and the other fields give no window")
+    repeats = (n for n in range(1, layers + 1) if slides[n:] == slides[:-n])
+    return {"window": window, "window_pattern": tuple(slides[: next(repeats)])}
+
+
+def write_kinds(config: GPTConfig | EncoderConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_kinds`."""
+    kinds = [_SLIDING if slides else _FULL for slides in windows_of(config)]
+    return {"sliding_window": config.window, "layer_types": kinds}
+
+
+def read_two_ropes(
+    theirs: dict[str, Any], found: dict[str, Any], thetas: dict[str, float]
+) -> dict[str, Any]:
+    """Rotary positions of layers without a window, which may be scaled, and of those with one.
+
+    Args:
+      theirs: the fields, of which those that are read are taken out.
+      found: of :func:`read_kinds`.
+      thetas: names of older fields, for layers without a window and with one, and their defaults.
+    """
+    both = theirs.pop("rope_parameters", None) or {}
+    if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:
+        raise ValueError(f"rope_parameters={both!r} is not an object of {_FULL} and {_SLIDING}")
+    own, local = (
+        {"rope_theta": theirs.pop(name, theta), "rope_parameters": both.get(kind)}
+        for (name, theta), kind in zip(thetas.items(), (_FULL, _SLIDING), strict=True)
+    )
+    whole = read_rope(own | {"rope_scaling": theirs.pop("rope_scaling", None)}, REQUIRED)
+    local = read_rope(local, REQUIRED)
+    if local["rope_scaling"] is not None:
+        raise ValueError(f"rope_parameters scale the positions of {_SLIDING}: not known here")
+    return found | whole | ({"local_rope_theta": local["rope_theta"]} if found["window"] else {})
+
+
+def write_two_ropes(config: GPTConfig | EncoderConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_two_ropes`."""
+    local = config.local_rope_theta or config.rope_theta
+    whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+    own = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {_FULL: whole, _SLIDING: own}}
+
+
+def positive(theirs: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of a config.json; one with a default is taken out.
+
+    Raises:
+      ValueError: it is none, or below 1.
+    """
+    value = theirs.get(name) if default is None else theirs.pop(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number above 0")
+    return value

@@ -1,0 +1,195 @@
+"""What sensors say of this process's devices and its host: utilisation, temperature, power, memory.
+
+Each source is a function without arguments that returns readings by name; what a sensor cannot say
+is left out. Sources may take milliseconds, so they are for a thread.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+Source = Callable[[], dict[str, float]]
+
+PROC, CGROUP = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
+
+
+def sources(devices: Sequence[jax.Device]) -> list[Source]:
+    """Returns what can be read of some local devices and of the host."""
+    platform = devices[0].platform
+    found = {"gpu": nvidia, "tpu": tpu}.get(platform, lambda devices: None)(devices)
+    return [each for each in (found, host()) if each is not None]
+
+
+def nvidia(devices: Sequence[jax.Device]) -> Source | None:
+    """NVIDIA's Management Library (NVML), of the GPUs that are given.
+
+    Returns:
+      A source of ``device/utilisation`` (the part of the time in which some kernel ran, the least
+      of the GPUs), ``device/temperature`` (degrees Celsius, the highest) and ``device/power``
+      (watts, the sum); None where the library or its package is missing, which is said.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ModuleNotFoundError:
+        logger.warning(
+            "no readings of GPUs: the package nvidia-ml-py is missing; pip install -e '.[nvml]'"
+        )
+        return None
+    except nvml.NVMLError as error:
+        logger.warning("no readings of GPUs: %s", error)
+        return None
+    handles = [_nvml_handle(nvml, device) for device in devices]
+
+    def of_each(ask: Callable[[Any], float]) -> list[float]:
+        found = []
+        for handle in handles:
+            with contextlib.suppress(nvml.NVMLError):  # not every GPU has every sensor
+                found.append(ask(handle))
+        return found
+
+    def read() -> dict[str, float]:
+        each = {
+            "device/utilisation": (min, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
+            "device/temperature": (
+                max,
+                lambda h: float(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)),
+            ),
+            "device/power": (sum, lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
+        }
+        found = {name: (join, of_each(ask)) for name, (join, ask) in each.items()}
+        return {name: join(values) for name, (join, values) in found.items() if values}
+
+    return read
+
+
+def _nvml_handle(nvml: Any, device: jax.Device) -> Any:
+    """NVML's handle of a device of JAX, which counts those that CUDA_VISIBLE_DEVICES leaves."""
+    number = device.local_hardware_id
+    names = [x.strip() for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
+    name = names[number] if number < len(names) else str(number)
+    if name.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    return nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def tpu(devices: Sequence[jax.Device]) -> Source | None:
+    """The monitoring library of libtpu, of all chips of this host.
+
+    Returns:
+      A source of ``device/utilisation`` (duty cycle, the least of the chips) and
+      ``device/tensorcore`` (utilisation of the matrix units, the least); None where this libtpu
+      has no such library.
+    """
+    del devices
+    try:
+        monitoring = importlib.import_module("libtpu.sdk").tpumonitoring
+        names = {"device/utilisation": "duty_cycle_pct", "device/tensorcore": "tensorcore_util"}
+        there = set(monitoring.list_supported_metrics())
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+    def read() -> dict[str, float]:
+        found = {}
+        for name, metric in names.items():
+            # Percentages as texts, none before a program has run.
+            with contextlib.suppress(ValueError, RuntimeError):
+                values = monitoring.get_metric(metric).data() if metric in there else ()
+                if values:
+                    found[name] = min(float(value) for value in values) / 100
+        return found
+
+    return read
+
+
+def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
+    """The host, from /proc; None where there is none.
+
+    Returns:
+      A source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
+      ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
+      whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
+      this process keeps busy).
+    """
+    if not (PROC / "stat").exists():
+        return None
+    before: dict[str, tuple[float, float]] = {}
+
+    def rate(name: str, part: float, whole: float) -> dict[str, float]:
+        last = before.get(name)
+        before[name] = (part, whole)
+        if last is None or whole <= last[1]:
+            return {}
+        return {name: (part - last[0]) / (whole - last[1])}
+
+    def read() -> dict[str, float]:
+        # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)); guests are in user.
+        with (PROC / "stat").open() as stat:
+            ticks = [int(x) for x in stat.readline().split()[1:9]]
+        resident = int((PROC / "self/statm").read_text().split()[1])
+        times = os.times()
+        return {
+            **rate("host/cpu", sum(ticks) - ticks[3] - ticks[4], sum(ticks)),
+            **rate("host/process_cores", times.user + times.system, clock()),
+            "host/memory_fraction": max(_machine_memory(), _group_memory()),
+            "host/process_memory": float(resident * os.sysconf("SC_PAGE_SIZE")),
+        }
+
+    return read
+
+
+def _machine_memory() -> float:
+    lines = (line.split() for line in (PROC / "meminfo").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    return 1 - kib["MemAvailable"] / kib["MemTotal"]
+
+
+def _group_memory() -> float:
+    """Of the control group (version 2) that a container is; what the kernel can drop left out."""
+    try:
+        limit = int((CGROUP / "memory.max").read_text())  # "max" where there is none
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return (used - int(stat.get("inactive_file", 0))) / limit
+    except (OSError, ValueError, ZeroDivisionError):
+        return 0.0
+
+
+def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Takes the readings of several processes together.
+
+    Args:
+      each: by process.
+
+    Returns:
+      Of a reading the worst, and where there are several processes which one has it, as
+      ``NAME_process``: the least utilisation, the most of all else; power and memory of processes
+      are summed.
+
+    >>> of_all({0: {"device/temperature": 60.0}, 1: {"device/temperature": 84.0}})
+    {'device/temperature': 84.0, 'device/temperature_process': 1}
+    """
+    found: dict[str, float] = {}
+    for name in sorted({name for of in each.values() for name in of}):
+        values = {process: of[name] for process, of in each.items() if name in of}
+        if name in SUMS:
+            found[name] = sum(values.values())
+            continue
+        worst = (min if name in LEAST else max)(values, key=values.__getitem__)
+        found[name] = values[worst]
+        if len(each) > 1:
+            found[f"{name}_process"] = worst
+    return found
+
+
+SUMS = frozenset({"device/power", "host/process_memory"})
+LEAST = frozenset({"device/utilisation", "device/tensorcore"})

@@ -1,0 +1,203 @@
+"""How long a device waits for communication, by the order in which a program was scheduled.
+
+A scheduled program is a list of instructions per computation, and a device runs them in that order.
+An asynchronous collective begins with its start and must be over at its done: what lies between
+the two hides it, and a device waits for the rest. One without a start hides behind nothing. All
+collectives share one set of links, as in :mod:`.roofline`, so each waits for those before it.
+
+How long an instruction takes is in proportion to what it multiplies or, where it multiplies
+nothing, to the memory that it reads and writes; each kind together takes as long as the roofline
+says. So an attention kernel that cannot be compiled ahead of time, and is written out in its place,
+counts for what it multiplies.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from jaxtrain.planning.hlo import Collective, Program
+from jaxtrain.planning.hlo_text import Computation, Instruction, arrays, parse, type_bytes
+
+# What takes no time of its own.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"}
+
+
+def exposed_seconds(
+    text: str,
+    program: Program,
+    *,
+    products: float,
+    others: float,
+    seconds: Callable[[Collective], float],
+) -> Mapping[str, float] | None:
+    """Says for which axes' collectives a device waits, and how long, per call of a program.
+
+    Args:
+      text: of the scheduled program.
+      program: what was read from it (:func:`.hlo.read_program`).
+      products, others: seconds that instructions with products, and without, take together.
+      seconds: how long one execution of a collective takes by itself.
+
+    Returns:
+      Seconds by mesh axes joined with ``+``; None where the program is not scheduled, or has a loop
+      of unknown length.
+    """
+    if "is_scheduled=true" not in text[: text.find("\n")] or None in program.loops:
+        return None
+    computations, entry = parse(text)
+
+    def run(per_product: float, per_byte: float, seconds: Callable[[Collective], float]):
+        timeline = _Timeline(computations, program, seconds, per_product, per_byte)
+        timeline.run(computations[entry])
+        return timeline
+
+    multiplied, moved = (run(*unit, lambda _: 0.0).now for unit in ((1.0, 0.0), (0.0, 1.0)))
+    timeline = run(products / max(1.0, multiplied), others / max(1.0, moved), seconds)
+    return dict(timeline.waits)
+
+
+@dataclasses.dataclass
+class _Timeline:
+    """One device's clock as it runs a program.
+
+    Args:
+      computations, program, seconds: as for :func:`exposed_seconds`.
+      per_product, per_byte: seconds of a product, and of a byte that is read or written by what
+        multiplies nothing.
+      now: when the device is where it is.
+      links: when the last collective that was begun is over.
+      waits: how long it has waited, by axes.
+    """
+
+    computations: Mapping[str, Computation]
+    program: Program
+    seconds: Callable[[Collective], float]
+    per_product: float
+    per_byte: float
+    now: float = 0.0
+    links: float = 0.0
+    waits: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    named: Mapping[str, Collective] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.named = {c.name: c for c in self.program.collectives}
+
+    def run(self, computation: Computation, times: int = 1, trips: int = 0) -> None:
+        """Runs a computation, whose waits count so many times.
+
+        Args:
+          computation: the whole program, the body of a loop, or a branch.
+          times: how often it is run just so.
+          trips: of the loop whose body it is: a stack of so many layers is read layer by layer.
+        """
+        under_way: dict[str, tuple[str, float]] = {}
+        for instruction in computation.instructions.values():
+            op = instruction.op
+            if op == "while":
+                self._loop(instruction, times)
+            elif op == "conditional":
+                self._longest(self.program.branches[instruction.name], times)
+            elif collective := self._collective(instruction):
+                axes = "+".join(collective.axes)
+                self.links = max(self.now, self.links) + self.seconds(collective)
+                if channel := self._channel(instruction, "AsyncCollectiveStart"):
+                    under_way[channel] = axes, self.links
+                elif op.endswith("-start"):
+                    under_way[instruction.name] = axes, self.links
+                else:
+                    self._wait(axes, self.links, times)
+            elif (channel := self._channel(instruction, "AsyncCollectiveDone")) in under_way:
+                self._wait(*under_way.pop(channel), times)
+            elif op.endswith("-done") and instruction.operands[0] in under_way:
+                self._wait(*under_way.pop(instruction.operands[0]), times)
+            elif op == "call":
+                self.run(self.computations[instruction.attribute("to_apply")], times, trips)
+            elif op not in _FREE and not op.endswith(("-start", "-done", "-update")):
+                self.now += self._work(computation, instruction, trips)
+        for axes, end in under_way.values():
+            self._wait(axes, end, times)
+
+    def _wait(self, axes: str, end: float, times: int) -> None:
+        self.waits[axes] += times * max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def _loop(self, instruction: Instruction, times: int) -> None:
+        """A first trip, and then as many like the second."""
+        trips = self.program.trips[instruction.name]
+        body = self.computations[instruction.attribute("body")]
+        for repeated in (min(1, trips), trips - 1):
+            if repeated > 0:
+                start = self.now
+                self.run(body, times * repeated, trips)
+                more = (repeated - 1) * (self.now - start)
+                self.now, self.links = self.now + more, self.links + more
+
+    def _longest(self, branches: tuple[str, ...], times: int) -> None:
+        """The branch that takes longest."""
+        begun, ends = (self.now, self.links, self.waits), []
+        for name in branches:
+            self.now, self.links, self.waits = begun[0], begun[1], begun[2].copy()
+            self.run(self.computations[name], times)
+            ends.append((self.now, self.links, self.waits))
+        self.now, self.links, self.waits = max(ends, key=lambda end: end[0], default=begun)
+
+    def _collective(self, instruction: Instruction) -> Collective | None:
+        """What an instruction sends, itself or in the fusion or the computation that it calls."""
+        if found := self.named.get(instruction.name):
+            return found
+        called = self.computations.get(instruction.attribute("calls") or "")
+        if called is None or instruction.op not in ("fusion", "async-start"):
+            return None
+        inside = map(self._collective, called.instructions.values())
+        return next((found for found in inside if found is not None), None)
+
+    def _channel(self, instruction: Instruction, mark: str) -> str | None:
+        """The channel of the collective that a fusion for TPUs starts, or ends."""
+        called = self.computations.get(instruction.attribute("calls") or "")
+        if instruction.op != "fusion" or called is None:
+            return None
+        inside = called.instructions.values()
+        if not any(i.op == "custom-call" and mark in i.attributes for i in inside):
+            return None
+        return next(filter(None, (i.attribute("channel_id") for i in inside)), None)
+
+    def _work(self, computation: Computation, instruction: Instruction, trips: int) -> float:
+        """Seconds of an instruction that is no collective."""
+        if products := self._products(computation, instruction):
+            return products * self.per_product
+        types = [instruction.type]
+        for name in instruction.operands:
+            if name in computation.instructions:
+                types.append(computation.instructions[name].type)
+        return self.per_byte * sum(_read(type_text, trips) for type_text in types)
+
+    def _products(self, computation: Computation, instruction: Instruction) -> float:
+        called = self.computations.get(instruction.attribute("calls") or "")
+        if instruction.op == "fusion" and called is not None:
+            return sum(self._products(called, inner) for inner in called.instructions.values())
+        if instruction.op not in ("dot", "convolution"):
+            return 0.0
+        left = computation.instructions[instruction.operands[0]]
+        return 2.0 * _elements(instruction.type) * _contracted(instruction, left)
+
+
+def _read(type_text: str, trips: int) -> float:
+    """Bytes of a type, of which a stack of as many parts as a loop has trips is read in parts."""
+    found = arrays(type_text)
+    stacked = trips > 1 and len(found) == 1 and found[0][1][:1] == (trips,)
+    return type_bytes(type_text) / (trips if stacked else 1)
+
+
+def _elements(type_text: str) -> int:
+    return math.prod(arrays(type_text)[0][1])
+
+
+def _contracted(instruction: Instruction, left: Instruction) -> int:
+    """How many products each element of a result is a sum of."""
+    sizes = arrays(left.type)[0][1]
+    if found := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes):
+        return math.prod(sizes[int(d)] for d in found[1].split(",") if d)
+    found = re.search(r"dim_labels=(\w+)_", instruction.attributes)
+    return sizes[found[1].index("f")] if found else 1

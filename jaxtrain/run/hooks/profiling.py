@@ -1,0 +1,120 @@
+"""Profiles on demand: a trace of some steps, for steps that are named, for a signal or an alert."""
+
+import signal
+import tempfile
+import threading
+
+import jax
+from etils import epath
+
+from jaxtrain.experiment import call_end
+from jaxtrain.host.paths import is_remote
+from jaxtrain.host.storage import why
+from jaxtrain.run.context import Run
+from jaxtrain.run.hooks import Hook
+from jaxtrain.state import TrainState
+
+# The steps that a signal or an alert has traced.
+STEPS = 5
+
+
+class Profiling(Hook):
+    """Traces steps into ``tensorboard/plugins/profile/``, where TensorBoard's profile plugin looks.
+
+    Steps that are named and alerts are traced by the first process, SIGUSR1 by the one that gets
+    it. The devices are waited for before and after, so that the trace has these steps alone; their
+    times are left out of the throughput. A trace that fails is said, and the run goes on.
+
+    Args:
+      run: the run.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        process = jax.process_index()
+        self._named = None if process else run.options.profiled
+        self._of_process = f"-process-{process}" if process else ""
+        self._signalled = threading.Event()
+        self._steps: tuple[int, int] | None = None
+        self._folder, self._name = epath.Path(), ""
+        self._before = None
+
+    def __enter__(self) -> "Profiling":
+        on_main = threading.current_thread() is threading.main_thread()
+        # What somebody else does with the signal is left to them.
+        free = on_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        if free and self.run.options.handle_signals:
+            signal.signal(signal.SIGUSR1, lambda *_: self._signalled.set())
+            self._before = signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGUSR1, self._before)
+        if self._steps is not None:
+            self._end(self.run.journal.step)  # The run ends before the trace would have.
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        """Ends the trace that has come to its last step, or begins one that is asked for."""
+        if self._steps is not None:
+            if step >= self._steps[1]:
+                jax.block_until_ready(state)
+                self._end(step)
+            return
+        last = self._asked(step)
+        if last and step < self.run.experiment.steps:
+            jax.block_until_ready(state)
+            self._begin(step + 1, last)
+
+    def _asked(self, step: int) -> int | None:
+        """The last step to trace from the next call on; None where nobody has asked."""
+        experiment = self.run.experiment
+        next_end = call_end(step, experiment.steps, experiment.steps_per_call)
+        if self._named and step < self._named[0] <= next_end:
+            return max(self._named[1], next_end)
+        wanted = self.run.alerts.wanted
+        if self._signalled.is_set() or "trace" in wanted:
+            self._signalled.clear()
+            wanted.discard("trace")
+            return min(max(step + STEPS, next_end), experiment.steps)
+        return None
+
+    def _begin(self, first: int, last: int) -> None:
+        remote = is_remote(self.run.owner.path)
+        folder = epath.Path(tempfile.mkdtemp()) if remote else self._kept
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # it slows every call, and says nothing of the devices
+        options.session_id = name = f"steps-{first}-{last}" + self._of_process
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except Exception as error:
+            self.run.progress.note(f"step {first}: no trace can be made: {why(error)}")
+            return
+        self._steps, self._folder, self._name = (first, last), folder, name
+        self.run.rate.pause()
+
+    def _end(self, last: int) -> None:
+        first, self._steps = self._steps[0], None
+        try:
+            jax.profiler.stop_trace()
+            made, kept = (x / "plugins/profile" / self._name for x in (self._folder, self._kept))
+            if made != kept:
+                _move(made, kept)
+        except Exception as error:
+            self.run.progress.note(f"step {last}: the trace is lost: {why(error)}")
+            return
+        finally:
+            self.run.rate.pause()
+        self.run.journal.event("trace", first=first, last=last, folder=str(kept))
+        self.run.progress.note(f"steps {first} to {last} are traced in {kept}")
+
+    @property
+    def _kept(self) -> epath.Path:
+        return self.run.owner.path / "tensorboard"
+
+
+def _move(folder: epath.Path, to: epath.Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        path.copy(to / path.name, overwrite=True)
+    folder.parents[2].rmtree()

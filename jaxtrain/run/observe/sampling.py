@@ -1,0 +1,57 @@
+"""Readings of devices and host, taken in a thread while the steps go on."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+from jaxtrain.host.readings import Source, of_all
+from jaxtrain.run.survive.lifeline import Lifeline
+
+
+class Sampling:
+    """Keeps the newest readings of this process, and in the first one those of all.
+
+    Args:
+      sources: makes what is read; called in the thread.
+      seconds: between two readings; 0 for none.
+      peers: joins the processes.
+    """
+
+    def __init__(self, sources: Callable[[], Sequence[Source]], *, seconds: float, peers: Lifeline):
+        self._sources, self._seconds, self._peers = sources, seconds, peers
+        self._newest: dict[str, float] = {}
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "Sampling":
+        if self._seconds:
+            threading.Thread(target=self._sample, name="jaxtrain-readings", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A sensor that hangs holds nothing up: the thread is not waited for.
+        self._closed.set()
+
+    def report(self) -> dict[str, float]:
+        """Tells the first process, and returns what is known there of all; elsewhere of this one.
+
+        Called when :meth:`Pace.report` has been, so without a collective.
+        """
+        newest = self._newest
+        if not newest or self._peers.processes == 1:
+            return of_all({0: newest})
+        self._peers.share(readings=newest)
+        if self._peers.process:
+            return of_all({0: newest})
+        shared = dict(self._peers.shared)
+        return of_all({n: of["readings"] for n, of in shared.items() if "readings" in of})
+
+    def _sample(self) -> None:
+        sources = self._sources()
+        while True:
+            found: dict[str, float] = {}
+            for source in sources:
+                with contextlib.suppress(Exception):  # a sensor that fails says nothing this time
+                    found |= source()
+            self._newest = found
+            if self._closed.wait(self._seconds):
+                return

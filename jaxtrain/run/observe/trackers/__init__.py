@@ -1,0 +1,104 @@
+"""Trackers: where metrics go besides the run's own logs, each behind a queue of its own."""
+
+import contextlib
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.trackers import queued
+from jaxtrain.run.observe.trackers.about import About
+from jaxtrain.run.observe.trackers.csv_file import CSVWriter
+from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
+from jaxtrain.run.observe.trackers.queued import Queued
+from jaxtrain.run.observe.trackers.services import MLflowWriter, TrackioWriter, WandbWriter
+from jaxtrain.run.observe.writers import Writer
+
+CSV, PROMETHEUS = "metrics.csv", "metrics.prom"
+# Those that need a package, which has an extra of its name.
+SERVICES = {"wandb": WandbWriter, "mlflow": MLflowWriter, "trackio": TrackioWriter}
+NAMES = (*SERVICES, "csv", "prometheus")
+
+Opening = Callable[[About], Writer]
+
+
+def parse(texts: Iterable[str]) -> dict[str, Opening]:
+    """Reads which trackers are asked for: NAME, ``prometheus=PORT`` or ``prometheus=HOST:PORT``.
+
+    Returns:
+      What opens each, by name.
+
+    Raises:
+      ValueError: there is no such tracker, or it is named twice.
+
+    >>> list(parse(["csv", "prometheus=9400"]))
+    ['csv', 'prometheus']
+    """
+    found: dict[str, Opening] = {}
+    for text in texts:
+        name, _, place = text.partition("=")
+        if name not in NAMES:
+            raise ValueError(f"there is no tracker {name!r}: give of {', '.join(NAMES)}")
+        if name in found:
+            raise ValueError(f"tracker {name!r} is named twice")
+        if place and name != "prometheus":
+            raise ValueError(f"tracker {text!r}: {name} takes no {place!r}")
+        if name in SERVICES:
+            found[name] = SERVICES[name]
+        elif name == "csv":
+            found[name] = _csv
+        else:
+            found[name] = _prometheus(_address(text, place) if place else None)
+    return found
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Sees that the packages of trackers are there.
+
+    Raises:
+      ImportError: one is not.
+    """
+    for name in names:
+        if name in SERVICES and importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"tracker {name!r} needs a package that is not installed: "
+                f"pip install -e '.[{name}]'"
+            )
+
+
+@contextlib.contextmanager
+def opened(openings: dict[str, Opening], about: About, journal: Journal) -> Iterator[Sequence]:
+    """Opens trackers; at the end waits for all of them together, and notes what was dropped."""
+    trackers = [
+        Queued(name, lambda open=open: open(about), lines=queued.WAITING_LINES)
+        for name, open in openings.items()
+    ]
+    error: BaseException | None = None
+    try:
+        yield trackers
+    except BaseException as ended:
+        error = ended
+        raise
+    finally:
+        for tracker in trackers:
+            tracker.finish(error)
+        until = time.monotonic() + queued.CLOSE_SECONDS
+        for tracker in trackers:
+            journal.event("tracker", **tracker.close(until=until))
+
+
+def _csv(about: About) -> CSVWriter:
+    return CSVWriter(about.run_dir / CSV, resume_step=about.resume_step)
+
+
+def _prometheus(address: tuple[str, int] | None) -> Opening:
+    return lambda about: PrometheusWriter(
+        about.run_dir / PROMETHEUS, run=about.name, address=address
+    )
+
+
+def _address(text: str, place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    if not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f"tracker {text!r}: give a port from 0 to 65535, or HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,70 @@
+"""A table of all metrics, a row for each: ``metrics.csv``."""
+
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping
+
+from etils import epath
+
+from jaxtrain.host import storage
+from jaxtrain.host.paths import write_whole
+from jaxtrain.run.hooks import Value
+from jaxtrain.run.observe.writers import GrowingFile, flat
+
+HEADER = ("step", "name", "value")
+
+
+class CSVWriter:
+    """Rows of step, name and value; an array has a row for each entry (``train/load/0``).
+
+    ``pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`` has a
+    column for each metric.
+
+    Args:
+      path: the file, on a disk or in a bucket.
+      resume_step: keep the rows up to this step and append; None starts anew.
+      clock: seconds, monotonic.
+
+    Raises:
+      StorageError: the rows there can neither be read nor replaced.
+    """
+
+    def __init__(
+        self,
+        path: epath.PathLike,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        path = epath.Path(path)
+
+        def start() -> bytes:
+            rows = [] if resume_step is None else _rows_up_to(path, resume_step)
+            text = _text([HEADER, *rows])
+            write_whole(path, text)
+            return text.encode()
+
+        self._file = GrowingFile(path, storage.retrying(start, f"the table {path}"), clock)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Appends a row for each number."""
+        rows = [(step, name, repr(value)) for name, value in flat(values)]
+        self._file.append(_text(rows).encode())
+
+    def close(self) -> None:
+        """Writes what is pending and lets go."""
+        self._file.close()
+
+
+def _text(rows) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _rows_up_to(path: epath.Path, step: int) -> list[list[str]]:
+    rows = csv.reader(io.StringIO(path.read_text())) if path.exists() else ()
+    # What is longer or shorter was cut off when the run was killed.
+    whole = [row for row in rows if len(row) == len(HEADER) and row[0].isdecimal()]
+    return [row for row in whole if int(row[0]) <= step]

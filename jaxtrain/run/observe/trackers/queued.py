@@ -1,0 +1,147 @@
+"""A bounded queue before what may be slow, unreachable or killed."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.host import storage
+from jaxtrain.run.hooks import Value
+from jaxtrain.run.observe.writers import Writer
+
+logger = logging.getLogger(__name__)
+
+# Lines that wait in memory for a tracker, before later ones are dropped.
+WAITING_LINES = 1_000
+# Seconds before each try of a line, and how long the end of a run waits for what is still waiting;
+# a host that is taken away may leave no more than half a minute.
+PAUSES, CLOSE_SECONDS = (0.0, 1.0, 5.0), 10.0
+
+
+class Queued:
+    """A writer that hands lines to another one in a thread, which may take as long as it likes.
+
+    Opening, writing and closing all happen in the thread. What fails is tried again a few times;
+    a line that fails then, that finds the queue full or that still waits at the end is dropped and
+    counted. Nothing that the other writer does ends the run.
+
+    Args:
+      name: of the tracker, for messages.
+      open: makes the writer; called in the thread, and again with each line where it fails. A
+        writer that has an attribute ``error`` is told there what has ended the run.
+      lines: that may wait.
+      pauses: seconds before each try.
+
+    Attributes:
+      written, dropped: lines so far.
+      why: the last reason for dropping one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open: Callable[[], Writer],
+        *,
+        lines: int = WAITING_LINES,
+        pauses: Sequence[float] = PAUSES,
+    ):
+        self.name, self.written, self.dropped, self.why = name, 0, 0, ""
+        self._open, self._pauses = open, pauses
+        self._error: BaseException | None = None
+        self._writer: Writer | None = None
+        self._closing = self._left = False
+        self._busy = 0  # whether a line is being written
+        self._lines, self._waiting = lines, queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"jaxtrain-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Hands a line on; returns at once."""
+        if self._waiting.qsize() >= self._lines:
+            self._drop(f"{self._lines:,} lines were waiting")
+        else:
+            self._waiting.put((step, values))
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Has the thread write what waits, close the writer and end; returns at once.
+
+        Args:
+          error: what has ended the run; None where it is complete.
+        """
+        if not self._closing:
+            self._closing, self._error = True, error
+            self._waiting.put(None)
+
+    def close(self, *, until: float | None = None) -> dict[str, Any]:
+        """Finishes, waits for that, and says what was dropped.
+
+        Args:
+          until: the time (``time.monotonic()``) to wait for; None for ``CLOSE_SECONDS`` from now.
+
+        Returns:
+          ``tracker``, ``written``, ``dropped`` and, where lines were, ``why``.
+        """
+        self.finish()
+        until = time.monotonic() + CLOSE_SECONDS if until is None else until
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._left = True  # What it writes from here on is counted as dropped.
+            # The mark of the end is no line, and the one that is being written is not in the queue.
+            waiting = max(0, self._waiting.qsize() - 1) + self._busy
+            self.dropped += waiting
+            if waiting:
+                self.why = f"{self.why + '; ' if self.why else ''}it did not end in time"
+        facts = {"tracker": self.name, "written": self.written, "dropped": self.dropped}
+        if self.dropped:
+            lines = "1 line" if self.dropped == 1 else f"{self.dropped:,} lines"
+            whole = self.dropped + self.written
+            logger.warning("tracker %s: %s of %d dropped: %s", self.name, lines, whole, self.why)
+            facts["why"] = self.why
+        return facts
+
+    def _work(self) -> None:
+        with contextlib.suppress(Exception, SystemExit):  # said where a line comes to nothing
+            self._opened()
+        while True:
+            line = self._waiting.get()
+            if line is None:
+                break
+            self._busy = 1
+            failed = self._tried(lambda line=line: self._opened().write(*line))
+            if not self._left:
+                if failed:
+                    self._drop(failed)
+                else:
+                    self.written += 1
+            self._busy = 0
+        if self._writer is not None:
+            if hasattr(self._writer, "error"):
+                self._writer.error = self._error
+            if failed := self._tried(self._writer.close):
+                logger.warning("tracker %s cannot be closed: %s", self.name, failed)
+
+    def _opened(self) -> Writer:
+        if self._writer is None:
+            self._writer = self._open()
+        return self._writer
+
+    def _tried(self, act: Callable[[], None]) -> str | None:
+        """Does something, several times where it fails; returns why it failed."""
+        for pause in self._pauses:
+            if pause and not self._left:
+                time.sleep(pause)
+            try:
+                act()
+                return None
+            # Clients of services raise all kinds, and some try to end the process.
+            except (Exception, SystemExit) as error:
+                why = f"{type(error).__name__}: {storage.why(error)}"
+        return why
+
+    def _drop(self, why: str) -> None:
+        if not self.dropped:
+            logger.warning("tracker %s drops lines (%s); the run goes on", self.name, why)
+        self.dropped, self.why = self.dropped + 1, why

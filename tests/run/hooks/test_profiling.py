@@ -1,0 +1,62 @@
+"""Profiles on demand: the steps that were asked for, and what the journal says of them."""
+
+import collections
+import os
+import signal
+import statistics
+
+import jax
+import pytest
+from etils import epath
+
+import jaxtrain as jt
+from jaxtrain.host import memory
+from jaxtrain.run.hooks import profiling
+from jaxtrain.run.observe.journal import read_events
+from tests.run.test_loop import make_experiment
+
+
+class Signal(jt.Hook):
+    def __init__(self, at):
+        self.at = at
+
+    def on_step(self, step, state):
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def steps_in(folder):
+    """How many steps a trace holds: how often each operation ran, over the devices."""
+    (path,) = epath.Path(folder).glob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    names = [event.name for plane in planes for line in plane.lines for event in line.events]
+    counts = collections.Counter(x for x in names if "fusion" in x and not x.startswith("end"))
+    return statistics.mode(counts.values()) / jax.device_count()
+
+
+def test_steps_are_traced_that_are_named_alarming_and_signalled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profiling, "STEPS", 2)
+    monkeypatch.setattr(memory, "device_memory", lambda: {"peak_fraction": 0.9})
+    places = iter([False, True, False])  # the second as in a bucket
+    monkeypatch.setattr(profiling, "is_remote", lambda path: next(places))
+    run = tmp_path / "run"
+    options = jt.RunOptions(
+        str(run), profile_steps="3:4", log_every=1, alerts=("all:off", "memory=0.5:trace")
+    )
+    jt.fit(make_experiment(10), options, hooks=[Signal(9)])
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    traces = [x for x in read_events(epath.Path(run)) if x["event"] == "trace"]
+    # The alert of step 1 waits for the trace of the steps that are named.
+    assert [(x["first"], x["last"]) for x in traces] == [(3, 4), (6, 7), (10, 10)]
+    assert [steps_in(x["folder"]) for x in traces] == [2, 2, 1]
+    folder = run / "tensorboard/plugins/profile/steps-3-4"
+    assert traces[0]["folder"] == str(folder)
+    assert f"steps 3 to 4 are traced in {folder}" in capsys.readouterr().out
+    jt.fit(make_experiment(2), jt.RunOptions(str(run), overwrite=True))
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("asked", ["20", "5:4", "0:4", "a:b"])
+def test_steps_that_cannot_be_traced_are_refused(asked):
+    with pytest.raises(ValueError, match=f"profile_steps is '{asked}': give FIRST:LAST"):
+        jt.RunOptions(profile_steps=asked)
