@@ -35,15 +35,15 @@ ROPES = {
 }
 GEMMA3 = GEMMA | dict(sliding_window=5, rope_parameters=ROPES, num_hidden_layers=7)
 
-# By name: the model type and its fields. The first seven are in the everyday tests.
+# By name: the model type and its fields. The first six are in the everyday tests.
 MODELS = {
     "gpt2": ("gpt2", GPT2),
     "llama": ("llama", SIZES | dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "mistral": ("mistral", SIZES | dict(sliding_window=5)),
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", SIZES | dict(head_dim=12)),
-    "gemma2": ("gemma2", GEMMA2),
     "gemma3": ("gemma3_text", GEMMA3),
+    "gemma2": ("gemma2", GEMMA2),
     "gpt2, untied, exact gelu": (
         "gpt2",
         GPT2 | dict(n_inner=40, activation_function="gelu", tie_word_embeddings=False),

@@ -20,7 +20,7 @@ from jaxtrain.tree import named_leaves
 from tests.hf import models
 from tests.hf.models import MODELS, TOKENS
 
-EVERYDAY = list(MODELS)[:7]
+EVERYDAY = list(MODELS)[:6]
 every_model = pytest.mark.parametrize(
     "name",
     [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
