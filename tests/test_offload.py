@@ -41,8 +41,10 @@ def train(name, options, axes, offload, steps=3):
         step = jt.build_train_step(reduction.masked, optimizer, accumulate=2)
     how = {"mesh": mesh, "rules": rules, "compiler_options": reduction.QUICK}
     step = jt.compile_step(step, state, reduction.rows(), **how)
-    for _ in range(steps):
-        state, metrics = step(state, reduction.rows())
+    broken = reduction.rows() | {"x": np.full_like(reduction.rows()["x"], np.nan)}
+    for i in range(steps):  # In the second one the state is to stay as it is.
+        state, metrics = step(state, broken if i == 1 else reduction.rows())
+    assert int(state.skipped) > 0
     assert arrays_on_host(state) == {offload}
     return state, metrics, abstract
 
