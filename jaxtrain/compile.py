@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.offload import is_on_host
-from jaxtrain.parallel.overlap import overlap_options
+from jaxtrain.parallel.overlap import compile_hiding
 from jaxtrain.parallel.placement import tell, tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
@@ -219,10 +219,9 @@ def compile_step(
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
-        options = overlap_options(mesh)
-        if options:
-            tell("communication is hidden", f"by XLA's {', '.join(options)}")
-        compiled = traced.lower().compile({**options, **(compiler_options or {})} or None)
+        compiled, hiding = compile_hiding(traced.lower(), mesh, compiler_options)
+        if hiding:
+            tell("communication is hidden", f"by XLA's {', '.join(hiding)}")
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))

@@ -8,6 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.compile import _check_compiled, use_compilation_cache
+from jaxtrain.parallel import overlap
 from jaxtrain.state import local_bytes
 from tests import problems
 
@@ -221,3 +222,14 @@ def test_microbatches_that_devices_cannot_share_are_refused():
         r".* multiple of 32, or fewer",
     ):
         jt.compile_step(step, state, problems.make_batch(), mesh=mesh)
+
+
+def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
+    state, mesh = make(data=8)
+    ours = {"xla_of_another_version": True, "xla_gpu_enable_pipelined_all_gather": True}
+    monkeypatch.setattr(overlap, "overlap_options", lambda mesh: dict(ours))
+    train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+    assert train.told["communication is hidden"] == "by XLA's xla_gpu_enable_pipelined_all_gather"
+    own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
+        jt.compile_step(STEP, state, problems.make_batch(), **own)

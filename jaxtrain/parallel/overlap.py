@@ -6,8 +6,11 @@ itself. Within one host NVLink is fast enough for XLA's defaults. The loop of a 
 it is, for its branches must not be copied.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 # Weights of one layer in bfloat16 are to be one collective: with XLA's threshold of 30 MiB, each
@@ -40,3 +43,29 @@ def overlap_options(mesh: Mesh | None) -> dict[str, Any]:
     devices = mesh.devices.flat
     hosts = {device.process_index for device in devices}
     return dict(GPU_HOSTS) if devices[0].platform in ("gpu", "cuda") and len(hosts) > 1 else {}
+
+
+def compile_hiding(
+    lowered: jax.stages.Lowered, mesh: Mesh | None, own: Mapping[str, Any] | None
+) -> tuple[jax.stages.Compiled, list[str]]:
+    """Compiles a program with :func:`overlap_options`, but those that this version of XLA lacks.
+
+    Args:
+      lowered: the program.
+      mesh: that it is for.
+      own: options that take precedence.
+
+    Returns:
+      The compiled program, and the names of the options that hide communication in it.
+    """
+    options, own = overlap_options(mesh), own or {}
+    while True:
+        try:
+            compiled = lowered.compile({**options, **own} or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            if unknown is None or unknown[1] in own or unknown[1] not in options:
+                raise
+            del options[unknown[1]]
+        else:
+            return compiled, [name for name in options if name not in own]

@@ -178,7 +178,7 @@ def test_options_for_gpu_hosts_hide_more_than_those_of_xla(monkeypatch):
     flags += " --remat dots --precision bf16 --tokenizer 32000 --optimizer.name adamw"
     config = tyro.cli(gpt.Config, args=flags.split())
     ours = plan_experiment(gpt.outline(config), target)
-    monkeypatch.setattr("jaxtrain.compile.overlap_options", lambda mesh: {})
+    monkeypatch.setattr("jaxtrain.parallel.overlap.overlap_options", lambda mesh: {})
     alone = plan_experiment(gpt.outline(config), target)
     sent = [plan.roofline.interconnect["fsdp"] for plan in (ours, alone)]
     waits = [plan.roofline.waits["fsdp"] for plan in (ours, alone)]
