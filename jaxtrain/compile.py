@@ -415,8 +415,8 @@ def _check_same_rows(batch: PyTree) -> None:
     """Raises where the processes hold different host arrays."""
     digest = 0
     for x in jax.tree.leaves(batch):
-        if not isinstance(x, jax.Array):
-            x = np.asarray(x)
+        if not _is_global(x):
+            x = _raw(x)
             digest = zlib.crc32(x.tobytes(), zlib.crc32(str(x.shape).encode(), digest))
     digests = multihost_utils.process_allgather(np.uint32(digest))
     if (digests != digests[0]).any():
@@ -429,7 +429,21 @@ def _check_same_rows(batch: PyTree) -> None:
 
 
 def _place_global(x: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array):
+    if _is_global(x):
         return jax.device_put(x, sharding)
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    raw = _raw(x)
+    placed = jax.make_array_from_callback(raw.shape, sharding, lambda index: raw[index])
+    return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x)) if _is_key(x) else placed
+
+
+def _is_global(x: Any) -> bool:
+    """Whether it is an array of all processes, and not one that each has by itself."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _raw(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

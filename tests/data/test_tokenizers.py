@@ -354,10 +354,11 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         SubwordTokenizer(theirs, 1),
         GPTConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
-    monkeypatch.setattr(generate, "load", lambda run, step: (model, {}, ours))
+    monkeypatch.setattr(generate, "load", lambda run, step, mesh: (model, {}, ours))
     written = np.array([[2, 4, 1], [4, 2, 1]])
-    monkeypatch.setattr(generate, "generate", lambda *args, **options: written)
-    generate.main(["--run", "x", "--prompt", "ab a", "--samples", "2"])
+    monkeypatch.setattr(generate, "compile_step", lambda *_, **options: lambda *_: written)
+    flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--tokens", "3"]
+    generate.main(flags)
     assert [line for line in capsys.readouterr().out.splitlines() if "-" not in line] == [
         "ab a ab",
         "ab ab a",

@@ -180,7 +180,8 @@ def test_options_for_gpu_hosts_hide_more_than_those_of_xla(monkeypatch):
     ours = plan_experiment(gpt.outline(config), target)
     monkeypatch.setattr("jaxtrain.parallel.overlap.overlap_options", lambda mesh: {})
     alone = plan_experiment(gpt.outline(config), target)
-    sent = [plan.roofline.interconnect["fsdp"] for plan in (ours, alone)]
+    links = [(plan.roofline.interconnect, plan.roofline.network) for plan in (ours, alone)]
+    sent = [inside["fsdp"] + across["fsdp"] for inside, across in links]
     waits = [plan.roofline.waits["fsdp"] for plan in (ours, alone)]
     assert sent[0] == pytest.approx(sent[1], rel=0.05)
     assert waits[0] < 0.8 * waits[1] <= 0.8 * sent[1]
