@@ -17,21 +17,16 @@ from rich.console import Console
 
 from experiments import gpt
 from jaxtrain.planning import search as module
-from jaxtrain.planning.estimate import estimate, predict
-from jaxtrain.planning.search import (
+from jaxtrain.planning.candidates import (
     Candidate,
-    Estimator,
-    Rejections,
-    cost,
-    family_of,
     make_candidates,
     make_meshes,
-    print_search,
-    refuse_mesh,
-    search,
-    walk_mesh,
     with_candidate,
 )
+from jaxtrain.planning.estimate import estimate, predict
+from jaxtrain.planning.fitting import Estimator, Rejections, family_of, refuse_mesh, walk_mesh
+from jaxtrain.planning.ranking import cost, print_search
+from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run import options
 from jaxtrain.state import local_bytes
