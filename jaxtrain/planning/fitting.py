@@ -1,6 +1,7 @@
 """Which layouts of a mesh fit, and how long they would take: estimated, without a compiler."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,14 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.gradients import plain
 from jaxtrain.parallel.reduction import kept_by_gathering, why_not
 from jaxtrain.planning.ahead_of_time import unknown_note
-from jaxtrain.planning.candidates import AXES, Candidate, with_candidate
-from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, predict, trace
+from jaxtrain.planning.candidates import (
+    AXES,
+    Candidate,
+    make_placements,
+    with_candidate,
+    within_one_network,
+)
+from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, placed, predict, trace
 from jaxtrain.planning.ranking import Family, Row
 from jaxtrain.planning.targets import Target
 from jaxtrain.state import TrainState, gradient_shardings, local_bytes
@@ -21,7 +28,9 @@ class Estimator:
     """Estimates layouts of one experiment; a trace serves all meshes that it can stand for."""
 
     def __init__(self, build: Callable[[Any], Experiment], config: Any, target: Target):
-        self.build, self.config, self.target = build, config, target
+        # Where a mesh crosses the slow network changes nothing but the price.
+        self.build, self.config, self.target = build, within_one_network(config), target
+        self.placements = functools.partial(make_placements, config, target=target)
         self.where = {"devices": target.size, "kind": target.chip.kind}
         self.states: dict[str, TrainState] = {}
         self.traces: dict[str, Any] = {}
@@ -93,8 +102,7 @@ class Estimator:
             return candidate
         shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
         both = "data" in candidate.mesh and "fsdp" in candidate.mesh
-        slices = candidate.mesh.get("dcn_data", 1)
-        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % (2 * slices):
+        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % 2:
             return candidate
         mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
         return dataclasses.replace(candidate, mesh=mesh)
@@ -105,6 +113,11 @@ class Rejections:
 
     def __init__(self):
         self.found: dict[str, tuple[int, str, list[float]]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many there are in all."""
+        return sum(count for count, *_ in self.found.values())
 
     def add(self, reason: str, example: str, count: int = 1, number: float | None = None) -> None:
         """Counts layouts."""
@@ -129,9 +142,11 @@ def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
     config, target = estimator.config, estimator.target
     tensor = mesh.get("tensor", 1)
     island = target.devices_per_island
+    where = "slices" if target.chip.kind == "tpu" else "hosts"
     if tensor > island or (tensor > 1 and island % tensor):
-        where = "slices" if target.chip.kind == "tpu" else "hosts"
         return f"the tensor axis would cross {where} (of {island} devices)"
+    if not estimator.placements(mesh):
+        return f"data, fsdp and pipe do not divide over {target.islands} {where}"
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
     rows = getattr(config, "global_batch", None)
     if rows is not None and rows % (shards * mesh.get("pipe", 1)):
@@ -162,6 +177,10 @@ def walk_mesh(
     done for each way to gather weights. The stream is whole over tensor only in what fits split.
     """
     limit = target.chip.memory_bytes or math.inf
+    placements = estimator.placements(candidates[0].mesh)
+    to_row = functools.partial(
+        make_row, target=target, placements=placements, rejections=rejections
+    )
     rows: list[Row] = []
     for gather in dict.fromkeys(c.gather for c in candidates):
         ways = [c for c in candidates if c.gather == gather]
@@ -170,8 +189,11 @@ def walk_mesh(
             reason = "the state and weights gathered once per step are # x the memory"
             rejections.add(reason, split[0].mesh_name, len(ways), times)
             continue
-        fitting = _walk_microbatches(estimator, split, target, rejections)
-        halves = [dataclasses.replace(row.candidate, sequence_parallel=False) for row in fitting]
+        fitting = _walk_microbatches(estimator, split, limit, rejections, to_row)
+        halves = [
+            dataclasses.replace(row.candidate, mesh=ways[0].mesh, sequence_parallel=False)
+            for row in fitting
+        ]
         whole = [c for c in ways if c.sequence_parallel is False]
         rows += fitting
         for candidate in whole:
@@ -181,7 +203,7 @@ def walk_mesh(
                 continue
             experiment, estimated = estimator(candidate)
             if estimated.peak_bytes <= limit:
-                rows.append(make_row(candidate, experiment, estimated, target))
+                rows.append(to_row(candidate, experiment, estimated))
             else:
                 times = estimated.peak_bytes / limit
                 reason = "needs # x the memory with activations"
@@ -192,11 +214,11 @@ def walk_mesh(
 def _walk_microbatches(
     estimator: "Estimator",
     candidates: Sequence[Candidate],
-    target: Target,
+    limit: float,
     rejections: Rejections,
+    to_row: Callable[[Candidate, Experiment, Estimate], Row],
 ) -> list[Row]:
     """The part of :func:`walk_mesh` for one way to gather weights."""
-    limit = target.chip.memory_bytes or math.inf
     rows: list[Row] = []
     fewest = math.inf
     for kind in dict.fromkeys((c.remat, c.stage_remat) for c in candidates):
@@ -215,7 +237,7 @@ def _walk_microbatches(
                 else:
                     over = estimated.peak_bytes / limit
             if over is not None and over <= 1:
-                rows.append(make_row(candidate, experiment, estimated, target))
+                rows.append(to_row(candidate, experiment, estimated))
                 fewest, passed, over = candidate.microbatches, passed - 1, None
                 ladder = ladder[1:]
                 what = "fewer" if pipelined else "more"
@@ -233,10 +255,29 @@ def _walk_microbatches(
 
 
 def make_row(
-    candidate: Candidate, experiment: Experiment, estimated: Estimate, target: Target
+    candidate: Candidate,
+    experiment: Experiment,
+    estimated: Estimate,
+    *,
+    target: Target,
+    placements: Sequence[Mapping[str, int]],
+    rejections: Rejections,
 ) -> Row:
-    """The row of a layout that fits."""
-    prediction = predict(estimated, target)
+    """The row of a layout that fits, where it crosses the slow network in the best of some ways.
+
+    Args:
+      candidate, experiment, estimated: the layout, and what it needs.
+      target: where.
+      placements: how its mesh may lie there (:func:`.candidates.make_placements`).
+      rejections: get all ways but the best.
+    """
+    priced = [(predict(placed(estimated, parts), target), parts) for parts in placements]
+    # Of equal ones the one that takes less if nothing is hidden.
+    prediction, parts = min(priced, key=lambda x: (x[0].step_seconds, x[0].step_seconds_apart))
+    for other, _ in (x for x in priced if x[1] is not parts):
+        reason = "crosses the slow network along other axes, and takes # x the time of the best way"
+        times = other.step_seconds / prediction.step_seconds
+        rejections.add(reason, candidate.mesh_name, 1, times)
     rate = experiment.items_per_step / prediction.step_seconds
     peak = target.chip.peak_flops(experiment.policy.compute_dtype)
     mfu = None
@@ -244,6 +285,7 @@ def make_row(
         mfu = experiment.flops_per_step / (prediction.step_seconds * target.size * peak)
     unknown = estimated.cost.unknown
     note = unknown_note(unknown) if unknown else None
+    candidate = dataclasses.replace(candidate, mesh={**candidate.mesh, **parts})
     return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, rate, note=note)
 
 

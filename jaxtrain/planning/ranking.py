@@ -22,9 +22,9 @@ class Row:
     Args:
       candidate: the layout.
       estimated_bytes: of one device at its peak, by :mod:`jaxtrain.planning.estimate`.
-      prediction: seconds, and what bounds them.
+      prediction: seconds, and what bounds them, by the estimate.
       bubble: of a pipeline.
-      mfu: model FLOPs over peak FLOPs in the predicted time; None where either is unknown.
+      mfu: model FLOPs over peak FLOPs in the time of a step; None where either is unknown.
       tokens_per_s: what a step holds (``Experiment.item``) per second, over all devices.
       plan: by the compiler; None where it was not asked, or failed.
       compile_s: how long it took; None where it was not asked.
@@ -44,6 +44,17 @@ class Row:
     note: str | None = None
 
     @property
+    def scheduled(self) -> Prediction | None:
+        """By the schedule of the compiled program; None where that could not be read."""
+        found = self.plan.roofline if self.plan else None
+        return found if found is not None and found.waits is not None else None
+
+    @property
+    def time(self) -> Prediction:
+        """The best that is known: by the schedule, or the estimate."""
+        return self.scheduled or self.prediction
+
+    @property
     def compiled_bytes(self) -> int | None:
         """Peak by the compiler; None where it was not asked or did not say."""
         return self.plan.memory.peak if self.plan and self.plan.memory else None
@@ -61,7 +72,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain data: bytes and seconds."""
-        predicted = self.prediction
+        predicted = self.time
         names = ("estimated_bytes", "compiled_bytes", "error", "bubble", "mfu", "tokens_per_s")
         names += ("compile_s", "problem", "note")
         return (
@@ -70,6 +81,8 @@ class Row:
             | {
                 "flags": self.candidate.flags,
                 "step_s": predicted.step_seconds,
+                "estimated_s": self.prediction.step_seconds,
+                "scheduled": self.scheduled is not None,
                 "compute_s": predicted.compute,
                 "hbm_s": predicted.hbm,
                 "wire_s": dict(predicted.interconnect),
@@ -103,7 +116,8 @@ class SearchResult:
       assumed: bandwidths and efficiencies, in words.
       memory_bytes: of one device; None where nothing limits it.
       considered: layouts in all.
-      rows: those that fit, fastest first; compiled ones that fit before the others.
+      rows: those that fit, fastest first; compiled ones that fit before the others, by their
+        schedule where that is known.
       families: why the others lost, largest first.
       seconds: how long the search took, compiling included.
       complete: False where it was stopped before its end.
@@ -134,7 +148,7 @@ def rank(rows: Sequence[Row]) -> list[Row]:
     def group(row: Row) -> int:
         return 2 if row.compile_s is None else int(not row.fits)
 
-    return sorted(rows, key=lambda row: (group(row), row.prediction.step_seconds))
+    return sorted(rows, key=lambda row: (group(row), row.time.step_seconds))
 
 
 def cost(
@@ -199,7 +213,8 @@ def print_search(
     small = min((row.estimated_bytes for row in result.rows), default=GIB) < GIB / 10
     unit, name = (2**20, "MiB") if small else (GIB, "GiB")
     sizes = (f"estimated\n{name}", f"compiled\n{name}")
-    for name in ("micro-\nbatches", "remat", "gather", *sizes, "error", "step ms"):
+    times = ("step ms", "scheduled\nms") if any(x.scheduled for x in result.rows) else ("step ms",)
+    for name in ("micro-\nbatches", "remat", "gather", *sizes, "error", *times):
         table.add_column(name, justify="left" if name in ("remat", "gather") else "right")
     table.add_column("MFU", justify="right")
     table.add_column("bound by")
@@ -207,17 +222,20 @@ def print_search(
     for row in result.rows:
         bad = not row.fits
         rank += not bad
-        bound = row.prediction.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
+        bound = row.time.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
+        seconds = [f"{1000 * row.prediction.step_seconds:,.1f}"]
+        if len(times) > 1:
+            seconds.append(f"{1000 * row.time.step_seconds:,.1f}" if row.scheduled else "-")
         table.add_row(
             "-" if bad else str(rank),
-            row.candidate.mesh_name,
+            row.candidate.mesh_name.replace(" dcn_", "\ndcn_", 1),
             str(row.candidate.microbatches),
             row.candidate.remat_name,
             row.candidate.gather or "-",
             f"{row.estimated_bytes / unit:.2f}",
             "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",
-            f"{1000 * row.prediction.step_seconds:,.1f}",
+            *seconds,
             "-" if row.mfu is None else f"{row.mfu:.0%}",
             row.problem or bound,
         )
@@ -231,6 +249,10 @@ def print_search(
         console.print(
             f"times are predictions, at {result.assumed}; the error is estimate / compiler"
         )
+        if len(times) > 1:
+            console.print(
+                "a step as its program is scheduled counts for rank and MFU, where that is known"
+            )
         for note in dict.fromkeys(row.note for row in result.rows if row.note):
             console.print(note)
     console.print("\nrejected:")

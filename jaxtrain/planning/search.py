@@ -1,15 +1,17 @@
 """Which mesh: enumerates layouts of an experiment on a target, and says why the others lost.
 
 A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches, a choice of
-rematerialisation, when weights are gathered (layer by layer, or once per step), and whether the
-residual stream is split over tensor. All that divide the target's devices are looked at:
+rematerialisation, when weights are gathered (layer by layer, or once per step), whether the
+residual stream is split over tensor, and which axes cross the slow network between slices or hosts
+(``dcn_data``, ``dcn_fsdp``, ``dcn_pipe``). All that divide the target's devices are looked at:
 
 1. what the library itself refuses, or would put a tensor axis across hosts, or holds more state
    than the memory, with weights that are gathered once, is rejected by shapes alone; so is a
    pipeline that waits so long for its stages that the best takes less;
 2. the others are walked (:mod:`.estimate`): for either way to gather, with the fewest microbatches
    that fit, and with as little rematerialisation as fits; the stream is whole in those alone that
-   fit where it is split;
+   fit where it is split. Of the ways to cross the slow network, which change nothing but the price
+   of its traffic, the fastest is taken;
 3. those that fit are ranked by their predicted step time, and the best few are compiled by the
    target's own compiler, whose memory stands beside the estimate.
 
@@ -37,7 +39,7 @@ from rich.console import Console
 from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.ahead_of_time import plan_experiment
-from jaxtrain.planning.candidates import Candidate, make_candidates, make_meshes
+from jaxtrain.planning.candidates import Candidate, given_parts, make_candidates, make_meshes
 from jaxtrain.planning.fitting import Estimator, Rejections, refuse_mesh, walk_mesh
 from jaxtrain.planning.ranking import WIDTH, Row, SearchResult, cost, print_search, rank
 from jaxtrain.planning.targets import Target
@@ -90,21 +92,31 @@ def search(
         raise ValueError(
             f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
         )
+    if (given := given_parts(config)) and math.prod(given.values()) != target.islands:
+        what = "slices" if target.chip.kind == "tpu" else "hosts"
+        raise ValueError(
+            f"{' x '.join(given)} is {math.prod(given.values())} and the target has "
+            f"{target.islands} {what}: give parts that multiply to that, or leave them out, and "
+            "the search chooses"
+        )
     start = time.perf_counter()
     if compile_best != 0:
         # What is not installed is better known now than in a minute.
         target.devices()
     walking = seconds if compile_best == 0 else WALKING * seconds
     rejections, estimator = Rejections(), Estimator(build, config, target)
-    rows, considered = [], 0
+    rows: list[Row] = []
 
     def found(complete: bool) -> SearchResult:
         ranked, rejected = rank(rows), copy.deepcopy(rejections)
+        considered = len(rows) + rejections.count
         shown = [row for row in ranked if row.compile_s is not None]
         shown = shown or ranked[: max(1, 5 if compile_best is None else compile_best)]
+        # What is not compiled has no schedule: estimates are compared with estimates.
+        best = min((row.prediction.step_seconds for row in ranked if row.fits), default=0.0)
         for row in ranked:
             if row not in shown:
-                slower = row.prediction.step_seconds / ranked[0].prediction.step_seconds
+                slower = row.prediction.step_seconds / best
                 reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
                 rejected.add(reason, row.candidate.mesh_name, 1, slower)
         return SearchResult(
@@ -120,7 +132,7 @@ def search(
         )
 
     watch(lambda: found(complete=False))
-    meshes = list(make_meshes(config, target.size, slices=target.slices))
+    meshes = list(make_meshes(config, target.size))
     meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
     gathers = estimator.gathers
     for i, mesh in enumerate(meshes):
@@ -130,7 +142,6 @@ def search(
             + (f"; {len(rows)} fit, the best takes {1000 * best:,.0f} ms" if rows else "")
         )
         candidates = list(make_candidates(config, mesh, gathers=gathers))
-        considered += len(candidates)
         if rows and time.perf_counter() - start > walking:
             reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
@@ -218,7 +229,10 @@ def compile_row(estimator: Estimator, row: Row) -> Row:
         problem = str(error).splitlines()[0]
     seconds = time.perf_counter() - start
     note = next(iter(plan.notes), row.note) if plan else row.note
-    return dataclasses.replace(row, plan=plan, compile_s=seconds, problem=problem, note=note)
+    found = dataclasses.replace(row, plan=plan, compile_s=seconds, problem=problem, note=note)
+    rate = row.prediction.step_seconds / found.time.step_seconds
+    mfu = row.mfu if row.mfu is None else rate * row.mfu
+    return dataclasses.replace(found, mfu=mfu, tokens_per_s=rate * row.tokens_per_s)
 
 
 def run_search(
