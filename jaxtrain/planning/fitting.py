@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.experiment import Experiment
-from jaxtrain.gradients import plain
-from jaxtrain.parallel.reduction import kept_by_gathering, why_not
+from jaxtrain.experiment import Experiment, why_not_once
+from jaxtrain.parallel.reduction import kept_by_gathering
 from jaxtrain.planning.ahead_of_time import unknown_note
 from jaxtrain.planning.candidates import (
     AXES,
@@ -43,12 +42,8 @@ class Estimator:
             return ()
         alone = {axis: 1 for axis in AXES if hasattr(self.config.mesh, axis)}
         experiment = self.build(with_candidate(self.config, Candidate(alone)))
-        obstacle = why_not(
-            experiment.loss_fn,
-            has_model_state=experiment.has_model_state,
-            own_engine=experiment.engine is not plain,
-        )
-        return ("layer", "step") if experiment.gather == "model" and obstacle is None else ()
+        possible = experiment.gather == "model" and why_not_once(experiment) is None
+        return ("layer", "step") if possible else ()
 
     def outline(self, candidate: Candidate) -> tuple[Experiment, TrainState]:
         """Builds a layout's experiment, and the shapes of its state, which no ``remat`` changes.
