@@ -1,6 +1,7 @@
 """The layouts that a search looks at: meshes, microbatches, what is kept, and where it lies."""
 
 import dataclasses
+import functools
 import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def make_candidates(
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
     stages = mesh.get("pipe", 1)
-    choices = [name for name in REMAT if name in _choices(config, "remat")] or [None]
+    choices = [name for name in REMAT if name in _choices(type(config), "remat")] or [None]
     kinds = [(remat, None) for remat in choices]
     if stages > 1:
         # A stage that is run again has no use for blocks that are, too.
@@ -198,9 +199,10 @@ def _flag(name: str, value: Any) -> str:
     return f"--{name}={value}"
 
 
-def _choices(config: Any, name: str) -> tuple[str, ...]:
-    """The values that a config's field can take by its ``Literal`` type."""
-    hint = typing.get_type_hints(type(config)).get(name)
+@functools.cache
+def _choices(config_type: type, name: str) -> tuple[str, ...]:
+    """The values that a field of a config can take by its ``Literal`` type."""
+    hint = typing.get_type_hints(config_type).get(name)
     found = [
         value
         for part in (hint, *typing.get_args(hint))

@@ -86,6 +86,7 @@ class Row:
                 "compute_s": predicted.compute,
                 "hbm_s": predicted.hbm,
                 "wire_s": dict(predicted.interconnect),
+                "network_s": dict(predicted.network),
                 "bound": predicted.bound,
             }
         )
@@ -208,34 +209,31 @@ def print_search(
     )
     table = RichTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
-    table.add_column("mesh", no_wrap=True)
+    table.add_column("mesh")
     # One unit for all rows, by the smallest: a small model is nothing in GiB.
     small = min((row.estimated_bytes for row in result.rows), default=GIB) < GIB / 10
     unit, name = (2**20, "MiB") if small else (GIB, "GiB")
     sizes = (f"estimated\n{name}", f"compiled\n{name}")
-    times = ("step ms", "scheduled\nms") if any(x.scheduled for x in result.rows) else ("step ms",)
-    for name in ("micro-\nbatches", "remat", "gather", *sizes, "error", *times):
-        table.add_column(name, justify="left" if name in ("remat", "gather") else "right")
-    table.add_column("MFU", justify="right")
+    for name in ("micro-\nbatches", "remat", "gather", *sizes, "error", "step ms"):
+        words = name in ("remat", "gather")
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
+    table.add_column("MFU", justify="right", no_wrap=True)
     table.add_column("bound by")
     rank = 0
     for row in result.rows:
         bad = not row.fits
         rank += not bad
         bound = row.time.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
-        seconds = [f"{1000 * row.prediction.step_seconds:,.1f}"]
-        if len(times) > 1:
-            seconds.append(f"{1000 * row.time.step_seconds:,.1f}" if row.scheduled else "-")
         table.add_row(
             "-" if bad else str(rank),
-            row.candidate.mesh_name.replace(" dcn_", "\ndcn_", 1),
+            row.candidate.mesh_name,
             str(row.candidate.microbatches),
             row.candidate.remat_name,
             row.candidate.gather or "-",
             f"{row.estimated_bytes / unit:.2f}",
             "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",
-            *seconds,
+            _milliseconds(row.time) + ("*" if row.scheduled else ""),
             "-" if row.mfu is None else f"{row.mfu:.0%}",
             row.problem or bound,
         )
@@ -249,10 +247,9 @@ def print_search(
         console.print(
             f"times are predictions, at {result.assumed}; the error is estimate / compiler"
         )
-        if len(times) > 1:
-            console.print(
-                "a step as its program is scheduled counts for rank and MFU, where that is known"
-            )
+        if scheduled := [row for row in result.rows if row.scheduled]:
+            estimates = ", ".join(_milliseconds(row.prediction) for row in scheduled)
+            console.print(f"* as its program is scheduled; by the estimate {estimates} ms")
         for note in dict.fromkeys(row.note for row in result.rows if row.note):
             console.print(note)
     console.print("\nrejected:")
@@ -263,3 +260,8 @@ def print_search(
     for family in result.families:
         rejections.add_row(str(family.count), family.reason, f"e.g. {family.example}")
     console.print(rejections)
+
+
+def _milliseconds(time: Prediction) -> str:
+    milliseconds = 1000 * time.step_seconds
+    return f"{milliseconds:,.{1 if milliseconds < 1000 else 0}f}"

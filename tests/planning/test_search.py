@@ -387,7 +387,8 @@ def test_a_schedule_that_could_be_read_decides_among_what_was_compiled(monkeypat
     text = io.StringIO()
     found = dataclasses.replace(result, rows=(unread, late))
     print_search(found, Console(file=text, width=100))
-    assert f" {1000 * late.time.step_seconds:,.1f} " in text.getvalue()
+    assert f" {1000 * late.time.step_seconds:,.1f}* " in text.getvalue()
+    assert f"by the estimate {1000 * row.prediction.step_seconds:,.1f} ms" in text.getvalue()
     assert [x["scheduled"] for x in found.to_json()["rows"]] == [False, True]
 
 
