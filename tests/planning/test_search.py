@@ -20,7 +20,7 @@ from rich.console import Console
 
 import jaxtrain as jt
 from experiments import gpt
-from jaxtrain.parallel.mesh import slow_parts
+from jaxtrain.parallel.mesh import simulated_hosts, slow_parts
 from jaxtrain.planning import search as module
 from jaxtrain.planning.candidates import (
     Candidate,
@@ -114,14 +114,11 @@ def on_slices(**mesh):
     )
 
 
-def test_a_mesh_lies_over_hosts_in_every_way_that_there_is(monkeypatch):
-    monkeypatch.setattr("jaxtrain.parallel.mesh.host_of", lambda device: device.id // 2)
-    target = parse_target("h100:4x2")
+def test_a_mesh_lies_over_hosts_in_every_way_that_there_is():
     for mesh in make_meshes(CONFIG, 8):
-        found = [
-            slow_parts(jt.make_mesh(**mesh, **parts))
-            for parts in make_placements(CONFIG, mesh, target)
-        ]
+        ways = make_placements(CONFIG, mesh, parse_target("h100:4x2"))
+        with simulated_hosts(2):
+            found = [slow_parts(jt.make_mesh(**mesh, **parts)) for parts in ways]
         # Every way to cut the axes into 4 parts, without cutting the tensor axis, and none twice.
         parts = [x for x in found if math.prod(x.values()) == 4 and x["tensor"] == 1]
         sizes = [[n for n in (1, 2, 4) if mesh[axis] % n == 0] for axis in ("pipe", "data", "fsdp")]
