@@ -89,7 +89,7 @@ def make_placements(config: Any, mesh: Mapping[str, int], target: Target) -> lis
 
     That is, into how many parts each axis that may cross the slow network is cut by it, so that
     there is a part for each slice or host; or those that the config itself says. On hosts devices
-    may also follow each other in the mesh's order, and that needs no word.
+    may also follow each other in the mesh's order, which needs no flag.
 
     Args:
       config: the experiment's.

@@ -116,7 +116,7 @@ class SearchResult:
       devices: how many it has.
       assumed: bandwidths and efficiencies, in words.
       memory_bytes: of one device; None where nothing limits it.
-      considered: layouts in all.
+      considered: layouts in all; of those that fit, every way to cross the slow network.
       rows: those that fit, fastest first; compiled ones that fit before the others, by their
         schedule where that is known.
       families: why the others lost, largest first.
