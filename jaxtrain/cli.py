@@ -148,8 +148,9 @@ class ParityOptions:
     compare_steps: int = agreement.STEPS
     """How many steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1; can be given several times. Left
-    out, the usual ones and the experiment's own."""
+    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
+    halves of the data axis, data=8,dcn_data=2; can be given several times. Left out, the usual ones
+    and the experiment's own."""
 
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:

@@ -156,7 +156,9 @@ def test_a_search_compiles_its_best_and_shows_the_error():
         assert row.problem is None
         assert abs(row.error) <= TOLERANCE
         assert row.compile_s > 0
-    assert found.rows[0].prediction.step_seconds <= found.rows[1].prediction.step_seconds
+        assert row.scheduled is row.plan.roofline
+        assert row.mfu == pytest.approx(row.plan.mfu)
+    assert found.rows[0].time.step_seconds <= found.rows[1].time.step_seconds
 
 
 @pytest.mark.slow
