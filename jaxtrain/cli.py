@@ -26,7 +26,7 @@ from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.planning import balance, search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
-from jaxtrain.run import launch, replay
+from jaxtrain.run import compare, launch, replay
 from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.report import command as report
@@ -287,6 +287,7 @@ COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "plan": Command(PlanOptions, run_plan, passes_on=True),
+    "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
