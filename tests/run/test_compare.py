@@ -16,36 +16,7 @@ from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
 from tests import commands
 
-EXPERIMENT = """
-import dataclasses
-import jaxtrain as jt
-from tests import problems
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(jt.Config):
-    fault: bool = False
-
-
-def build(config):
-    if config.fault:
-        raise ValueError("global_batch is too odd: `fault` asked for it")
-    batch = problems.make_batch(rows=64)
-    rows = [{name: x[i] for name, x in batch.items()} for i in range(64)]
-    return config.experiment(
-        "mine", init_fn=problems.init, loss_fn=problems.loss_fn,
-        **config.batches_of(rows[:32], rows[32:]))
-"""
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """The name of an experiment of one's own, of a few small products."""
-    name = f"variants_{abs(hash(tmp_path))}"
-    (tmp_path / f"{name}.py").write_text(EXPERIMENT)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("COLUMNS", "140")
-    return name
+MODULE = "tests.small"
 
 
 def alone(experiment, steps):
@@ -67,11 +38,12 @@ def alone(experiment, steps):
     return losses, float(evaluate(step, state, held_out)["loss"])
 
 
-def test_every_variant_trains_as_it_would_alone(capsys, module, tmp_path):
+def test_every_variant_trains_as_it_would_alone(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "140")
     vary = ["--vary", "optimizer.name=sgd,adamw", "--vary", "precision=bf16"]
-    shared = ["--global-batch", "8", "--optimizer.learning-rate", "0.1"]
+    shared = ["--optimizer.learning-rate", "0.1"]
     sizes = ["--rounds", "2", "--block-steps", "2", "--out", str(tmp_path / "new")]
-    status, out, _ = commands.run(capsys, "compare", module, *vary, *sizes, *shared)
+    status, out, _ = commands.run(capsys, "compare", MODULE, *vary, *sizes, *shared)
     assert status == 0
     found = json.loads((tmp_path / "new" / "compare.json").read_text())["variants"]
     names = [f"optimizer.name={name} precision=bf16" for name in ("sgd", "adamw")]
@@ -80,7 +52,7 @@ def test_every_variant_trains_as_it_would_alone(capsys, module, tmp_path):
     assert "MFU" not in out  # the peak of a CPU is not known
     for variant in found:
         flags = [f"--{word}" for word in variant["name"].split()]
-        losses, held_out = alone(load_experiment(module, [*shared, *flags], command="compare"), 6)
+        losses, held_out = alone(load_experiment(MODULE, [*shared, *flags], command="compare"), 6)
         np.testing.assert_allclose(variant["losses"], losses, rtol=1e-5)
         assert variant["loss"] == np.mean(variant["losses"][-2:])
         assert variant["held_out"] == pytest.approx(held_out, rel=1e-5)
@@ -89,15 +61,15 @@ def test_every_variant_trains_as_it_would_alone(capsys, module, tmp_path):
     assert found[0]["ratio"] == 1
 
 
-def test_variants_are_all_combinations_in_order(module):
+def test_variants_are_all_combinations_in_order():
     vary = ["seed=1,0", "offload_optimizer=false,true", "--mesh.data=4"]
-    variants = compare.make_variants(module, vary, ["--seed", "7"])
+    variants = compare.make_variants(MODULE, vary, ["--seed", "7"])
     made = [(x.seed, x.offload_optimizer, x.mesh["data"]) for x in variants.values()]
     assert made == [(1, False, 4), (1, True, 4), (0, False, 4), (0, True, 4)]
     assert next(iter(variants)) == "seed=1 offload-optimizer=false mesh.data=4"
 
 
-def test_variants_take_turns_and_layouts_and_calls_vary(module, monkeypatch):
+def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
     order, block = [], compare._Run.train_block
     monkeypatch.setattr(
         compare._Run,
@@ -107,8 +79,8 @@ def test_variants_take_turns_and_layouts_and_calls_vary(module, monkeypatch):
     peaks = iter([5, 5, 5, 9])  # before and after each first block, the smaller program's first
     monkeypatch.setattr(compare.memory, "device_memory", lambda: {"peak": next(peaks)})
     vary = ["mesh.data=2,1", "steps-per-call=2"]
-    flags = ["--global-batch", "8", "--optimizer.name", "sgd", "--mesh.fsdp", "1"]
-    variants = compare.make_variants(module, vary, flags)
+    flags = ["--optimizer.name", "sgd", "--mesh.fsdp", "1"]
+    variants = compare.make_variants(MODULE, vary, flags)
     experiments = dict(zip("ab", variants.values(), strict=True))
     assert [x.mesh["data"] for x in experiments.values()] == [2, 1]
     with pytest.raises(ValueError, match=r"variant a: .*data"):  # eight devices are not two
@@ -140,8 +112,8 @@ def test_quartiles_and_what_is_not_known_of_a_table(capsys):
     assert not {"held-out", "measured"} & set(out.split())
 
 
-def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was(module):
-    experiment = load_experiment(module, ["--optimizer.name", "adamw"], command="compare")
+def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
+    experiment = load_experiment(MODULE, ["--optimizer.name", "adamw"], command="compare")
     state = make_state(experiment, make_experiment_mesh(experiment))
     parked = compare.park(state)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((parked.params, parked.step)))
@@ -154,8 +126,8 @@ def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was(module):
     [
         ([], "there is nothing to compare: give --vary"),
         (["--vary", "precision"], "--vary 'precision' is not known: write a flag and its values"),
-        (["--vary", "presicion=f32"], "--vary presicion: MODULE has no flag --presicion"),
-        (["--vary", "precision=f32,f8"], "--vary precision=f8: MODULE does not take"),
+        (["--vary", "presicion=f32"], "--vary presicion: tests.small has no flag --presicion"),
+        (["--vary", "precision=f32,f8"], "--vary precision=f8: tests.small does not take"),
         (["--vary", "simulate-devices=1,2"], "--vary simulate-devices: one process has one"),
         (["--vary", "fault=false,true"], "variant fault=true: --global-batch is too odd"),
         (["--vary", "seed=0", "--steps", "20"], "variant seed=0: 8 rounds and one before them"),
@@ -165,13 +137,13 @@ def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was(module):
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence_and_nothing_is_trained(
-    capsys, module, monkeypatch, flags, sentence
+    capsys, monkeypatch, flags, sentence
 ):
     monkeypatch.delattr(compare._Run, "compile")
-    status, out, error = commands.run(capsys, "compare", module, "--mesh.data", "8", *flags)
+    status, out, error = commands.run(capsys, "compare", MODULE, "--mesh.data", "8", *flags)
     assert (status, out) == (2, "")
     *_, line = error.splitlines()
-    assert line.startswith(f"error: {sentence.replace('MODULE', module)}")
+    assert line.startswith(f"error: {sentence}")
 
 
 def test_a_variant_that_does_not_fit_is_named():
