@@ -21,6 +21,7 @@ from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
 from jaxtrain.host import quiet
+from jaxtrain.landscape import command as landscape
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.planning import balance, search
@@ -289,6 +290,7 @@ COMMANDS = {
     "plan": Command(PlanOptions, run_plan, passes_on=True),
     "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
+    "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
