@@ -41,7 +41,7 @@ class TokenizeOptions:
     """Field of a JSONL record, or column, that holds the text; of conversations that may be read in
     several ways, messages, completion or chosen."""
     held_out: float = HELD_OUT
-    """Share of the files, or of a single file, to hold out."""
+    """Share of the files, or of what is in few files, to hold out."""
     chat_template: str | None = None
     """Of conversations (rows of messages, of prompt and completion, or of chosen and rejected):
     chatml, plain, a Jinja file, or a tokenizer_config.json. Only what the assistant says then

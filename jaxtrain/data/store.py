@@ -110,7 +110,10 @@ class Store:
         picked = (picked[:, None] * each + np.arange(each)).ravel()
         parts = [corpus.document(index) for index in picked.tolist()]
         if not parts:
-            raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
+            raise ValueError(
+                f"the token store '{self.path}' holds out no document to measure on: make one by "
+                "jaxtrain tokenize with a larger --held-out"
+            )
         lengths = [len(part) for part in parts]
         counts = None
         if corpus.counts is not None:
