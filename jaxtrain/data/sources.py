@@ -23,6 +23,7 @@ from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate
 from jaxtrain.host import storage
+from jaxtrain.host.paths import as_path
 
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
@@ -243,7 +244,7 @@ def text_folder(
     >>> len(list(train)), len(list(held_out))
     (2, 1)
     """
-    root = epath.Path(path)
+    root = as_path(path)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
     if not root.exists():
@@ -264,7 +265,8 @@ def text_folder(
         names = _find(root, wanted, skip=set())
     if not names:
         raise FileNotFoundError(
-            f"'{path}' holds no file ending in {', '.join(wanted)}; pass suffixes=... for others"
+            f"'{path}' holds no file ending in {', '.join(wanted)}: convert others, or have "
+            "text_folder read them by suffixes=..."
         )
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _import_parquet()
@@ -457,7 +459,7 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
 def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
     if field not in record:
         has = ", ".join(map(repr, record)) or "no fields at all"
-        raise ValueError(f"{where} has no field '{field}'; it has {has}: pass field=...")
+        raise ValueError(f"{where} has no field '{field}'; it has {has}: name one by `field`")
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
         raise ValueError(f"{where} has a field '{field}' of type {kind}; it must be a string")
@@ -587,7 +589,7 @@ def _columns(schema: Any, path: Path, column: str | None) -> list[str]:
     if column not in texts:
         kind = f"is of type {schema.field(column).type}" if column in schema.names else "is missing"
         raise ValueError(
-            f"'{path}': column '{column}' {kind}; pass field=... one of its text columns {texts}"
+            f"'{path}': column '{column}' {kind}; name by `field` one of its text columns {texts}"
         )
     return [column]
 

@@ -33,6 +33,7 @@ from jaxtrain.data.store import (
     TOKENIZER,
     Noted,
     Store,
+    check_local,
     is_store,
     naming_damage,
     open_store,
@@ -80,12 +81,8 @@ def write_store(
         store of another source or tokenizer, or the source is bad or changes meanwhile.
       OSError: if the disk is full, or a worker was killed; what is done is kept.
     """
+    check_local(path)
     folder = Path(path)
-    if "://" in str(path):
-        raise ValueError(
-            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
-            "disk: give a local folder"
-        )
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
     stamps = {name: _stamp(side) for name, side in sides.items()}
     about = {

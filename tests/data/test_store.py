@@ -668,6 +668,9 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
         (("data", str(texts)), "is no token store"),
         (("data", path, "--seq-len", "0"), "--seq-len is 0"),
         ((*make[:-1], "0"), "--workers is 0"),
+        ((*make[:6], "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
+        (("data", "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
+        ((*make[:2], "ftp://texts", *make[3:]), "'ftp://texts' is in no storage known here"),
     ):
         status, _, error = command(capsys, *flags)
         assert (status, error.count("\n")) == (2, 1)
