@@ -35,6 +35,7 @@ from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
+from jaxtrain.host.paths import is_remote
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -110,7 +111,10 @@ class Store:
         picked = (picked[:, None] * each + np.arange(each)).ravel()
         parts = [corpus.document(index) for index in picked.tolist()]
         if not parts:
-            raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
+            raise ValueError(
+                f"the token store '{self.path}' holds out no document to measure on: make one by "
+                "jaxtrain tokenize with a larger --held-out"
+            )
         lengths = [len(part) for part in parts]
         counts = None
         if corpus.counts is not None:
@@ -226,8 +230,10 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     """Opens a store; its size hardly matters, as nothing but its manifest is read.
 
     Raises:
-      ValueError: if it is none, is not complete, or its files are cut short or missing.
+      ValueError: if it is none, is in a bucket, is not complete, or its files are cut short or
+        missing.
     """
+    check_local(path)
     folder = Path(path)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -254,6 +260,19 @@ def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
     if "counted" in about:
         files |= {str(Path(name).with_suffix(COUNTS)): count for name, count in about["shards"]}
     return files
+
+
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Refuses a store in a bucket.
+
+    Raises:
+      ValueError: it is in one.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
+            "disk: give a local folder"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
