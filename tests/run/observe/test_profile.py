@@ -13,8 +13,9 @@ import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.planning.hlo import COLLECTIVES
 from jaxtrain.run.observe.profile import programs, trace
-from jaxtrain.run.observe.profile.command import add_up, part_of
 from jaxtrain.run.observe.profile.timeline import Event, covered, divide, innermost
+from jaxtrain.run.observe.profile.trace import add_up, part_of
+from jaxtrain.run.observe.report import flame
 
 
 def test_time_is_divided_as_by_looking_at_every_moment():
@@ -214,6 +215,15 @@ def test_a_core_and_what_goes_on_meanwhile_add_up_exactly(tmp_path):
     (device,) = found.devices
     assert [round(2e9 * x) for x in (device.busy, device.exposed, device.idle)] == [770, 80, 150]
     assert round(1e9 * device.longest) == 100
+    drawn = flame.flame(found)
+    assert drawn[:2] == ["step", 5e-4]
+    sizes = {name: round(2e6 * ms) for name, ms, _ in drawn[2]}
+    assert sizes == {"block": 555, "optimizer": 200, "idle": 150, "other": 95}
+    (block,) = (inner for name, _, inner in drawn[2] if name == "block")
+    assert [name for name, *_ in block] == ["mlp", "forward"]
+    ((backward, ms, kinds), (forward, *_)) = block[0][2]
+    assert (backward, round(2e6 * ms), forward) == ("backward", 300, "forward")
+    assert kinds == [["matrix products", ms, []]]
     (copy,) = (each for each in found.shares if each.name == "copy.8")
     assert copy == ("copies", "forward", ("block",), "copy.8", "jit_step(7)")
 
@@ -318,9 +328,14 @@ def test_the_trace_of_a_step_names_its_parts_and_adds_up(tmp_path, capsys):
             cli.main(["profile", *flags])
         assert refused.value.code == 2
         assert words in capsys.readouterr().err
+    assert flame.traced(tmp_path) is None
+    drawn = flame.traced(tmp_path / "run")
+    assert (drawn["name"], drawn["devices"]) == ("steps-2-4", 2)
+    assert sum(ms for _, ms, _ in drawn["kinds"]) == pytest.approx(drawn["ms"], rel=1e-3)
+    for _, ms, *directions in drawn["parts"]:
+        assert sum(directions) <= ms * 1.001
     file.write_bytes(b"no trace")
-    with pytest.raises(ValueError, match="cannot be read as a trace"):
-        trace.read_trace(folder / "steps-2-4")
+    assert "cannot be read as a trace" in flame.traced(tmp_path / "run")["failed"]
 
 
 def test_what_a_program_does_not_say_is_told_by_the_name_alone_or_other():

@@ -1,8 +1,7 @@
 """The command ``jaxtrain profile``: where the time of traced steps goes, as tables."""
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import tyro
 from rich.console import Console
@@ -11,21 +10,19 @@ from rich.table import Table
 from jaxtrain.host.memory import human_seconds
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.observe.profile.programs import (
-    BACKWARD,
-    FORWARD,
-    IDLE,
-    OTHER,
-    RECOMPUTED,
-    Operation,
+from jaxtrain.run.observe.profile.programs import IDLE, OTHER
+from jaxtrain.run.observe.profile.trace import (
+    Device,
+    Profile,
+    add_up,
+    find_trace,
+    in_directions,
+    part_of,
+    read_trace,
 )
-from jaxtrain.run.observe.profile.trace import Device, Profile, find_trace, read_trace
 
-# Of a part of the model, so many names from the outermost on; and rows of a table at most.
-DEPTH, ROWS = 3, 24
-# Operations that are listed one by one, and devices.
-LONGEST, DEVICES = 10, 8
-DIRECTIONS = (FORWARD, RECOMPUTED, BACKWARD)
+# Rows of a table at most; operations that are listed one by one, and devices.
+ROWS, LONGEST, DEVICES = 24, 10, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +61,6 @@ def draw(profile: Profile, console: Console) -> None:
         console.print(table)
 
 
-def add_up(profile: Profile, key: Callable[[Operation], str]) -> list[tuple[str, float]]:
-    """Adds up what has the same key, the largest first; what is unknown and idle at the end."""
-    sums = collections.Counter()
-    for operation, seconds in profile.shares.items():
-        sums[key(operation)] += seconds
-    last = {OTHER: 1, IDLE: 2}
-    return sorted(sums.items(), key=lambda row: (last.get(row[0], 0), -row[1]))
-
-
-def part_of(operation: Operation) -> str:
-    """The part of the model, or of the step, that an operation works for."""
-    if operation.kind == IDLE:
-        return IDLE
-    return "/".join(operation.scopes[:DEPTH]) or OTHER
-
-
 def _kinds(profile: Profile) -> Table:
     table = _table(
         "by kind of operation", "time", "share", *(["in flight"] * any(profile.in_flight))
@@ -91,10 +72,7 @@ def _kinds(profile: Profile) -> Table:
 
 
 def _parts(profile: Profile) -> Table:
-    sums = collections.Counter()
-    for operation, seconds in profile.shares.items():
-        sums[part_of(operation), operation.direction] += seconds
-    used = [direction for direction in DIRECTIONS if any(d == direction for _, d in sums)]
+    sums, used = in_directions(profile)
     table = _table("by part of the model", "time", "share", *used)
     for part, seconds in _shown(add_up(profile, part_of)):
         found = [sums[part, direction] for direction in used]

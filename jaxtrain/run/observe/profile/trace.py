@@ -4,7 +4,7 @@ import bisect
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,11 @@ from etils import epath
 
 from jaxtrain.planning.hlo import COLLECTIVES
 from jaxtrain.run.observe.profile.programs import (
+    BACKWARD,
+    FORWARD,
     IDLE,
+    OTHER,
+    RECOMPUTED,
     Operation,
     operation_of,
     rank,
@@ -25,6 +29,9 @@ TRACES = "tensorboard/plugins/profile"
 FILES = "*.xplane.pb"
 # Lines of a TPU's plane: what its core does, and what goes on meanwhile.
 CORE, MEANWHILE, MODULES = "XLA Ops", "Async XLA Ops", "XLA Modules"
+# Of a part of the model, so many names from the outermost on.
+DEPTH = 3
+DIRECTIONS = (FORWARD, RECOMPUTED, BACKWARD)
 
 Programs = Mapping[str, Mapping[str, Operation]]
 
@@ -148,6 +155,30 @@ def make_profile(
         longest = max((gap.end - gap.start for gap in gaps), default=0.0)
         devices.append(Device(device, busy * scale, exposed * scale, idle * scale, longest * 1e-9))
     return Profile(name, steps, (end - begin) * scale, shares, in_flight, tuple(devices))
+
+
+def add_up(profile: Profile, key: Callable[[Operation], str]) -> list[tuple[str, float]]:
+    """Adds up what has the same key, the largest first; what is unknown and idle at the end."""
+    sums = collections.Counter()
+    for operation, seconds in profile.shares.items():
+        sums[key(operation)] += seconds
+    last = {OTHER: 1, IDLE: 2}
+    return sorted(sums.items(), key=lambda row: (last.get(row[0], 0), -row[1]))
+
+
+def part_of(operation: Operation) -> str:
+    """The part of the model, or of the step, that an operation works for."""
+    if operation.kind == IDLE:
+        return IDLE
+    return "/".join(operation.scopes[:DEPTH]) or OTHER
+
+
+def in_directions(profile: Profile) -> tuple[Mapping[tuple[str, str], float], list[str]]:
+    """Seconds by part and direction, and the directions that there are."""
+    sums = collections.Counter()
+    for operation, seconds in profile.shares.items():
+        sums[part_of(operation), operation.direction] += seconds
+    return sums, [each for each in DIRECTIONS if any(each == there for _, there in sums)]
 
 
 def _devices(data: Any, xspace: bytes) -> dict[str, list[list[Event]]]:
