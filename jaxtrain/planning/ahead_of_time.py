@@ -277,8 +277,7 @@ def as_scheduled(
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
     def seconds(collective: Collective) -> float:
-        given = collective.kind, collective.sent, collective.crossing
-        return sum(wire_seconds(*given, target.chip))
+        return _seconds(collective.kind, collective.sent, collective.crossing, target)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}

@@ -338,9 +338,10 @@ def _roofline(plan: Plan) -> Table:
         table.add_row("host", _seconds(roofline.host), "does not overlap")
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
         for axes, seconds in traffic.items():
-            overlaps = "overlaps" if hides(axes) else "does not overlap"
-            overlaps = "" if roofline.waits is not None else overlaps
-            table.add_row(f"{link} {axes}", _seconds(seconds), overlaps)
+            rule = "overlaps" if hides(axes) else "does not overlap"
+            table.add_row(
+                f"{link} {axes}", _seconds(seconds), rule if roofline.waits is None else ""
+            )
     for axes, seconds in (roofline.waits or {}).items():
         table.add_row(f"exposed {axes}", _seconds(seconds), "as the program is scheduled")
     return table
