@@ -30,6 +30,7 @@ from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import compare, launch, replay
 from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
 from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
@@ -296,6 +297,7 @@ COMMANDS = {
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
     "watch": Command(live.WatchOptions, live.run_watch),
+    "profile": Command(profile.ProfileOptions, profile.run_profile),
     "report": Command(report.ReportOptions, report.run_report),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.host.memory import human_bytes, human_count, human_seconds
 from jaxtrain.planning.flops import Flops
 from jaxtrain.planning.hlo import Collective
 from jaxtrain.planning.roofline import Prediction, hides
@@ -361,11 +361,7 @@ def _prediction(plan: Plan) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.0f} µs"
-    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return UNKNOWN if seconds is None else human_seconds(seconds)
 
 
 def _table(*columns: str) -> Table:

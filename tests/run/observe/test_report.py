@@ -17,6 +17,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.run.observe.report import health, heat, live, page, records
 from jaxtrain.run.observe.report.records import Series
+from tests.run.observe.test_profile import HLO, write_trace
 
 START = 1_700_000_000.0
 
@@ -231,6 +232,10 @@ def test_a_browser_draws_every_chart(tmp_path):
         )
         for name in "ab"
     ]
+    lines = {"XLA Ops": [("%fusion.2 = f32[2]", 0, 3000), ("%adam = f32[2]", 4000, 5000)]}
+    lines["XLA Modules"] = [("jit_step(7)", 0, 5000)]
+    folder = runs[0] / "tensorboard/plugins/profile/steps-3-3"
+    write_trace(folder, lines, plane="/device:TPU:0", hlo=HLO)
     for run in runs:
         state = {"attempt": 1, "began": START, "first_step": 0, "step": 40, "time": START}
         state |= {"seconds": {"step": 30.0, "compile": 10.0}, "step_times": {"-54": 30, "-50": 9}}
@@ -252,6 +257,9 @@ def test_a_browser_draws_every_chart(tmp_path):
         "75%",
         "blocks 0",
         "not finite",
+        "A step, in steps-3-3 of a",
+        "block/mlp3 µs60.0%",
+        "mlp 3 µs",
     ):
         assert title in drawn.text
 

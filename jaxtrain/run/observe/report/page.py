@@ -12,6 +12,7 @@ import numpy as np
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe.goodput import account
 from jaxtrain.run.observe.report import heat
+from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
 from jaxtrain.run.observe.throughput import PARTS
@@ -89,6 +90,7 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         },
         "histogram": _histogram(record),
         "goodput": _goodput(record),
+        "profile": traced(record.path),
         "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
         "conclusion": "\n".join(_conclusion(record)),
