@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 from jaxtrain import agreement
+from jaxtrain.compare import command as compare
 from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
@@ -27,7 +28,7 @@ from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.planning import balance, search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
-from jaxtrain.run import compare, launch, replay
+from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile

@@ -114,8 +114,7 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
     else:
         kind, record = "plane" if options.two_d else "line", find_around(view, options)
     path = as_path(options.run) / FILE
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    write_whole(path, json.dumps(kept | {kind: _plain(record)}, indent=2) + "\n")
+    write_whole(path, json.dumps(_kept(path) | {kind: _plain(record)}, indent=2) + "\n")
     terminal.print_lines([*describe(kind, record), str(path)])
     if options.png is not None:
         save_png(kind, record, options.png)
@@ -358,6 +357,15 @@ def _check(options: LandscapeOptions) -> None:
         raise ValueError(
             f"`points` is {options.points}: give an odd number, so that the run itself is one"
         )
+
+
+def _kept(path: epath.Path) -> dict[str, Any]:
+    """What was found before; nothing where the file is damaged, for it can be found again."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _reader(run: str) -> Reader:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.compare import command, turns
 from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run import compare
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
 from tests import commands
@@ -63,35 +63,35 @@ def test_every_variant_trains_as_it_would_alone(capsys, monkeypatch, tmp_path):
 
 def test_variants_are_all_combinations_in_order():
     vary = ["seed=1,0", "offload_optimizer=false,true", "--mesh.data=4"]
-    variants = compare.make_variants(MODULE, vary, ["--seed", "7"])
+    variants = command.make_variants(MODULE, vary, ["--seed", "7"])
     made = [(x.seed, x.offload_optimizer, x.mesh["data"]) for x in variants.values()]
     assert made == [(1, False, 4), (1, True, 4), (0, False, 4), (0, True, 4)]
     assert next(iter(variants)) == "seed=1 offload-optimizer=false mesh.data=4"
 
 
 def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
-    order, block = [], compare._Run.train_block
+    order, block = [], turns._Run.train_block
     monkeypatch.setattr(
-        compare._Run,
+        turns._Run,
         "train_block",
         lambda run, steps: order.append((run.name, len(run.losses))) or block(run, steps),
     )
     peaks = iter([5, 5, 5, 9])  # before and after each first block, the smaller program's first
-    monkeypatch.setattr(compare.memory, "device_memory", lambda: {"peak": next(peaks)})
+    monkeypatch.setattr(turns.memory, "device_memory", lambda: {"peak": next(peaks)})
     vary = ["mesh.data=2,1", "steps-per-call=2"]
     flags = ["--optimizer.name", "sgd", "--mesh.fsdp", "1"]
-    variants = compare.make_variants(MODULE, vary, flags)
+    variants = command.make_variants(MODULE, vary, flags)
     experiments = dict(zip("ab", variants.values(), strict=True))
     assert [x.mesh["data"] for x in experiments.values()] == [2, 1]
     with pytest.raises(ValueError, match=r"variant a: .*data"):  # eight devices are not two
-        compare.compare(experiments, rounds=2, block_steps=2)
+        turns.compare(experiments, rounds=2, block_steps=2)
     first = jax.devices()[:2]
     monkeypatch.setattr(
-        compare,
+        turns,
         "make_experiment_mesh",
         lambda e: make_experiment_mesh(e, first[: e.mesh["data"]]),
     )
-    a, b = compare.compare(experiments, rounds=3, block_steps=2)
+    a, b = turns.compare(experiments, rounds=3, block_steps=2)
     assert order[2:] == [(name, steps) for steps in (2, 4, 6) for name in "ab"]
     np.testing.assert_allclose(a.losses, b.losses, rtol=1e-6)
     assert (a.mesh, b.mesh) == ("data 2", "1 device")
@@ -101,11 +101,11 @@ def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
 
 def test_quartiles_and_what_is_not_known_of_a_table(capsys):
     seconds = (0.001, 0.002, 0.003, 0.004, 0.1)
-    values = {f.name: 1.0 for f in dataclasses.fields(compare.Result)}
-    result = compare.Result(**values | {"step_seconds": seconds, "losses": (1.0,), "name": "x=1"})
+    values = {f.name: 1.0 for f in dataclasses.fields(turns.Result)}
+    result = turns.Result(**values | {"step_seconds": seconds, "losses": (1.0,), "name": "x=1"})
     assert result.milliseconds == pytest.approx((2, 3, 4))
     result = dataclasses.replace(result, held_out=None, measured_bytes=None, mfu=0.25)
-    compare.print_table([result], compare.CompareOptions("mine"), item="rows")
+    command.print_table([result], command.CompareOptions("mine"), item="rows")
     out = capsys.readouterr().out
     assert "25.0%" in out
     assert "rows/s" in out
@@ -115,7 +115,7 @@ def test_quartiles_and_what_is_not_known_of_a_table(capsys):
 def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
     experiment = load_experiment(MODULE, ["--optimizer.name", "adamw"], command="compare")
     state = make_state(experiment, make_experiment_mesh(experiment))
-    parked = compare.park(state)
+    parked = turns.park(state)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((parked.params, parked.step)))
     back = jax.device_put(parked, jax.tree.map(lambda x: x.sharding, state))
     assert digest(back) == digest(state)
@@ -139,7 +139,7 @@ def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
 def test_what_cannot_be_compared_is_one_sentence_and_nothing_is_trained(
     capsys, monkeypatch, flags, sentence
 ):
-    monkeypatch.delattr(compare._Run, "compile")
+    monkeypatch.delattr(turns._Run, "compile")
     status, out, error = commands.run(capsys, "compare", MODULE, "--mesh.data", "8", *flags)
     assert (status, out) == (2, "")
     *_, line = error.splitlines()
@@ -147,7 +147,7 @@ def test_what_cannot_be_compared_is_one_sentence_and_nothing_is_trained(
 
 
 def test_a_variant_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match=r"variant x=1 does not fit"), compare._naming("x=1"):
+    with pytest.raises(ValueError, match=r"variant x=1 does not fit"), turns.naming("x=1"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    with pytest.raises(jax.errors.JaxRuntimeError), compare._naming("x=1"):
+    with pytest.raises(jax.errors.JaxRuntimeError), turns.naming("x=1"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
