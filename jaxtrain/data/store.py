@@ -78,7 +78,7 @@ class Store:
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
         corpus = Corpus(
-            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"])),
+            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"]), owner=self),
             self._array(name, "starts"),
             about["bytes"],
             about["text"],
@@ -168,10 +168,18 @@ class MappedTokens:
 
     A file is mapped when a slice first needs it, and a slice reads the pages that it lies on: the
     system is told to read nothing ahead of them, and those of one slice together.
+
+    Args:
+      paths: of the files.
+      counts: the tokens in each.
+      dtype: of a token.
+      owner: is kept as long as this, such as a store whose files go with it.
     """
 
-    def __init__(self, paths: Sequence[Path], counts: Sequence[int], dtype: np.dtype):
-        self.dtype = dtype
+    def __init__(
+        self, paths: Sequence[Path], counts: Sequence[int], dtype: np.dtype, *, owner: Any = None
+    ):
+        self.dtype, self.owner = dtype, owner
         self._paths = paths
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
         self._mapped: dict[int, tuple[mmap.mmap, np.ndarray]] = {}

@@ -135,7 +135,7 @@ def cached_store(
         temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
         folder = Path(temporary.name)
     store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
-    store.temporary = temporary  # which is removed with the store
+    store.temporary = temporary  # which is removed with the store and its tokens
     return store
 
 

@@ -621,9 +621,10 @@ def test_text_is_encoded_once_until_a_file_changes(texts, tmp_path, monkeypatch)
     assert data.cached_store(data.text_folder(texts), tokenizer).path != first.path
     monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "00.txt"))  # no folder can be made there
     found = data.cached_store(data.text_folder(texts), tokenizer)
-    same(found.corpus(), tokenize(data.text_folder(texts).train, BYTES))
-    folder = found.path
+    folder, corpus = found.path, found.corpus()
     del found
+    same(corpus, tokenize(data.text_folder(texts).train, BYTES))
+    del corpus
     assert not folder.exists()
 
 
