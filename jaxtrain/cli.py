@@ -228,6 +228,9 @@ class PlanOptions:
     """Print one JSON object instead of tables."""
     save_hlo: Path | None = None
     """Also save the compiled program's text in this file."""
+    by_layer: bool = False
+    """Also print which part of the model has which memory: parameters, optimizer state, gradients,
+    and what its layers keep for the backward pass."""
     search: bool = False
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
     compile_best: int | None = None
@@ -263,6 +266,7 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
         return True
 
     shown = {"as_json": options.json, "save_hlo": options.save_hlo}
+    shown["show_parts"] = options.by_layer
     plan = plan_and_print(load, rest, target, **shown, has_flag=has_flag)
     return 0 if plan.fits else 1
 
@@ -270,6 +274,8 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
 def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     if options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    if options.by_layer:
+        raise ValueError("--by-layer is of one layout and --search of several: give one")
     stay_on_cpu()
     quiet.start()
     module, config = load_config(options.experiment, rest, command="plan")

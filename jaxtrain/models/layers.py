@@ -257,7 +257,7 @@ class Attention(nnx.Module):
         self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
         self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
 
-    @jax.named_scope("attention")
+    @jax.named_scope("attn")
     def __call__(
         self, x_BTD: jax.Array, angles, attend: Attend, memory_BSD: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.host.memory import human_bytes, human_count, human_seconds
+from jaxtrain.planning.by_layer import Part
 from jaxtrain.planning.flops import Flops
 from jaxtrain.planning.hlo import Collective
 from jaxtrain.planning.roofline import Prediction, hides
@@ -109,6 +110,7 @@ class Plan(Report):
       fits: whether it fits in a device's memory.
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
+      parts: what of it belongs to which part of the model.
       traffic: collectives by kind and axes; None where neither the program nor its trace could be
         read.
       traffic_estimated: whether that is counted in the trace, as XLA cannot print the program.
@@ -139,6 +141,7 @@ class Plan(Report):
     fits: bool
     shortage: int
     memory: Memory | None = None
+    parts: tuple[Part, ...] = ()
     traffic: tuple[Traffic, ...] | None = None
     traffic_estimated: bool = False
     collectives: tuple[Collective, ...] = ()

@@ -108,7 +108,6 @@ class Stages:
             return self.embed(params, batch, rng)
         return _same_kind(self.between[k - 1](params, x, batch, rng), x, "Stages.between")
 
-    @jax.named_scope("block")
     def layer(
         self,
         k: int,
@@ -126,11 +125,12 @@ class Stages:
           rng: its own key, or None.
           index: its number in the model.
         """
-        own = params[self.stacked.parts[k].key]
-        if self.shared is None:
-            return self.blocks[k](own, x, batch, rng)
-        shared = {name: params[name] for name in self.shared}
-        return self.blocks[k](own, shared, x, batch, rng, index)
+        key = self.stacked.parts[k].key
+        with jax.named_scope(key):
+            if self.shared is None:
+                return self.blocks[k](params[key], x, batch, rng)
+            shared = {name: params[name] for name in self.shared}
+            return self.blocks[k](params[key], shared, x, batch, rng, index)
 
     @jax.named_scope("head")
     def leave(self, params: PyTree, x: PyTree, batch: PyTree) -> Any:

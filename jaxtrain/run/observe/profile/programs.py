@@ -11,20 +11,13 @@ from typing import NamedTuple
 
 from jaxtrain.ops.attention import KERNEL_SCOPE
 from jaxtrain.planning.hlo import COLLECTIVES
+from jaxtrain.planning.scopes import scopes_of
 
 PRODUCTS, ATTENTION, CONVOLUTIONS = "matrix products", "attention", "convolutions"
 KERNELS, LOOKUPS = "custom kernels", "look-ups and sorts"
 ELEMENTWISE, COPIES = "element-wise and reductions", "copies"
 TRANSFERS, CONTROL, OTHER, IDLE = "transfers", "loops and branches", "other", "idle"
 
-# Passes of a gradient; what belongs to none has no name.
-FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
-
-# What stands in an operation's path and is no name of a part.
-STRUCTURE = re.compile(
-    r"while|scan|body|cond|branch_\d+_fun|branch_shares_.*|(core|closed|xla)_call|pjit|shard_map"
-    r"|checkpoint|remat\d?|rematted_computation|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
-)
 # XLA's opcodes: what has others within it; multiplies; goes on meanwhile; only moves.
 LOOPS = frozenset(["while", "conditional", "call"])
 MULTIPLYING = frozenset(["dot", "ragged-dot", "convolution"])
@@ -121,46 +114,6 @@ def operation_of(event: str, program: str, programs: Mapping[str, Mapping]) -> O
     kind = kind_of(opcode, {opcode})
     known = kind in COLLECTIVES or kind in (TRANSFERS, CONTROL)
     return Operation(kind if known else OTHER, name=name, program=program)
-
-
-def scopes_of(path: str) -> tuple[str, tuple[str, ...]]:
-    """Reads the path that JAX gives an operation.
-
-    Returns:
-      Its direction, and the named scopes that it is in.
-
-    >>> scopes_of("jit(step)/transpose(jvp())/while/body/closed_call/block/mlp/dot_general")
-    ('backward', ('block', 'mlp'))
-    >>> scopes_of("jit(step)/jvp(head)/reduce_sum"), scopes_of("jit(step)/optimizer/mul")
-    (('forward', ('head',)), ('', ('optimizer',)))
-    """
-    path = path.partition(";")[0]
-    direction = FORWARD if "jvp(" in path else ""
-    if "transpose(" in path:
-        direction = BACKWARD
-    if "rematted_computation" in path:
-        direction = RECOMPUTED
-    scopes: list[str] = []
-    for part in _split(path)[:-1]:
-        while wrapped := re.fullmatch(r"(\w+)\((.*)\)", part):
-            # The names of functions are no names of parts.
-            part = "" if wrapped[1] in ("jit", "pjit", "pmap") else wrapped[2]
-        for name in _split(part):
-            if not STRUCTURE.fullmatch(name) and scopes[-1:] != [name]:
-                scopes.append(name)
-    return direction, tuple(scopes)
-
-
-def _split(path: str) -> list[str]:
-    """The parts of a path between slashes that are in no parentheses."""
-    parts, depth = [""], 0
-    for character in path:
-        depth += (character == "(") - (character == ")")
-        if character == "/" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
 
 
 class _Instruction(NamedTuple):

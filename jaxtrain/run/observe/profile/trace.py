@@ -11,12 +11,10 @@ import jax
 from etils import epath
 
 from jaxtrain.planning.hlo import COLLECTIVES
+from jaxtrain.planning.scopes import BACKWARD, FORWARD, RECOMPUTED
 from jaxtrain.run.observe.profile.programs import (
-    BACKWARD,
-    FORWARD,
     IDLE,
     OTHER,
-    RECOMPUTED,
     Operation,
     operation_of,
     rank,
