@@ -451,6 +451,28 @@ def compile_loop(
     return train, programs
 
 
+def build_evaluation(
+    experiment: Experiment, batch: PyTree, mesh: Mesh
+) -> Callable[[TrainState, PyTree], WeightedLoss]:
+    """Builds the evaluation ``(state, batch) -> WeightedLoss`` of batches like ``batch``.
+
+    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
+    many microbatches as the batch's rows allow, up to the train step's.
+    """
+    given = {"policy": experiment.policy, "gather": experiment.gather}
+    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
+        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
+        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        options["microbatches"] = math.gcd(shared, options["microbatches"])
+        return pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
+    return build_eval_step(
+        experiment.eval_loss_fn or experiment.loss_fn,
+        has_model_state=experiment.has_model_state,
+        **given,
+    )
+
+
 def compile_eval(
     experiment: Experiment,
     state: TrainState,
@@ -461,23 +483,10 @@ def compile_eval(
 ) -> CompiledStep:
     """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
 
-    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
-    many microbatches as the batch's rows allow, up to the train step's. Where the optimizer keeps
-    averages of parameters (:func:`jaxtrain.averaged`), they are what is evaluated.
+    It is :func:`build_evaluation`, of the averages of parameters where the optimizer keeps any
+    (:func:`jaxtrain.averaged`).
     """
-    given = {"policy": experiment.policy, "gather": experiment.gather}
-    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
-        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
-        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
-        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
-        options["microbatches"] = math.gcd(shared, options["microbatches"])
-        step = pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
-    else:
-        step = build_eval_step(
-            experiment.eval_loss_fn or experiment.loss_fn,
-            has_model_state=experiment.has_model_state,
-            **given,
-        )
+    step = build_evaluation(experiment, batch, mesh)
 
     def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
         return step(averaged(state), batch)
