@@ -31,6 +31,7 @@ from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
 from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
@@ -150,8 +151,9 @@ class ParityOptions:
     compare_steps: int = agreement.STEPS
     """How many steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1; can be given several times. Left
-    out, the usual ones and the experiment's own."""
+    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
+    halves of the data axis, data=8,dcn_data=2; can be given several times. Left out, the usual ones
+    and the experiment's own."""
 
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
@@ -226,6 +228,9 @@ class PlanOptions:
     """Print one JSON object instead of tables."""
     save_hlo: Path | None = None
     """Also save the compiled program's text in this file."""
+    by_layer: bool = False
+    """Also print which part of the model has which memory: parameters, optimizer state, gradients,
+    and what its layers keep for the backward pass."""
     search: bool = False
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
     compile_best: int | None = None
@@ -261,6 +266,7 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
         return True
 
     shown = {"as_json": options.json, "save_hlo": options.save_hlo}
+    shown["show_parts"] = options.by_layer
     plan = plan_and_print(load, rest, target, **shown, has_flag=has_flag)
     return 0 if plan.fits else 1
 
@@ -268,6 +274,8 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
 def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     if options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    if options.by_layer:
+        raise ValueError("--by-layer is of one layout and --search of several: give one")
     stay_on_cpu()
     quiet.start()
     module, config = load_config(options.experiment, rest, command="plan")
@@ -296,6 +304,7 @@ COMMANDS = {
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
     "watch": Command(live.WatchOptions, live.run_watch),
+    "profile": Command(profile.ProfileOptions, profile.run_profile),
     "report": Command(report.ReportOptions, report.run_report),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }

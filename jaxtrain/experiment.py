@@ -292,11 +292,7 @@ def choose_gather(
       ValueError: ``gather_once`` is asked of a loss that is no sum over rows.
     """
     piped = mesh.shape.get("pipe", 1) > 1 and experiment.stages is not None
-    obstacle = why_not(
-        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
-        has_model_state=experiment.has_model_state,
-        own_engine=experiment.engine is not plain,
-    )
+    obstacle = why_not_once(experiment, piped=piped)
     if experiment.gather_once and obstacle is not None:
         raise ValueError(
             f"weights cannot be gathered once per step in experiment {experiment.name!r}, "
@@ -326,6 +322,20 @@ def choose_gather(
     if 2 * needed <= chip.memory_bytes:
         return "step", f"once per step: {sizes}, at most half"
     return "model", f"layer by layer: {sizes}, more than half"
+
+
+def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
+    """Why gradients cannot be reduced, and weights gathered, once per step; None where they can.
+
+    Args:
+      experiment: whose.
+      piped: whether its stages are trained as a pipeline.
+    """
+    return why_not(
+        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
+        has_model_state=experiment.has_model_state,
+        own_engine=experiment.engine is not plain,
+    )
 
 
 def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
