@@ -14,11 +14,13 @@ from tests import commands, problems
 
 MODULE = "tests.small"
 FLAGS = ["--steps", "6", "--optimizer.learning-rate", "0.03", "--optimizer.ema", "0.5"]
+FLAGS += ["--centred"]
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of six steps with an average of its weights, evaluated and saved every third."""
+    """A run of six steps with model state and an average of its weights, evaluated and saved every
+    third."""
     folder = str(tmp_path_factory.mktemp("landscape") / "run")
     experiment = load_experiment(MODULE, [*FLAGS, "--mesh.data", "8"], command="test")
     jt.fit(experiment, jt.RunOptions(run_dir=folder, save_every=3, eval_every=3))
@@ -90,8 +92,11 @@ def test_sharpness_is_the_largest_eigenvalue_of_every_checkpoint(capsys, run_dir
     with jt.Checkpointer(f"{run_dir}/checkpoints") as checkpoints:
         shapes = jax.eval_shape(problems.init, jax.random.key(0))
         params = checkpoints.restore_params(shapes, 6)
+        like = jax.ShapeDtypeStruct((problems.INPUTS,), np.float32)
+        model_state = checkpoints.restore_part({"model_state": {"mean": like}}, 6)["model_state"]
     flat, unravel = ravel_pytree(params)
     held_out = {name: x[32:] for name, x in problems.make_batch(rows=64).items()}
+    held_out["x"] -= model_state["mean"]
     mean = lambda flat: problems.loss_fn(unravel(flat), held_out, None).means()["loss"]  # noqa: E731
     values = np.linalg.eigvalsh(np.float64(jax.jit(jax.hessian(mean))(flat)))
     assert six["value"] == pytest.approx(values[-1], rel=1e-4)
