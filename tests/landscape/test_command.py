@@ -8,8 +8,10 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxtrain as jt
+from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.landscape.command import FILE, save_png
 from jaxtrain.run.main import load_experiment
+from jaxtrain.run.provenance import CONFIG
 from tests import commands, problems
 
 MODULE = "tests.small"
@@ -139,10 +141,13 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(capsys, run_dir, fla
 @pytest.mark.slow
 def test_a_pipeline_sees_the_same_landscape(capsys, texts, tmp_path):
     """Layers lie in another order there, two in each of four places."""
-    flags = "--layers 4 --width 16 --heads 4 --seq-len 8 --global-batch 8 --steps 1"
-    data = ["--data", str(texts), "--sample-tokens", "0", "--held-out-bytes", "10"]
-    experiment = load_experiment("experiments.gpt", [*flags.split(), *data], command="test")
-    jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path / "run")))
+    flags = "--layers 4 --width 16 --heads 4 --seq-len 8 --global-batch 8 --held-out-bytes 10"
+    flags = [*flags.split(), "--data", str(texts)]
+    experiment = load_experiment("experiments.gpt", flags, command="test")
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    with jt.Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
+        checkpoints.save(0, state, config=experiment.config)
+    (tmp_path / "run" / CONFIG).write_text(json.dumps(experiment.config))
     piped = "--mesh.pipe 2 --pipeline.microbatches 2"
     piped += " --pipeline.schedule interleaved --pipeline.virtual 2"
     curves, values = [], []
