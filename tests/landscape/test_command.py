@@ -140,8 +140,8 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(capsys, run_dir, fla
 
 @pytest.mark.slow
 def test_a_pipeline_sees_the_same_landscape(capsys, texts, tmp_path):
-    """Layers lie in another order there, two in each of four places."""
-    flags = "--layers 4 --width 16 --heads 4 --seq-len 8 --global-batch 8 --held-out-bytes 10"
+    """Five layers lie in four places there, and padding beside them."""
+    flags = "--layers 5 --width 16 --heads 4 --seq-len 8 --global-batch 8 --held-out-bytes 10"
     flags = [*flags.split(), "--data", str(texts)]
     experiment = load_experiment("experiments.gpt", flags, command="test")
     state = make_state(experiment, make_experiment_mesh(experiment))
