@@ -19,7 +19,7 @@ from tests import problems
 @pytest.mark.parametrize(
     "values_N",
     [
-        np.linspace(-12, 9, 40),  # the largest in size is another
+        np.linspace(-12, 9, 20),  # the largest in size is another
         np.concatenate([np.full(30, 1e-3), [5.0, 5.0, 7.0]]),  # as after training: a few outliers
         np.full(5, -2.0),  # one product spans it all
     ],
