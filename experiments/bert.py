@@ -36,8 +36,6 @@ HELD_OUT = 0.2
 NO_PACKAGE = {"test"}
 # What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
 FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
-# Of a rule's own peak rate, the share that suits weights that have learned.
-TUNING = 0.3
 BASELINE_ROWS = 50_000
 
 
@@ -133,7 +131,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         "bert",
         model,
         batch,
-        tuning={name: TUNING * rate for name, rate in LEARNING_RATES.items()},
+        tuning=language.tuning_rates(LEARNING_RATES),
         stored={} if config.source else {"family": family},
         items_per_step=config.global_batch * length,
         flops_per_step=float(config.global_batch * flops),

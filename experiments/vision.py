@@ -38,10 +38,7 @@ _SIDES = ("train", "held_out")
 
 # LARS scales steps by its trust coefficient, 0.001.
 LEARNING_RATES = {"lars": 30.0}
-# Of a rule's own peak rate, the share that suits weights that have learned.
-TUNING_RATES = {
-    name: 0.3 * rate for name, rate in (optim.rules.LEARNING_RATES | LEARNING_RATES).items()
-}
+TUNING_RATES = language.tuning_rates(optim.rules.LEARNING_RATES | LEARNING_RATES)
 # Of each model, what its flags are where they are left out.
 SIZES = {
     "convnet": {"channels": (32, 64), "dropout": 0.3},

@@ -208,7 +208,8 @@ def build_update(
         # Some transformations refuse what they do not use.
         extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
-        updates, opt_state = optimizer.update(grads, before, state.params, **extras)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, before, state.params, **extras)
         opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(before))

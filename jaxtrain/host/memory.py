@@ -72,6 +72,17 @@ def human_count(count: float) -> str:
     return f"{count:.3g} E"
 
 
+def human_seconds(seconds: float) -> str:
+    """Writes a time that a step may take.
+
+    >>> human_seconds(0.0000412), human_seconds(0.0412), human_seconds(4.12)
+    ('41 µs', '41.2 ms', '4.12 s')
+    """
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def keep_freed_memory() -> bool:
     """Has glibc's malloc keep what is freed, where JAX computes on the CPU.
 

@@ -266,12 +266,12 @@ class NormedClassHead(Transform):
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         x_BTD = gather_sequence(x_BTD)
         if not self.mean:
-            return _class_logits(self.out, self.hidden(x_BTD[:, 0]))
+            return class_logits(self.out, self.hidden(x_BTD[:, 0]))
         seen_BT = jnp.ones(x_BTD.shape[:2]) if segments_BT is None else segments_BT > 0
         large_BTD = x_BTD.astype(wide(x_BTD.dtype))
         seen_BT = seen_BT.astype(large_BTD.dtype)
         mean_BD = (large_BTD * seen_BT[..., None]).sum(1) / seen_BT.sum(1, keepdims=True)
-        return _class_logits(self.out, self.hidden(mean_BD.astype(x_BTD.dtype)))
+        return class_logits(self.out, self.hidden(mean_BD.astype(x_BTD.dtype)))
 
 
 class ClassHead(nnx.Module):
@@ -282,10 +282,11 @@ class ClassHead(nnx.Module):
         self.out = _dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-        return _class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
+        return class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
 
 
-def _class_logits(out: layers.Dense, pooled_BD: jax.Array) -> jax.Array:
+def class_logits(out: layers.Dense, pooled_BD: jax.Array) -> jax.Array:
+    """Returns the float32 logits of classes [B, C] of a last dense layer."""
     logits_BC = matmul_float32(pooled_BD, out.kernel.get_value())
     return logits_BC + out.bias[...].astype(logits_BC.dtype)
 

@@ -253,6 +253,7 @@ class Attention(nnx.Module):
         self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
         self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
 
+    @jax.named_scope("attn")
     def __call__(
         self, x_BTD: jax.Array, angles, attend: Attend, memory_BSD: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
@@ -321,6 +322,7 @@ class MLP(nnx.Module):
         self.up = _dense(width, hidden, rngs, bias=config.bias)
         self.down = _dense(hidden, width, rngs, bias=config.bias, std=config.residual_std)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         layers = (self.gate, self.up) if self.form in GATED else (self.up,)
         hidden = _hidden(ACTIVATIONS[self.form](*map(_hidden, _parts(x_BTD, *layers))))

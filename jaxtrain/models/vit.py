@@ -22,10 +22,9 @@ from flax import nnx
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.models import gpt, layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
-from jaxtrain.models.encoder import class_loss
+from jaxtrain.models.encoder import class_logits, class_loss
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS
-from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.parallel.placement import gather_sequence, scatter_sequence
@@ -151,8 +150,7 @@ class Head(nnx.Module):
         self.out = layers.Dense(config.width, config.classes, kernel_init=init, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        logits_BK = matmul_float32(gather_sequence(x_BTD)[:, 0], self.out.kernel.get_value())
-        return logits_BK + self.out.bias[...].astype(logits_BK.dtype)
+        return class_logits(self.out, gather_sequence(x_BTD)[:, 0])
 
 
 def init(config: ViTConfig, rng: jax.Array) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxtrain.experiment import Experiment, build_step, make_abstract_state, mak
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh, slow_parts
 from jaxtrain.parallel.reduction import ONCE
+from jaxtrain.planning.by_layer import layers_per_device, parts_of
 from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
     TRACE_WARNINGS,
@@ -209,8 +210,8 @@ def plan_step(
     notes += [f"{what} {found}" for what, found in train.told.items()]
     program, text, unread = read_compiled(train.compiled, mesh)
     program = program.per_step(steps_per_call)
-    kept = estimated.kept_bytes if estimated else 0
-    memory = split_memory(train, state, given, target.chip, kept)
+    kept = estimated.kept if estimated else {}
+    memory = split_memory(train, state, given, target.chip, sum(kept.values()))
     roofline = None
     if estimated is not None:
         if experiment is not None:
@@ -238,6 +239,7 @@ def plan_step(
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
+        parts=parts_of(state, kept, layers_per_device(experiment, state, mesh)),
         traffic=None if moved is None else summarize(moved, target),
         traffic_estimated=bool(unread),
         collectives=program.collectives,
@@ -277,8 +279,7 @@ def as_scheduled(
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
     def seconds(collective: Collective) -> float:
-        given = collective.kind, collective.sent, collective.crossing
-        return sum(wire_seconds(*given, target.chip))
+        return _seconds(collective.kind, collective.sent, collective.crossing, target)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}

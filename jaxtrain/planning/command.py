@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.parallel.mesh import AXES
-from jaxtrain.planning import nearest_fit
+from jaxtrain.planning import by_layer, nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, stay_on_cpu
 
@@ -22,6 +22,7 @@ def run_plan(
     *,
     as_json: bool = False,
     save_hlo: Path | None = None,
+    show_parts: bool = False,
     has_flag: Callable[[str], bool] = lambda _: True,
 ) -> Plan:
     """Plans an experiment, looks for a change where it does not fit, and prints the result.
@@ -32,6 +33,7 @@ def run_plan(
       target: what for.
       as_json: prints one JSON object instead of the tables.
       save_hlo: also saves the compiled program's text there.
+      show_parts: prints which part of the model has which memory, too.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
     """
     stay_on_cpu()
@@ -53,7 +55,11 @@ def run_plan(
     if as_json:
         print(json.dumps(plan.to_json(), allow_nan=False, default=str))
     else:
-        plan.draw(Console(highlight=False, width=_width()))
+        console = Console(highlight=False, width=_width())
+        plan.draw(console)
+        if show_parts and plan.memory is not None:
+            console.print("\nmemory per device, by part", style="bold")
+            console.print(by_layer.table(plan.parts, plan.memory))
     return plan
 
 

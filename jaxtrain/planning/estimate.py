@@ -34,6 +34,7 @@ from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.parallel.placement import UnevenWarning, tracing_on
 from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
 from jaxtrain.planning.balance import Weights, weigh
+from jaxtrain.planning.by_layer import kept_by_part
 from jaxtrain.planning.partition import Cost, Spec, spec_of
 from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import Target
@@ -56,7 +57,7 @@ class Estimate:
       state_bytes: of parameters, optimizer state and the rest of the state.
       batch_bytes: of the batch.
       working_bytes: of all else, at its peak.
-      kept_bytes: of that, what loops over layers stack for the backward pass.
+      kept: of that, what loops over layers stack for the backward pass, by the part of the model.
       cost: products, memory traffic and collectives, on the critical path.
       bubble: the part of a pipeline's time in which a device waits, 0 to 1.
       slow: over how many slices (or hosts) each axis extends; None for devices that are numbered
@@ -67,10 +68,15 @@ class Estimate:
     state_bytes: int
     batch_bytes: int
     working_bytes: int
-    kept_bytes: int
+    kept: Mapping[str, int]
     cost: Cost
     bubble: float = 0.0
     slow: Mapping[str, int] | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of ``kept``, of all parts."""
+        return sum(self.kept.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -106,9 +112,7 @@ def estimate(
         traced = trace(experiment, devices, kind=kind, state=state)
     mesh = state.step.sharding.mesh
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
-    slow = {axis: experiment.mesh.get(f"dcn_{axis}", 1) for axis in mesh.shape}
-    if max(slow.values()) > 1:
-        estimated = dataclasses.replace(estimated, slow=slow)
+    estimated = placed(estimated, experiment.mesh)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
@@ -116,6 +120,12 @@ def estimate(
             estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
         )
     return on_critical_path(estimated, experiment, state.params)
+
+
+def placed(estimated: Estimate, mesh: Mapping[str, int]) -> Estimate:
+    """An estimate where the mesh lies over slices or hosts as ``dcn_data`` and the like say."""
+    slow = {axis: mesh.get(f"dcn_{axis}", 1) for axis in estimated.mesh}
+    return dataclasses.replace(estimated, slow=slow if max(slow.values()) > 1 else None)
 
 
 def trace(
@@ -215,7 +225,7 @@ def estimate_traced(
         state_bytes=local_bytes(state),
         batch_bytes=local_bytes(batch),
         working_bytes=working,
-        kept_bytes=kept,
+        kept=kept_by_part(kept),
         cost=cost,
     )
 

@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.host.memory import human_bytes, human_count, human_seconds
+from jaxtrain.planning.by_layer import Part
 from jaxtrain.planning.flops import Flops
 from jaxtrain.planning.hlo import Collective
 from jaxtrain.planning.roofline import Prediction, hides
@@ -109,6 +110,7 @@ class Plan(Report):
       fits: whether it fits in a device's memory.
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
+      parts: what of it belongs to which part of the model.
       traffic: collectives by kind and axes; None where neither the program nor its trace could be
         read.
       traffic_estimated: whether that is counted in the trace, as XLA cannot print the program.
@@ -139,6 +141,7 @@ class Plan(Report):
     fits: bool
     shortage: int
     memory: Memory | None = None
+    parts: tuple[Part, ...] = ()
     traffic: tuple[Traffic, ...] | None = None
     traffic_estimated: bool = False
     collectives: tuple[Collective, ...] = ()
@@ -338,9 +341,10 @@ def _roofline(plan: Plan) -> Table:
         table.add_row("host", _seconds(roofline.host), "does not overlap")
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
         for axes, seconds in traffic.items():
-            overlaps = "overlaps" if hides(axes) else "does not overlap"
-            overlaps = "" if roofline.waits is not None else overlaps
-            table.add_row(f"{link} {axes}", _seconds(seconds), overlaps)
+            rule = "overlaps" if hides(axes) else "does not overlap"
+            table.add_row(
+                f"{link} {axes}", _seconds(seconds), rule if roofline.waits is None else ""
+            )
     for axes, seconds in (roofline.waits or {}).items():
         table.add_row(f"exposed {axes}", _seconds(seconds), "as the program is scheduled")
     return table
@@ -360,11 +364,7 @@ def _prediction(plan: Plan) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.0f} µs"
-    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return UNKNOWN if seconds is None else human_seconds(seconds)
 
 
 def _table(*columns: str) -> Table:

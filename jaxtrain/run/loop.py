@@ -55,7 +55,7 @@ from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.sampling import Sampling
-from jaxtrain.run.observe.summary import header_facts, print_conclusion
+from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.accidents import ConsecutiveSkips, diagnose
@@ -268,7 +268,8 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {experiment.name}", header)
-        journal.ready(start, header)
+        train_most = next(iter(programs.values()))
+        journal.ready(start, header, memory_facts(experiment, mesh, state, train_most))
         texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
         for name, text in (texts | dict(experiment.files)).items():
             if not (resume and (run_dir / name).exists()):
@@ -477,7 +478,8 @@ def _changes(
     if not then and saved:
         then = checkpoints.config()  # of all processes together
     provenance.check_accepted(options.accept_changes, then, experiment.config)
-    changes = provenance.compare(then, experiment.config, experiment.may_change)
+    step = checkpoints.latest_step() or 0
+    changes = provenance.compare(then, experiment.config, experiment.may_change, step=step)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
     else:

@@ -14,6 +14,7 @@ from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
+from jaxtrain.state import shapes_on
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -50,10 +51,7 @@ def load(
         module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
         shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
         if mesh is not None:
-            shardings = param_shardings(shapes, mesh, module.RULES)
-            shapes = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-            )
+            shapes = shapes_on(shapes, param_shardings(shapes, mesh, module.RULES))
         params = checkpoints.restore_params(shapes, step)
     if module is vit:
         return model, params, None

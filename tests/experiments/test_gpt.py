@@ -305,6 +305,9 @@ def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be
     with pytest.raises(SystemExit, match=r"^2$"):
         main(Config, build, [*resume, "--data", shares.replace("75", "5").replace("0.25", "0.5")])
     assert "had shares.0 code 3/4, docs 1/4 (now code 1/2, docs 1/2)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(Config, build, [*resume, "--data", more.replace(";2:", ";1:")])  # which is past
+    assert "had shares.1 (none) (now code 1/2, docs 1/4, math 1/4)" in capsys.readouterr().err
     main(Config, build, [*resume, "--data", more])
     logs = [
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

@@ -251,7 +251,7 @@ def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple
 
     def head():
         batch, _ = device.microbatch(unit.microbatch)
-        return y, carry.loss + widen(as_weighted(plan.stages.head_loss(device.outer, y, batch)))
+        return y, carry.loss + widen(as_weighted(plan.stages.leave(device.outer, y, batch)))
 
     y, loss = plan.choose(unit.last, head, lambda: (y, carry.loss))
     arrived = jax.lax.ppermute(y, "pipe", _ring(device))
@@ -397,7 +397,7 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
 
     def head(training, y):
         outer = replaced(device.outer, training)
-        loss = as_weighted(device.plan.stages.head_loss(outer, y, batch))
+        loss = as_weighted(device.plan.stages.leave(outer, y, batch))
         return loss.total, loss
 
     _, pull, loss = jax.vjp(head, picked(device.outer, device.head_reads), y, has_aux=True)

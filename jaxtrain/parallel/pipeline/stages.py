@@ -95,6 +95,7 @@ class Stages:
         """The function of one layer, for each stack."""
         return (self.block,) if callable(self.block) else tuple(self.block)
 
+    @jax.named_scope("embed")
     def enter(
         self, k: int, params: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None
     ) -> PyTree:
@@ -124,11 +125,17 @@ class Stages:
           rng: its own key, or None.
           index: its number in the model.
         """
-        own = params[self.stacked.parts[k].key]
-        if self.shared is None:
-            return self.blocks[k](own, x, batch, rng)
-        shared = {name: params[name] for name in self.shared}
-        return self.blocks[k](own, shared, x, batch, rng, index)
+        key = self.stacked.parts[k].key
+        with jax.named_scope(key):
+            if self.shared is None:
+                return self.blocks[k](params[key], x, batch, rng)
+            shared = {name: params[name] for name in self.shared}
+            return self.blocks[k](params[key], shared, x, batch, rng, index)
+
+    @jax.named_scope("head")
+    def leave(self, params: PyTree, x: PyTree, batch: PyTree) -> Any:
+        """The loss of what the last layer returns."""
+        return self.head_loss(params, x, batch)
 
     def outer(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """All parameters but the stacked ones.
@@ -179,7 +186,7 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
             x = stages.enter(k, outer, x, batch, rng)
             x = run_layers(stages, params, x, batch, rng, first, k=k)
             first += jax.tree.leaves(params[part.key])[0].shape[0]
-        return stages.head_loss(outer, x, batch)
+        return stages.leave(outer, x, batch)
 
     return row_wise(loss_fn) if stages.row_wise else loss_fn
 

@@ -114,13 +114,16 @@ class Journal:
         self.beat()
         threading.Thread(target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True).start()
 
-    def ready(self, step: int, facts: Mapping[str, str]) -> None:
-        """Notes the step that the attempt goes on from, and what its header says."""
+    def ready(
+        self, step: int, facts: Mapping[str, str], memory: Mapping[str, Any] | None = None
+    ) -> None:
+        """Notes the step that the attempt goes on from, what its header says, and the memory that
+        its step was compiled for."""
         self.step = self._first_step = step
         state = dict(attempt=self.attempt, began=self.ledger.began, seconds={}, step=step)
         now = goodput.attempts([state | {"first_step": step}])
         self._lost_steps = sum(goodput.lost_steps([*self._earlier, *now]))
-        self.event("ready", step=step, facts=dict(facts))
+        self.event("ready", step=step, facts=dict(facts), memory=dict(memory or {}))
 
     def event(self, name: str, **facts: Any) -> None:
         """Writes a line; from any thread."""

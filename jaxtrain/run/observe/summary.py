@@ -1,5 +1,6 @@
 """What a run says of itself: before it starts, and when it is over."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.parallel.mesh import describe_mesh
+from jaxtrain.planning import by_layer
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report.command import leave_report
@@ -49,6 +51,20 @@ def header_facts(
         + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
         **train.told,
     }
+
+
+def memory_facts(
+    experiment: Experiment, mesh: Mesh, state: TrainState, train: CompiledStep
+) -> dict[str, Any]:
+    """What a compiled step's memory is made of, for the report.
+
+    Returns:
+      Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of what
+      :class:`jaxtrain.planning.by_layer.Part` has, without what layers keep: that would take a walk
+      through the traced step.
+    """
+    parts = by_layer.parts_of(state, layers=by_layer.layers_per_device(experiment, state, mesh))
+    return {"peak": train.memory_bytes, "parts": [dataclasses.asdict(part) for part in parts]}
 
 
 def _on_host(state: TrainState) -> str:

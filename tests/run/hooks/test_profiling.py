@@ -45,13 +45,17 @@ def test_steps_are_traced_that_are_named_alarming_and_signalled(tmp_path, monkey
     )
     jt.fit(make_experiment(10), options, hooks=[Signal(9)])
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    traces = [x for x in read_events(epath.Path(run)) if x["event"] == "trace"]
+    events = read_events(epath.Path(run))
+    traces = [x for x in events if x["event"] == "trace"]
     # The alert of step 1 waits for the trace of the steps that are named.
     assert [(x["first"], x["last"]) for x in traces] == [(3, 4), (6, 7), (10, 10)]
     assert [steps_in(x["folder"]) for x in traces] == [2, 2, 1]
     folder = run / "tensorboard/plugins/profile/steps-3-4"
     assert traces[0]["folder"] == str(folder)
     assert f"steps 3 to 4 are traced in {folder}" in capsys.readouterr().out
+    (plan,) = [x["memory"] for x in events if x["event"] == "ready"]
+    held = sum(x["parameters"] + x["optimizer_state"] for x in plan["parts"])
+    assert 0 < held < plan["peak"]
     jt.fit(make_experiment(2), jt.RunOptions(str(run), overwrite=True))
     assert not folder.exists()
 

@@ -17,6 +17,7 @@ from jaxtrain.run.observe import alert_rules, alerts
 from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.report import health, records
+from tests.run.hooks.test_early_stopping import Kill, Killed
 from tests.run.test_loop import make_experiment
 
 N, FAULT = 220, 120
@@ -212,19 +213,6 @@ def spiky(at):
             experiment.train_batches(start, sharding), start, at
         ),
     )
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(jt.Hook):
-    def __init__(self, at):
-        self.at = at
-
-    def on_step(self, step, state):
-        if step == self.at:
-            raise Killed
 
 
 def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_when_killed(

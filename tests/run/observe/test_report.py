@@ -17,6 +17,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.run.observe.report import health, heat, live, page, records
 from jaxtrain.run.observe.report.records import Series
+from tests.run.observe.test_profile import HLO, write_trace
 
 START = 1_700_000_000.0
 
@@ -158,6 +159,27 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
     assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
 
 
+def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
+    kinds = ("parameters", "optimizer_state", "gradients", "layers", "kept")
+    parts = [
+        {"name": f"p{i}", **dict(zip(kinds, (30 - i, 2, 1, 0, 0), strict=True))} for i in range(20)
+    ]
+    run = write_run(tmp_path / "a", [line(1, memory__peak=3000.0), line(2, memory__peak=2000.0)])
+    for told in ({"peak": 2500, "parts": "none"}, {"peak": 2500, "parts": parts}):
+        (run / "events.jsonl").write_text(json.dumps({"event": "ready", "memory": told}) + "\n")
+        drawn = data_of(page.make_page(records.read([run])))["runs"][0]
+        tile = next(tile for tile in drawn["tiles"] if tile["name"] == "memory peak")
+        if told["parts"] == "none":
+            assert (drawn["memory"], tile["note"]) == (None, "")
+    memory = drawn["memory"]
+    assert tile["note"] == "compiled for 2.4 KiB"
+    assert memory["parts"][0] == ["p0", 0, 30, 2, 1]
+    assert memory["parts"][-1] == ["5 more", 0, sum(range(11, 16)), 10, 5]
+    assert len(memory["parts"]) == page.MEMORY_PARTS
+    assert memory["rest"] == 2500 - sum(range(11, 31)) - 3 * 20
+    assert (memory["peak"], memory["measured"]) == (2500, 3000.0)
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
@@ -231,8 +253,15 @@ def test_a_browser_draws_every_chart(tmp_path):
         )
         for name in "ab"
     ]
+    part = {"name": "w", "layers": 2, "parameters": 512, "optimizer_state": 0, "gradients": 512}
+    lines = {"XLA Ops": [("%fusion.2 = f32[2]", 0, 3000), ("%adam = f32[2]", 4000, 5000)]}
+    lines["XLA Modules"] = [("jit_step(7)", 0, 5000)]
+    folder = runs[0] / "tensorboard/plugins/profile/steps-3-3"
+    write_trace(folder, lines, plane="/device:TPU:0", hlo=HLO)
     for run in runs:
         state = {"attempt": 1, "began": START, "first_step": 0, "step": 40, "time": START}
+        memory = {"peak": 4096, "parts": [part]}
+        (run / "events.jsonl").write_text(json.dumps({"event": "ready", "memory": memory}) + "\n")
         state |= {"seconds": {"step": 30.0, "compile": 10.0}, "step_times": {"-54": 30, "-50": 9}}
         (run / "heartbeat.json").write_text(json.dumps(state))
     out = tmp_path / "page.html"
@@ -252,6 +281,10 @@ def test_a_browser_draws_every_chart(tmp_path):
         "75%",
         "blocks 0",
         "not finite",
+        "A step, in steps-3-3 of a",
+        "block/mlp3 µs60.0%",
+        "mlp 3 µs",
+        "w (2 layers)1 KiBactivations and what comes and goes3 KiBpeak, by the compiler4 KiB",
     ):
         assert title in drawn.text
 

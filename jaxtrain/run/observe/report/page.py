@@ -12,6 +12,7 @@ import numpy as np
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe.goodput import account
 from jaxtrain.run.observe.report import heat
+from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
 from jaxtrain.run.observe.throughput import PARTS
@@ -24,6 +25,9 @@ MARKS = 500
 HISTOGRAM_BINS = 60
 # Of the journal, the last so many lines.
 EVENTS = 200
+# Parts of a model whose memory is drawn, and what of each is read.
+MEMORY_PARTS = 16
+PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients")
 
 
 def make_page(
@@ -89,6 +93,8 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         },
         "histogram": _histogram(record),
         "goodput": _goodput(record),
+        "profile": traced(record.path),
+        "memory": _memory(record),
         "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
         "conclusion": "\n".join(_conclusion(record)),
@@ -164,7 +170,9 @@ def _tiles(record: Record) -> list[dict[str, str]]:
     if (mfu := record.values("time/mfu")).size:
         tiles.append({"name": "MFU", "value": f"{mfu[-1]:.1%}", "note": f"best {mfu.max():.1%}"})
     if (peak := record.values("memory/peak")).size:
-        tiles.append({"name": "memory peak", "value": human_bytes(peak.max()), "note": ""})
+        compiled = _memory(record)
+        note = f"compiled for {human_bytes(compiled['peak'])}" if compiled else ""
+        tiles.append({"name": "memory peak", "value": human_bytes(peak.max()), "note": note})
     return tiles
 
 
@@ -190,6 +198,32 @@ def _histogram(record: Record) -> dict[str, list] | None:
 def _goodput(record: Record) -> list[list]:
     spent = account(record.attempts)
     return [[name, significant(seconds)] for name, seconds in spent.items() if seconds > 0]
+
+
+def _memory(record: Record) -> dict[str, Any] | None:
+    """The memory that the last attempt was compiled for, and what was measured; None where it has
+    not told. Of each part its name, its layers, and bytes of parameters, optimizer state and
+    gradients; ``rest`` is what else is in the peak."""
+    told = [line["memory"] for line in record.happened("ready") if line.get("memory")]
+    measured = record.values("memory/peak")
+    try:
+        parts = [
+            [str(part["name"]), *(int(part[kind]) for kind in PART_KINDS)]
+            for part in told[-1]["parts"]
+        ]
+        peak = int(told[-1]["peak"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+    if len(parts) > MEMORY_PARTS:
+        more = parts[MEMORY_PARTS - 1 :]
+        sums = [sum(numbers) for numbers in zip(*(part[2:] for part in more), strict=True)]
+        parts = [*parts[: MEMORY_PARTS - 1], [f"{len(more)} more", 0, *sums]]
+    return {
+        "parts": parts,
+        "rest": peak - sum(sum(part[2:]) for part in parts),
+        "peak": peak,
+        "measured": float(measured.max()) if measured.size else None,
+    }
 
 
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:

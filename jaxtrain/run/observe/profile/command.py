@@ -1,0 +1,136 @@
+"""The command ``jaxtrain profile``: where the time of traced steps goes, as tables."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.host.memory import human_seconds
+from jaxtrain.host.paths import as_path
+from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.profile.programs import IDLE, OTHER
+from jaxtrain.run.observe.profile.trace import (
+    Device,
+    Profile,
+    add_up,
+    find_trace,
+    in_directions,
+    part_of,
+    read_trace,
+)
+
+# Rows of a table at most; operations that are listed one by one, and devices.
+ROWS, LONGEST, DEVICES = 24, 10, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileOptions:
+    """Says where the time of traced steps goes: by kind of operation and part of the model, what
+    communication is not hidden by computation, and when devices are idle. A run takes a trace with
+    --profile-steps 20:25, or when its process is sent SIGUSR1."""
+
+    run_dir: tyro.conf.Positional[str]
+    """The run's folder, or one that holds a trace of jax.profiler."""
+    trace: str | None = None
+    """Which trace, such as steps-20-25; left out, the newest."""
+
+
+def run_profile(options: ProfileOptions, rest: list[str]) -> int:
+    """Prints the tables."""
+    del rest
+    folder = find_trace(as_path(options.run_dir), options.trace)
+    if folder is None:
+        raise ValueError(
+            f"{options.run_dir} has no trace: start the run with --profile-steps 20:25, or send "
+            "SIGUSR1 to its process (the pid in its heartbeat.json) while it goes on"
+        )
+    draw(read_trace(folder), terminal.make_console())
+    return 0
+
+
+def draw(profile: Profile, console: Console) -> None:
+    """Prints a profile."""
+    devices, steps = len(profile.devices), profile.steps
+    per = "" if steps is None else f" per step, mean of {steps}" if steps > 1 else " of one step"
+    on = f"{devices} devices" if devices > 1 else profile.devices[0].name
+    console.print(f"{profile.name}: {human_seconds(profile.seconds)}{per}, on {on}", style="bold")
+    for table in (_kinds(profile), _parts(profile), _longest(profile), _devices(profile)):
+        console.print()
+        console.print(table)
+
+
+def _kinds(profile: Profile) -> Table:
+    table = _table(
+        "by kind of operation", "time", "share", *(["in flight"] * any(profile.in_flight))
+    )
+    for kind, seconds in _shown(add_up(profile, lambda operation: operation.kind)):
+        going = profile.in_flight.get(kind)
+        _row(table, profile, kind, seconds, *([human_seconds(going)] if going else []))
+    return _closed(table, profile)
+
+
+def _parts(profile: Profile) -> Table:
+    sums, used = in_directions(profile)
+    table = _table("by part of the model", "time", "share", *used)
+    for part, seconds in _shown(add_up(profile, part_of)):
+        found = [sums[part, direction] for direction in used]
+        _row(table, profile, part, seconds, *(human_seconds(x) if x else "" for x in found))
+    return _closed(table, profile)
+
+
+def _longest(profile: Profile) -> Table:
+    table = _table("longest operations", "time", "share", "kind", "part")
+    for column in table.columns[3:]:
+        column.justify = "left"
+    known = [(each, s) for each, s in profile.shares.items() if each.name]
+    for each, seconds in sorted(known, key=lambda row: -row[1])[:LONGEST]:
+        part = " ".join(filter(None, (part_of(each), each.direction)))
+        _row(table, profile, each.name, seconds, each.kind, part)
+    return table
+
+
+def _devices(profile: Profile) -> Table:
+    table = _table("device", "computes", "waits for others", "idle", "longest gap")
+
+    def waits(device: Device) -> float:
+        return device.exposed + device.idle
+
+    shown = profile.devices
+    if len(shown) > DEVICES:  # The slowest keeps the others waiting.
+        shown = sorted(shown, key=waits)
+        shown = (*shown[: DEVICES // 2], *shown[-DEVICES // 2 :])
+    for device in shown:
+        times = (device.busy, device.exposed, device.idle, device.longest)
+        table.add_row(device.name, *map(human_seconds, times))
+    if left := len(profile.devices) - len(shown):
+        table.add_row(f"({left} more, that wait neither longest nor shortest)")
+    return table
+
+
+def _shown(rows: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Rows, of which the shortest are taken together where there are too many."""
+    rows = list(rows)
+    named = [row for row in rows if row[0] not in (OTHER, IDLE)]
+    if len(named) <= ROWS:
+        return rows
+    rest = named[ROWS - 1 :]
+    together = (f"({len(rest)} more)", sum(seconds for _, seconds in rest))
+    return [*named[: ROWS - 1], together, *rows[len(named) :]]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", overflow="fold")
+    return table
+
+
+def _row(table: Table, profile: Profile, name: str, seconds: float, *cells: str) -> None:
+    table.add_row(name, human_seconds(seconds), f"{seconds / profile.seconds:.1%}", *cells)
+
+
+def _closed(table: Table, profile: Profile) -> Table:
+    table.add_row("all", human_seconds(profile.seconds), "100.0%", style="bold")
+    return table

@@ -1,0 +1,237 @@
+"""Reads the trace of a run into what its devices did in each step."""
+
+import bisect
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxtrain.planning.hlo import COLLECTIVES
+from jaxtrain.planning.scopes import BACKWARD, FORWARD, RECOMPUTED
+from jaxtrain.run.observe.profile.programs import (
+    IDLE,
+    OTHER,
+    Operation,
+    operation_of,
+    rank,
+    read_programs,
+)
+from jaxtrain.run.observe.profile.timeline import Event, covered, divide, innermost
+
+# Where a run writes its traces, and TensorBoard looks for them.
+TRACES = "tensorboard/plugins/profile"
+FILES = "*.xplane.pb"
+# Lines of a TPU's plane: what its core does, and what goes on meanwhile.
+CORE, MEANWHILE, MODULES = "XLA Ops", "Async XLA Ops", "XLA Modules"
+# Of a part of the model, so many names from the outermost on.
+DEPTH = 3
+DIRECTIONS = (FORWARD, RECOMPUTED, BACKWARD)
+
+Programs = Mapping[str, Mapping[str, Operation]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device in a trace, in seconds per step (of the whole trace where its steps are unknown).
+
+    Args:
+      name: its own.
+      busy: it computes.
+      exposed: it waits for others, or for a transfer, and computes nothing meanwhile.
+      idle: nothing happens.
+      longest: the longest time without a break in which nothing happens; not per step.
+    """
+
+    name: str
+    busy: float
+    exposed: float
+    idle: float
+    longest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where the time of traced steps goes.
+
+    Args:
+      name: of the trace.
+      steps: how many steps it holds; None where its name does not say.
+      seconds: from the first operation to the last, per step (of the whole trace where ``steps`` is
+        None), which what follows adds up to.
+      shares: seconds of each operation, mean of the devices; ``Operation(IDLE)`` is for nothing.
+      in_flight: seconds in which at least one collective of a kind goes on, hidden behind
+        computation or not, mean of the devices.
+      devices: each of them.
+    """
+
+    name: str
+    steps: int | None
+    seconds: float
+    shares: Mapping[Operation, float]
+    in_flight: Mapping[str, float]
+    devices: tuple[Device, ...]
+
+
+def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | None:
+    """Returns the folder of a run's newest trace, or of the one of that name; None without any.
+
+    Args:
+      run_dir: the run's folder, or the folder of a trace itself.
+      name: such as ``steps-20-25``.
+
+    Raises:
+      ValueError: there are traces, and none of that name.
+    """
+    if any(run_dir.glob(FILES)):
+        return run_dir
+    folder = run_dir / TRACES
+    traces = {
+        path.name: max(file.stat().mtime for file in files)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (files := list(path.glob(FILES)))
+    }
+    if name is not None and traces and name not in traces:
+        raise ValueError(f"{run_dir} has no trace {name!r}: it has {', '.join(sorted(traces))}")
+    name = name or max(traces, key=lambda each: (traces[each], each), default=None)
+    return folder / name if name in traces else None
+
+
+def read_trace(folder: epath.Path) -> Profile:
+    """Reads a trace that ``jax.profiler`` has written.
+
+    Raises:
+      ValueError: no device has done anything in it, or it cannot be read.
+    """
+    steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", folder.name)
+    count = int(steps[2]) - int(steps[1]) + 1 if steps else None
+    timelines = {}
+    for path in sorted(folder.glob(FILES), key=str):
+        data = path.read_bytes()
+        try:
+            found = _devices(jax.profiler.ProfileData.from_serialized_xspace(data), data)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read as a trace: {error}") from None
+        host = f"{path.name.removesuffix(FILES[1:])} " if len(timelines) else ""
+        timelines |= {f"{host}{name}": lines for name, lines in found.items()}
+    if not any(event for lines in timelines.values() for line in lines for event in line):
+        raise ValueError(f"no device has done anything in {folder}: trace steps of training")
+    return make_profile(folder.name, count, timelines)
+
+
+def make_profile(
+    name: str, steps: int | None, timelines: Mapping[str, Sequence[Sequence[Event]]]
+) -> Profile:
+    """Divides the time of devices among their operations.
+
+    Args:
+      name, steps: see :class:`Profile`.
+      timelines: by the device's name its lines, whose events are of
+        :class:`~jaxtrain.run.observe.profile.programs.Operation`; in nanoseconds.
+    """
+    events = [event for lines in timelines.values() for line in lines for event in line]
+    begin, end = min(e.start for e in events), max(e.end for e in events)
+    scale = 1e-9 / (steps or 1)
+    mean = scale / len(timelines)
+    shares, in_flight, devices = collections.Counter(), collections.Counter(), []
+    for device, lines in timelines.items():
+        parts, gaps = divide(lines, begin, end, rank)
+        idle = parts.pop(None, 0.0)
+        shares.update({each: seconds * mean for each, seconds in parts.items()})
+        shares[Operation(IDLE)] += idle * mean
+        moves = collections.defaultdict(list)
+        for event in (event for line in lines for event in line):
+            if event.what.kind in COLLECTIVES:
+                moves[event.what.kind].append(event)
+                shares[event.what] += 0.0  # It is told of, though it be hidden throughout.
+        in_flight.update({kind: mean * covered(found) for kind, found in moves.items()})
+        exposed = sum(seconds for each, seconds in parts.items() if rank(each) in (1, 2))
+        busy = end - begin - exposed - idle
+        longest = max((gap.end - gap.start for gap in gaps), default=0.0)
+        devices.append(Device(device, busy * scale, exposed * scale, idle * scale, longest * 1e-9))
+    return Profile(name, steps, (end - begin) * scale, shares, in_flight, tuple(devices))
+
+
+def add_up(profile: Profile, key: Callable[[Operation], str]) -> list[tuple[str, float]]:
+    """Adds up what has the same key, the largest first; what is unknown and idle at the end."""
+    sums = collections.Counter()
+    for operation, seconds in profile.shares.items():
+        sums[key(operation)] += seconds
+    last = {OTHER: 1, IDLE: 2}
+    return sorted(sums.items(), key=lambda row: (last.get(row[0], 0), -row[1]))
+
+
+def part_of(operation: Operation) -> str:
+    """The part of the model, or of the step, that an operation works for."""
+    if operation.kind == IDLE:
+        return IDLE
+    return "/".join(operation.scopes[:DEPTH]) or OTHER
+
+
+def in_directions(profile: Profile) -> tuple[Mapping[tuple[str, str], float], list[str]]:
+    """Seconds by part and direction, and the directions that there are."""
+    sums = collections.Counter()
+    for operation, seconds in profile.shares.items():
+        sums[part_of(operation), operation.direction] += seconds
+    return sums, [each for each in DIRECTIONS if any(each == there for _, there in sums)]
+
+
+def _devices(data: Any, xspace: bytes) -> dict[str, list[list[Event]]]:
+    """The lines of each device by its name."""
+    programs, devices = read_programs(xspace), {}
+    for plane in data.planes:
+        if found := re.fullmatch(r"/device:(\w+:\d+)", plane.name):
+            devices[found[1]] = _of_device(plane, programs)
+        elif plane.name == "/host:CPU":
+            for name, lines in _of_host(plane, programs).items():
+                devices.setdefault(name, []).extend(lines)
+    return {name: lines for name, lines in devices.items() if any(lines)}
+
+
+def _of_device(plane: Any, programs: Programs) -> list[list[Event]]:
+    """What a GPU's streams did, or a TPU's core and its transfers."""
+    lines = {line.name: list(line.events) for line in plane.lines}
+    streams = [events for name, events in lines.items() if name.startswith("Stream")]
+    if streams:  # The other lines of a GPU are made of them.
+        return [[_noted(event, programs) for event in events] for events in streams]
+    modules = sorted((e.start_ns, e.name) for e in lines.get(MODULES, ()))
+    starts = [start for start, _ in modules]
+
+    def timed(event: Any) -> Event:
+        place = bisect.bisect_right(starts, event.start_ns) - 1
+        program = modules[place][1] if place >= 0 else ""
+        what = operation_of(event.name, program, programs)
+        return Event(event.start_ns, event.end_ns, what)
+
+    core = innermost(map(timed, lines.get(CORE, ())))
+    # What goes on at the same time is on one line there.
+    return [core, *([timed(event)] for event in lines.get(MEANWHILE, ()))]
+
+
+def _of_host(plane: Any, programs: Programs) -> dict[str, list[list[Event]]]:
+    """What threads did for the CPU's devices, by the device's name."""
+    devices = collections.defaultdict(list)
+    for line in plane.lines:
+        threads = collections.defaultdict(list)
+        for event in line.events:
+            stats = dict(event.stats)
+            if "hlo_op" in stats and not event.name.startswith("end: "):
+                name = f"CPU:{stats.get('device_ordinal', 0)}"
+                threads[name].append(_noted(event, programs, stats))
+        for name, events in threads.items():
+            devices[name].append(innermost(events))
+    return dict(sorted(devices.items()))
+
+
+def _noted(event: Any, programs: Programs, stats: Mapping[str, Any] | None = None) -> Event:
+    """An event that names its operation and its program itself."""
+    stats = dict(event.stats) if stats is None else stats
+    program = str(stats.get("hlo_module", ""))
+    if program and "program_id" in stats:
+        program = f"{program}({stats['program_id']})"
+    # What a kernel was called in stands before it.
+    name = str(stats.get("hlo_op", event.name)).rpartition("::")[2]
+    return Event(event.start_ns, event.end_ns, operation_of(name, program, programs))
