@@ -99,13 +99,13 @@ class DataOptions:
 def run_data(options: DataOptions, rest: list[str]) -> int:
     """Prints it."""
     del rest
-    for name in ("global_batch", "seq_len", "samples"):
-        if getattr(options, name) < (name != "samples"):
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more")
+    for name, low in (("global_batch", 1), ("seq_len", 1), ("samples", 0), ("steps", 0)):
+        if (value := getattr(options, name)) is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give more")
     store = open_store(options.store)
     lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
-    lines += ["", *_samples(store, options.samples), "", *_epochs(store, options)]
-    print("\n".join(lines))
+    print("\n".join([*lines, "", *_samples(store, options.samples), ""]))
+    print("\n".join(_epochs(store, options)))  # which may refuse what the lengths above explain
     return 0
 
 

@@ -218,10 +218,10 @@ def text_folder(
     or row.
 
     With several files, a file is held out when `hash_fraction` of its relative path is below
-    `held_out`; should that leave one side empty, the file with the lowest (or highest) hash goes
-    there, so that neither is. Where all are files of rows, and so few that one file would be more
-    than the share, the hash is of the path and the row. A single text file is cut in two at a line
-    end: its last part is held out.
+    `held_out`; should that leave one side without any, the file with the lowest (or highest) hash
+    of those that are not empty goes there. Where all are files of rows, and so few that one file
+    would be more than the share, the hash is of the path and the row. A single text file is cut in
+    two at a line end: its last part is held out.
 
     Args:
       path: a folder, searched to any depth, or one file; local, or in a bucket (``gs://...``).
@@ -344,13 +344,18 @@ def _split(
         return Split(documents(one), documents(dataclasses.replace(one, side="held_out")))
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
-        held = {min(names, key=hash_fraction)}
+        held = {min(_not_empty(root, names), key=hash_fraction)}
     if len(held) == len(names) > 1:
-        held -= {max(names, key=hash_fraction)}
+        held -= {max(_not_empty(root, names), key=hash_fraction)}
     train = tuple(name for name in names if name not in held)
     kept = tuple(name for name in names if name in held)
     sides = (documents(Files(str(root), side, field, chat=chat)) for side in (train, kept))
     return Split(*sides)
+
+
+def _not_empty(root: Path, names: list[str]) -> list[str]:
+    """Names of files that hold anything; all, where none does."""
+    return [name for name in names if _size_and_time(f"{root}/{name}")[0]] or names
 
 
 def _size_and_time(path: str) -> tuple[int, float]:

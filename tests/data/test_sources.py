@@ -128,6 +128,16 @@ def test_small_folders_have_both_sides(tmp_path_factory, count, held_out, salt):
     assert len(everything(split)) == count
 
 
+@pytest.mark.parametrize("held_out", [0.001, 0.999])
+def test_the_only_file_of_a_side_is_not_empty(tmp_path, held_out):
+    """As an __init__.py may be."""
+    write(tmp_path, {f"{n}.py": b"x" * (n == 7) for n in range(12)})
+    write(tmp_path, {f"{n}.md": b"y" * (n == 7) for n in range(12)})
+    sides = text_folder(tmp_path, held_out=held_out)
+    alone = [d for d in (sides.held_out if held_out < 0.5 else sides.train)]
+    assert [len(d.text) for d in alone] == [1]
+
+
 def test_nothing_held_out_on_request(tmp_path):
     write(tmp_path, {"a.txt": b"a\n", "b.txt": b"b\n"})
     split = text_folder(tmp_path, held_out=0)

@@ -668,6 +668,7 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
         ((*make[:4], "999", *make[5:]), "was made with another"),
         (("data", str(texts)), "is no token store"),
         (("data", path, "--seq-len", "0"), "--seq-len is 0"),
+        (("data", path, "--steps", "-1"), "--steps is -1"),
         ((*make[:-1], "0"), "--workers is 0"),
         ((*make[:6], "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
         (("data", "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.run.observe.report import health, heat, live, page, records
+from jaxtrain.run.folder import claim_run_dir
+from jaxtrain.run.observe.report import command, health, heat, live, page, records
 from jaxtrain.run.observe.report.records import Series
 from tests.run.observe.test_profile import HLO, write_trace
 
@@ -146,6 +148,21 @@ def test_what_is_no_run_is_refused_and_an_empty_log_is_said(tmp_path, capsys):
     assert [each.text for each in health.examine(record)] == ["Nothing has been logged yet."]
     with pytest.raises(ValueError, match="named twice"):
         records.read([empty, empty])
+
+
+def test_a_run_leaves_its_report_and_its_curves_where_it_has_any(tmp_path, monkeypatch):
+    short = write_run(tmp_path / "short", [line(i) for i in range(1, command.CURVE)])
+    long = write_run(tmp_path / "long", [line(i) for i in range(1, command.CURVE + 1)])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        for run in (short, long):
+            assert command.leave_report(run) == [f"report       {run}/report.html"]
+    pytest.importorskip("matplotlib")
+    assert len(command.leave_report(short)) == 1
+    assert command.leave_report(long)[1:] == [f"curves       {long}/report.png"]
+    assert (long / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert claim_run_dir(long, overwrite=True).path
+    assert not (long / "report.png").exists()
 
 
 def test_runs_side_by_side_show_what_differs_first(tmp_path):

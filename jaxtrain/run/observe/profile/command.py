@@ -82,6 +82,7 @@ def _parts(profile: Profile) -> Table:
 
 def _longest(profile: Profile) -> Table:
     table = _table("longest operations", "time", "share", "kind", "part")
+    table.columns[0].no_wrap = True
     for column in table.columns[3:]:
         column.justify = "left"
     known = [(each, s) for each, s in profile.shares.items() if each.name]

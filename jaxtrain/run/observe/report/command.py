@@ -1,5 +1,6 @@
 """The command ``jaxtrain report``, and the report that a run leaves in its folder."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
 from jaxtrain.run.observe.report.records import read
 
-REPORT = "report.html"
+REPORT, PICTURE = "report.html", "report.png"
+# A run with fewer log lines has no curves to draw.
+CURVE = 20
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +52,20 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
 def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
     """Writes the report of a run into its folder; what keeps it from that is said and no more.
 
+    Beside it goes a PNG of the curves, where matplotlib is installed and there are any.
+
     Returns:
-      The line that names it; none where there is none.
+      The lines that name them; none where there are none.
     """
+    lines = []
     try:
-        path = as_path(run_dir) / REPORT
-        write_whole(path, make_page(read([run_dir])))
+        path, records = as_path(run_dir) / REPORT, read([run_dir])
+        write_whole(path, make_page(records))
+        lines.append(f"report       {path}")
+        if records[0].values("train/loss").size >= CURVE:
+            with contextlib.suppress(ImportError):
+                save_png(records, path.parent / PICTURE)
+                lines.append(f"curves       {path.parent / PICTURE}")
     except Exception as error:  # The run is done and saved: nothing told about it may end it.
         logger.warning("no report of %s: %s: %s", run_dir, type(error).__name__, error)
-        return []
-    return [f"report       {path}"]
+    return lines

@@ -113,6 +113,7 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
         "start": "started",
         "ready": f"goes on from step {step}" if step else "begins",
         "checkpoint": f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
+        "trace": f"steps {line.get('first')} to {line.get('last')} are traced",
         "save failed": f"a save failed: {line.get('error')}",
         "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
         "end": f"ended after step {step}: {line.get('ended')}",
