@@ -204,6 +204,8 @@ class _Run(Hook):
             return None
         opened = next(x for name, x in sets.items() if self.experiment.best_metric.startswith(name))
         batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
+        if not batches:
+            return None
         state = jax.device_put(self._state, self._places)
         step = compile_eval(self.experiment, state, batches[0], self.mesh)
         return float(evaluate(step, state, batches)["loss"])

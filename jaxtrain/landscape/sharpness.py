@@ -97,8 +97,8 @@ def largest_eigenvalue(
       The eigenvalue. Its ``error`` is the norm of the residual of its vector: so near lies an
       eigenvalue of the operator. NaN where a product is not finite.
 
-    >>> product = lambda x: jnp.array([5.0, -7.0, 1.0]) * x
-    >>> found = largest_eigenvalue(product, jnp.array([1.0, 2.0, 3.0]))
+    >>> product = lambda x: jax.numpy.array([5.0, -7.0, 1.0]) * x
+    >>> found = largest_eigenvalue(product, jax.numpy.array([1.0, 2.0, 3.0]))
     >>> round(found.value, 4), found.products
     (5.0, 3)
     """
