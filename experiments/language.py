@@ -30,7 +30,7 @@ from jaxtrain.planning.balance import stack_for
 from jaxtrain.precision import Policy
 from jaxtrain.run import trained
 from jaxtrain.run.options import PipelineOptions, make_optimizer
-from jaxtrain.run.provenance import ROUNDED, SAME
+from jaxtrain.run.provenance import LATER, ROUNDED, SAME
 from jaxtrain.run.trained import TOKENIZER_FILE
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
@@ -40,6 +40,7 @@ MAY_CHANGE = {
     **dict.fromkeys(("data", "field", "tokenizer", "init_from"), SAME),
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), SAME),
+    "shares.*": LATER,
     "held_out_rows": "same bits, evaluated on other rows",
     **dict.fromkeys(("held_out_bytes", "held_out_text*"), "same bits, evaluated on other text"),
 }

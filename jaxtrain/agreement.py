@@ -15,6 +15,10 @@ round at different places; it is told not to. Then a pipeline has the gradients 
 bit for bit but for what a table of tokens tied to the head gets, whose two parts are rounded one by
 one and not in their sum.
 
+Where part of an axis crosses a slow network, equal runs of the devices count as hosts, so that what
+is compiled has the form that it has there: gradients are summed inside of each first. The library
+does that where it reduces once per step; such a layout does, if the experiment leaves it open.
+
 The error of a leaf is ``|a - b| / |b|`` in the 2-norm. A leaf that is zero but for rounding has no
 norm to speak of, so ``|b|`` counts as at least a hundredth of what the leaf would have if it shared
 its tree's root mean square.
@@ -43,9 +47,11 @@ from jaxtrain.experiment import (
     compile_eval,
     compile_train,
     make_abstract_state,
+    make_experiment_mesh,
     make_state,
+    why_not_once,
 )
-from jaxtrain.parallel.mesh import AXES, fill_sizes, make_mesh
+from jaxtrain.parallel.mesh import AXES, SLOW_AXES, fill_sizes, simulated_hosts
 from jaxtrain.parallel.pipeline import Stages
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules, batch_sharding
@@ -57,6 +63,7 @@ from jaxtrain.tree import named_leaves, owner_of
 PyTree = Any
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
 TOLERANCE = TOLERANCES["f32"]
+SLOW_PARTS = tuple(f"dcn_{axis}" for axis in SLOW_AXES)
 STEPS = 2  # the second has moments that are not zero
 DEVICES = 8
 
@@ -79,7 +86,8 @@ class Layout:
     """A mesh and what is split over its data axis.
 
     Args:
-      axes: sizes of mesh axes, as :func:`jaxtrain.make_mesh` takes them.
+      axes: sizes of mesh axes, and ``dcn_data`` and the like, as :func:`jaxtrain.make_mesh` takes
+        them.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
     """
 
@@ -89,11 +97,18 @@ class Layout:
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return math.prod(self.axes.values())
+        return math.prod(size for axis, size in self.axes.items() if axis in AXES)
+
+    @property
+    def hosts(self) -> int:
+        """In how many parts they are, with a slow network between them."""
+        return math.prod(self.axes.get(name, 1) for name in SLOW_PARTS)
 
     def __str__(self) -> str:
-        named = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        return named + (f", zero {self.zero}" if self.zero else "")
+        named = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES)
+        more = {name: size for name, size in self.axes.items() if name not in AXES}
+        more |= {"zero": self.zero} if self.zero else {}
+        return ", ".join([named, *(f"{name} {value}" for name, value in more.items())])
 
 
 LAYOUTS = (
@@ -107,6 +122,9 @@ LAYOUTS = (
     Layout({"pipe": 2, "data": 2, "tensor": 2}),
     Layout({"pipe": 2, "fsdp": 2, "tensor": 2}),
     Layout({"pipe": 4, "fsdp": 2}),
+    Layout({"data": 4, "fsdp": 2, "dcn_data": 2}),
+    Layout({"data": 2, "fsdp": 4, "dcn_fsdp": 2}),
+    Layout({"pipe": 2, "data": 2, "tensor": 2, "dcn_pipe": 2}),
 )
 
 
@@ -164,8 +182,9 @@ def parity(
         :func:`jaxtrain.init_state` and :func:`jaxtrain.build_train_step` are given; AdamW by
         default.
       batch: a global batch of arrays; every step trains on it.
-      layouts: meshes, such as ``"data=2,fsdp=2,tensor=2"`` or ``"data=8,zero=3"``; by default all
-        of :data:`LAYOUTS` that the devices suffice for (those with ``pipe`` if there are stages).
+      layouts: meshes, such as ``"data=2,fsdp=2,tensor=2"``, ``"data=8,zero=3"`` or, over a slow
+        network, ``"data=8,dcn_data=2"``; by default all of :data:`LAYOUTS` that the devices suffice
+        for (those with ``pipe`` if there are stages).
       stages, pipeline: the model as :class:`jaxtrain.Stages` and the arguments of
         :func:`jaxtrain.pipeline`, for layouts with an axis ``pipe``.
       steps: how many steps are compared.
@@ -311,16 +330,25 @@ def compile_on(
     """Compiles for a layout; ``gradients`` come first in the optimizer chain."""
     if layout.devices > len(jax.devices()):
         raise ValueError(f"it takes {layout.devices} devices and there are {len(jax.devices())}")
-    mesh = make_mesh(**layout.axes, devices=jax.devices()[: layout.devices])
-    piped = mesh.shape["pipe"] > 1
+    piped = layout.axes.get("pipe", 1) > 1
+    once = experiment.gather_once
+    if layout.hosts > 1 and once is None and why_not_once(experiment, piped=piped) is None:
+        once = True
     experiment = dataclasses.replace(
         experiment,
         optimizer=optax.chain(*gradients, experiment.optimizer),
         mesh=layout.axes,
         zero=layout.zero,
+        gather_once=once,
         accumulate=1 if piped else microbatches,
         pipeline=dict(experiment.pipeline) | ({"microbatches": microbatches} if piped else {}),
     )
+    with simulated_hosts(max(1, layout.devices // layout.hosts)):
+        return _compile(experiment, jax.devices()[: layout.devices])
+
+
+def _compile(experiment: Experiment, devices: Sequence[jax.Device]) -> Program:
+    mesh = make_experiment_mesh(experiment, devices)
     shapes = make_abstract_state(experiment, mesh)
     options = {"compiler_options": COMPILER_OPTIONS}
     train = compile_train(experiment, shapes, mesh, **options)
@@ -474,10 +502,10 @@ def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:
     Raises:
       ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
     """
-    # Which network an axis crosses changes nothing on simulated devices.
     sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
     if -1 in sizes.values():
         sizes = fill_sizes(sizes, DEVICES)
+    sizes |= {name: experiment.mesh.get(name, 1) for name in SLOW_PARTS}
     own = Layout({axis: size for axis, size in sizes.items() if size != 1}, experiment.zero)
     return LAYOUTS if own.devices == 1 or own in LAYOUTS else (own, *LAYOUTS)
 
@@ -488,16 +516,16 @@ def parse_layout(text: str) -> Layout:
     Raises:
       ValueError: for anything else.
 
-    >>> str(parse_layout("data=8,zero=1"))
-    'data 8, zero 1'
+    >>> str(parse_layout("data=8,zero=1")), str(parse_layout("data=4,fsdp=2,dcn_data=2"))
+    ('data 8, zero 1', 'data 4 x fsdp 2, dcn_data 2')
     """
     sizes = {}
     for entry in text.split(","):
         name, _, size = (word.strip() for word in entry.partition("="))
-        if name not in (*AXES, "zero") or not size.isdecimal():
+        if name not in (*AXES, *SLOW_PARTS, "zero") or not size.isdecimal():
             raise ValueError(
                 f"layout {text!r} is not known: write sizes of the mesh axes {', '.join(AXES)}, "
-                "and zero, such as data=2,tensor=4 or data=8,zero=1"
+                f"and {', '.join(SLOW_PARTS)} and zero, such as data=2,tensor=4 or data=8,zero=1"
             )
         sizes[name] = int(size)
     zero = sizes.pop("zero", 0)

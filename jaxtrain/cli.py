@@ -17,17 +17,19 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 from jaxtrain import agreement
+from jaxtrain.compare import command as compare
 from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
 from jaxtrain.host import quiet
+from jaxtrain.landscape import command as landscape
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.planning import balance, search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
-from jaxtrain.run.main import Config, experiment_module, simulate_devices
+from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
@@ -149,8 +151,9 @@ class ParityOptions:
     compare_steps: int = agreement.STEPS
     """How many steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1; can be given several times. Left
-    out, the usual ones and the experiment's own."""
+    """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
+    halves of the data axis, data=8,dcn_data=2; can be given several times. Left out, the usual ones
+    and the experiment's own."""
 
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
@@ -255,7 +258,7 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
         return load_experiment(options.experiment, flags, command="plan", outline=True)
 
     def has_flag(name: str) -> bool:
-        found = _load_config(options.experiment, rest, command="plan")[1]
+        found = load_config(options.experiment, rest, command="plan")[1]
         for part in name.split("."):
             if not hasattr(found, part):
                 return False
@@ -275,7 +278,7 @@ def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
         raise ValueError("--by-layer is of one layout and --search of several: give one")
     stay_on_cpu()
     quiet.start()
-    module, config = _load_config(options.experiment, rest, command="plan")
+    module, config = load_config(options.experiment, rest, command="plan")
     build = getattr(module, "outline", module.build)
     result = search.run_search(
         build,
@@ -290,43 +293,13 @@ def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     return 0 if result.rows else 1
 
 
-def load_experiment(
-    module_name: str, flags: Sequence[str], *, command: str, outline: bool = False
-) -> Experiment:
-    """Imports an experiment's module and builds the experiment that the flags describe.
-
-    Args:
-      module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
-      flags: those of ``Config``.
-      command: who asks, for the help.
-      outline: takes ``outline(config)`` where the module has it: the same without its data.
-
-    Raises:
-      ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
-    """
-    module, config = _load_config(module_name, flags, command=command)
-    build = getattr(module, "outline", module.build) if outline else module.build
-    experiment = build(config)
-    if not isinstance(experiment, Experiment):
-        raise ValueError(
-            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
-            "a jaxtrain.Experiment"
-        )
-    return experiment
-
-
-def _load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
-    """Imports an experiment's module and reads its config from the flags."""
-    module = experiment_module(module_name)
-    config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
-    return module, config
-
-
 COMMANDS = {
     "schedule": Command(ScheduleOptions, run_schedule),
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "plan": Command(PlanOptions, run_plan, passes_on=True),
+    "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
     "replay": Command(ReplayOptions, run_replay),
+    "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),

@@ -292,11 +292,7 @@ def choose_gather(
       ValueError: ``gather_once`` is asked of a loss that is no sum over rows.
     """
     piped = mesh.shape.get("pipe", 1) > 1 and experiment.stages is not None
-    obstacle = why_not(
-        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
-        has_model_state=experiment.has_model_state,
-        own_engine=experiment.engine is not plain,
-    )
+    obstacle = why_not_once(experiment, piped=piped)
     if experiment.gather_once and obstacle is not None:
         raise ValueError(
             f"weights cannot be gathered once per step in experiment {experiment.name!r}, "
@@ -326,6 +322,20 @@ def choose_gather(
     if 2 * needed <= chip.memory_bytes:
         return "step", f"once per step: {sizes}, at most half"
     return "model", f"layer by layer: {sizes}, more than half"
+
+
+def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
+    """Why gradients cannot be reduced, and weights gathered, once per step; None where they can.
+
+    Args:
+      experiment: whose.
+      piped: whether its stages are trained as a pipeline.
+    """
+    return why_not(
+        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
+        has_model_state=experiment.has_model_state,
+        own_engine=experiment.engine is not plain,
+    )
 
 
 def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
@@ -441,6 +451,28 @@ def compile_loop(
     return train, programs
 
 
+def build_evaluation(
+    experiment: Experiment, batch: PyTree, mesh: Mesh
+) -> Callable[[TrainState, PyTree], WeightedLoss]:
+    """Builds the evaluation ``(state, batch) -> WeightedLoss`` of batches like ``batch``.
+
+    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
+    many microbatches as the batch's rows allow, up to the train step's.
+    """
+    given = {"policy": experiment.policy, "gather": experiment.gather}
+    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
+        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
+        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        options["microbatches"] = math.gcd(shared, options["microbatches"])
+        return pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
+    return build_eval_step(
+        experiment.eval_loss_fn or experiment.loss_fn,
+        has_model_state=experiment.has_model_state,
+        **given,
+    )
+
+
 def compile_eval(
     experiment: Experiment,
     state: TrainState,
@@ -451,23 +483,10 @@ def compile_eval(
 ) -> CompiledStep:
     """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
 
-    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
-    many microbatches as the batch's rows allow, up to the train step's. Where the optimizer keeps
-    averages of parameters (:func:`jaxtrain.averaged`), they are what is evaluated.
+    It is :func:`build_evaluation`, of the averages of parameters where the optimizer keeps any
+    (:func:`jaxtrain.averaged`).
     """
-    given = {"policy": experiment.policy, "gather": experiment.gather}
-    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
-        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
-        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
-        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
-        options["microbatches"] = math.gcd(shared, options["microbatches"])
-        step = pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
-    else:
-        step = build_eval_step(
-            experiment.eval_loss_fn or experiment.loss_fn,
-            has_model_state=experiment.has_model_state,
-            **given,
-        )
+    step = build_evaluation(experiment, batch, mesh)
 
     def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
         return step(averaged(state), batch)

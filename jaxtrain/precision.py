@@ -224,11 +224,12 @@ def equations(jaxpr: Any, *, but: str | None = None) -> Iterator[Any]:
 
     Args:
       jaxpr: where to look.
-      but: the name of a jitted function that is not looked into either.
+      but: the name of a primitive, or of a jitted function, that is not looked into either.
     """
     for eqn in jaxpr.eqns:
         yield eqn
-        if eqn.primitive.name == "pallas_call" or (but and eqn.params.get("name") == but):
+        name = eqn.primitive.name
+        if name == "pallas_call" or (but and but in (name, eqn.params.get("name"))):
             continue
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):

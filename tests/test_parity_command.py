@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import agreement, cli
 from jaxtrain.models import gpt
+from jaxtrain.parallel import hierarchy
 from jaxtrain.parallel.sharding import Rules
 from tests import commands
 
@@ -31,6 +32,7 @@ class Config:
     fault: str = "none"
     rows: int = 16
     tensor: int = 1
+    dcn_data: int = 1
     zero: int = 0
 
 
@@ -99,7 +101,7 @@ def build(config):
         optimizer=optax.chain(
             optax.adam(1e-3), optax.GradientTransformation(lambda p: optax.EmptyState(), update)),
         batch={"x": row, "y": row}, train_batches=stream,
-        mesh={"data": -1, "tensor": config.tensor}, zero=config.zero,
+        mesh={"data": -1, "tensor": config.tensor, "dcn_data": config.dcn_data}, zero=config.zero,
         rules=jt.Rules([("branches/up", ("layers", None, "mlp")),
                         ("branches/down", ("layers", "mlp", None))], stacked="branches"),
         policy=jt.Policy.bf16())
@@ -197,6 +199,28 @@ def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
         jt.parity(init_fn, loss_fn, batch, layouts=["data=1"], policy="fp16")
 
 
+@pytest.mark.parametrize("layout", ["data=4,fsdp=2,dcn_data=2", "data=2,fsdp=4,dcn_fsdp=2"])
+def test_a_wrong_sum_over_a_slow_network_is_found(layout, monkeypatch):
+    @jt.row_wise
+    def loss_fn(params, batch, rng):
+        error = jnp.square(jnp.tanh(batch @ params["in"]) @ params["out"]).mean(-1)
+        return jt.WeightedLoss(error.sum(), jnp.float32(len(error)))
+
+    def init_fn(rng):
+        return {"in": jax.random.normal(rng, (8, 16)) / 4, "out": jnp.ones((16, 8)) / 4}
+
+    given = init_fn, loss_fn, np.random.default_rng(0).normal(size=(16, 8)).astype("f4")
+    assert "1 of 1 meshes agree" in jt.parity(*given, layouts=[layout])
+
+    for name in ("psum", "psum_scatter"):
+        right = getattr(hierarchy, name)
+        # The last is what crosses the slow network.
+        wrong = lambda *args, right=right: right(*args) * (2 if args[-1] else 1)  # noqa: E731
+        monkeypatch.setattr(hierarchy, name, wrong)
+    with pytest.raises(AssertionError, match=r"the gradients of '(in|out)' differ"):
+        jt.parity(*given, layouts=[layout])
+
+
 def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, module, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     status, lines, _ = run(capsys, module, "--rows", "12", "--layout=data=4", "--layout=fsdp=8")
@@ -266,6 +290,7 @@ def test_the_experiments_own_mesh_comes_first(module):
     assert layouts("--zero", "2") == usual
     assert layouts("--tensor", "2") == ["data 4 x tensor 2", *usual]
     assert layouts("--tensor", "4", "--zero", "1") == ["data 2 x tensor 4, zero 1", *usual]
+    assert layouts("--dcn-data", "2") == ["data 8, dcn_data 2", *usual]
     with pytest.raises(ValueError, match="tensor 3 needs 3 devices"):
         layouts("--tensor", "3")
 
@@ -366,5 +391,11 @@ def test_layouts_read_back():
     layout = agreement.parse_layout("data=2, fsdp=4,zero=3")
     assert layout == agreement.Layout({"data": 2, "fsdp": 4}, zero=3)
     assert (str(layout), layout.devices) == ("data 2 x fsdp 4, zero 3", 8)
+    slow = agreement.parse_layout("data=4,fsdp=2,dcn_data=2,dcn_fsdp=2")
+    assert (str(slow), slow.devices, slow.hosts) == (
+        "data 4 x fsdp 2, dcn_data 2, dcn_fsdp 2",
+        8,
+        4,
+    )
     assert dataclasses.replace(layout, zero=0) == agreement.parse_layout("data=2,fsdp=4")
     assert all(layout.devices == agreement.DEVICES for layout in agreement.LAYOUTS)

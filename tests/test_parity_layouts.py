@@ -29,6 +29,11 @@ FORMS = {
     ),
 }
 FORMS["kept products"] = dataclasses.replace(FORMS["tiles"], remat="dots")
+FORMS["70B"] = dataclasses.replace(FORMS["kept products"], kv_heads=4)
+FORMS["405B"] = FORMS["kept products"]
+FORMS["405B, attention kept"] = dataclasses.replace(
+    FORMS["tiles"], kv_heads=1, remat="save_attention"
+)
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
@@ -43,7 +48,6 @@ CASES = [
     *slow(
         ("tiles", 2, "data=8,zero=3", {}),
         ("tiles", 2, "data=2,tensor=4", {}),
-        ("tiles", 2, "pipe=2,fsdp=2,tensor=2", INTERLEAVED),
         ("tiles", 2, "pipe=4,fsdp=2", {"schedule": "gpipe"}),
         ("dropout in tiles", 4, "fsdp=8", {}),
         ("kept products", 4, "data=2,fsdp=2,tensor=2", {}),
@@ -54,8 +58,22 @@ CASES = [
     ),
 ]
 
+# Small versions of the meshes of a thousand chips in planning's README, whose names these are: the
+# same remat, gather and schedule, and key heads more than the tensor axis has devices, or fewer.
+BY_LAYER = {"gather": "model", "gather_once": False}
+PIPELINED = INTERLEAVED | {"virtual": 4, "remat": "none", "gather": "model", "gather_once": True}
+AT_SCALE = {
+    "70B, 1,024 v5p or H100, fsdp 512 x tensor 2": ("70B", "fsdp=4,tensor=2", BY_LAYER),
+    "405B, 4,096 v5p or H100, fsdp 512 x tensor 8": ("405B", "fsdp=2,tensor=4", BY_LAYER),
+    "405B, 4,096 H100, fsdp 64 x tensor 8 x pipe 8": (
+        "405B, attention kept",
+        "pipe=2,fsdp=2,tensor=2,dcn_pipe=2,dcn_fsdp=2",  # hosts of a tensor axis each
+        PIPELINED,
+    ),
+}
 
-def experiment(model, pipe=1, **pipeline):
+
+def experiment(model, pipe=1, *, gather=None, gather_once=None, **pipeline):
     """A GPT with noise on what it starts from, so that no bias is zero; a layer for every chunk."""
     model = dataclasses.replace(model, layers=max(2, pipe * pipeline.get("virtual", 1)))
     stages = gpt.stages(model, virtual=pipeline.get("virtual", 1))
@@ -79,6 +97,8 @@ def experiment(model, pipe=1, **pipeline):
         eval_batches=lambda sharding: train[2:],
         steps=2,
         rules=jt.Rules(gpt.RULES),
+        gather=gather,
+        gather_once=gather_once,
         stages=stages,
         pipeline={"microbatches": 4} | pipeline,
     )
@@ -100,6 +120,13 @@ def test_layout_agrees_with_one_device(form, block, layout, options, monkeypatch
     monkeypatch.setattr(tiled, "_block", lambda T: block)
     errors = errors_on(layout, FORMS[form], options)
     assert not {part: e for part, e in errors.items() if e[0] > TOLERANCE}, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_a_small_version_of_a_thousand_chips_agrees_with_one_device(name, monkeypatch):
+    form, layout, options = AT_SCALE[name]
+    test_layout_agrees_with_one_device(form, 4, layout, options, monkeypatch)
 
 
 # A pipeline rounds what an accumulation rounds, but for the table of tokens that is the head too:

@@ -66,7 +66,7 @@ class Config(language.Config):
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
-    steps: int = 350
+    steps: int = 250
     """Train steps."""
     global_batch: int = 16
     """Rows per step, over all devices."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from experiments import language
 from jaxtrain.compile import compile_step
 from jaxtrain.data import encode_prompt
 from jaxtrain.host import quiet
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
     config = parse(Config, arguments)
     with refusing(Config):
+        language.check_least(config, samples=1, tokens=1)
         quiet.start()
         if config.mesh.pipe != 1:
             raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.host.paths import as_path
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
@@ -193,7 +194,7 @@ def load_template(name: str) -> ChatTemplate:
     """
     text, tokens = TEMPLATES.get(name), {}
     if text is None:
-        path = epath.Path(name)
+        path = as_path(name)
         if not path.is_file():
             raise FileNotFoundError(
                 f"chat template '{name}' does not exist; give a file, or {' or '.join(TEMPLATES)}"

@@ -13,7 +13,7 @@ from jaxtrain.data.chat import load_template
 from jaxtrain.data.mixtures import open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
-from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
+from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
@@ -32,7 +32,7 @@ class TokenizeOptions:
     data: str
     """Text: "python" (the standard library's source), or a folder or file of text, JSONL (.gz,
     .zst), Parquet, or a saved Hugging Face dataset; local, or in a bucket."""
-    out: Path
+    out: str
     """The store's folder, on a disk."""
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
@@ -41,7 +41,7 @@ class TokenizeOptions:
     """Field of a JSONL record, or column, that holds the text; of conversations that may be read in
     several ways, messages, completion or chosen."""
     held_out: float = HELD_OUT
-    """Share of the files, or of a single file, to hold out."""
+    """Share of the files, or of what is in few files, to hold out."""
     chat_template: str | None = None
     """Of conversations (rows of messages, of prompt and completion, or of chosen and rejected):
     chatml, plain, a Jinja file, or a tokenizer_config.json. Only what the assistant says then
@@ -55,13 +55,14 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     del rest
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: give at least 1")
+    check_local(options.out)  # before a tokenizer is trained
     name = options.chat_template
     chat = None if name is None else load_template(name)
     opened = functools.partial(
         open_text, options.data, field=options.field, held_out=options.held_out
     )
     split = opened(chat=chat)
-    kept = options.out / TOKENIZER
+    kept = Path(options.out) / TOKENIZER
     tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if kept.exists() else None)
     if chat is not None:
         chat = dataclasses.replace(chat, special=tokenizer.special_pattern)
@@ -83,7 +84,7 @@ class DataOptions:
     """Shows what a token store holds: counts, lengths, common tokens, samples, and what a run would
     read of it."""
 
-    store: tyro.conf.Positional[Path]
+    store: tyro.conf.Positional[str]
     """The store's folder."""
     steps: int | None = None
     """Steps of a run, to say how often it would read the store."""
@@ -98,13 +99,13 @@ class DataOptions:
 def run_data(options: DataOptions, rest: list[str]) -> int:
     """Prints it."""
     del rest
-    for name in ("global_batch", "seq_len", "samples"):
-        if getattr(options, name) < (name != "samples"):
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more")
+    for name, low in (("global_batch", 1), ("seq_len", 1), ("samples", 0), ("steps", 0)):
+        if (value := getattr(options, name)) is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give more")
     store = open_store(options.store)
     lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
-    lines += ["", *_samples(store, options.samples), "", *_epochs(store, options)]
-    print("\n".join(lines))
+    print("\n".join([*lines, "", *_samples(store, options.samples), ""]))
+    print("\n".join(_epochs(store, options)))  # which may refuse what the lengths above explain
     return 0
 
 

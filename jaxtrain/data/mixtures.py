@@ -19,9 +19,10 @@ import numpy as np
 from jaxtrain.data import sources
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
-from jaxtrain.data.store import Store, is_store, open_store, source_of
+from jaxtrain.data.store import MANIFEST, Store, check_local, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
 from jaxtrain.data.writing import cached_store
+from jaxtrain.host.paths import as_path, is_remote
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
 TRAIN_BYTES = 10_000_000_000
@@ -276,6 +277,8 @@ def open_data(
         if is_store(path):
             found[name] = open_store(path)
         else:
+            if is_remote(path) and (as_path(path) / MANIFEST).exists():
+                check_local(path)
             found[name] = sources.open_text(path, field=field)
             encoder = encoder or open_tokenizer(tokenizer, found[name], kept=kept)
     return TextData(spec, encoder, found, field)

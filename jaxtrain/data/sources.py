@@ -23,6 +23,7 @@ from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate
 from jaxtrain.host import storage
+from jaxtrain.host.paths import as_path
 
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
@@ -35,6 +36,7 @@ TEXT_SUFFIXES = (
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _COLUMN_SUFFIXES = (".parquet", ".arrow")
 ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
+_SPLITS = "dataset_dict.json"  # of a saved dataset that has several
 # Beside a saved dataset lie files that some process has made of it.
 _NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
@@ -65,8 +67,9 @@ class Files:
       root: the folder.
       names: relative paths of the files, in order.
       field: of a row, or column, that holds the text; None takes any file for one document.
-      side: which side of the split of a single file, "train" or "held_out"; None for all of it.
-      held_out: the share that is held out of a single file.
+      side: which side of the split of a single text, or by rows, "train" or "held_out"; None for
+        all of the files.
+      held_out: the share that is held out of the text or of the rows.
       span: the part of a single file; None for the whole.
       chat: renders rows that are conversations; None takes the text of `field`.
     """
@@ -132,7 +135,7 @@ class Files:
         return _read_text(root, name, utf8=self.field is not None)
 
     def _sides(self, document: Document) -> Iterator[Document]:
-        """Yields what is on this side of a split of the only file: by row, or of its one text."""
+        """Yields what is on this side of a split by row, or of the only text."""
         if self.side is None:
             yield document
         elif self.names[0].lower().endswith(ROW_SUFFIXES):
@@ -215,9 +218,10 @@ def text_folder(
     or row.
 
     With several files, a file is held out when `hash_fraction` of its relative path is below
-    `held_out`; should that leave one side empty, the file with the lowest (or highest) hash goes
-    there, so that neither is. With a single file of rows the hash is of the path and the row. A
-    single text file is cut in two at a line end: its last part is held out.
+    `held_out`; should that leave one side without any, the file with the lowest (or highest) hash
+    of those that are not empty goes there. Where all are files of rows, and so few that one file
+    would be more than the share, the hash is of the path and the row. A single text file is cut in
+    two at a line end: its last part is held out.
 
     Args:
       path: a folder, searched to any depth, or one file; local, or in a bucket (``gs://...``).
@@ -228,8 +232,8 @@ def text_folder(
 
     Raises:
       FileNotFoundError: if the folder is missing or holds no file that could be read.
-      ValueError: on reading text that is not UTF-8 (names file and byte), a line or row without
-        the field, or a damaged file.
+      ValueError: if the folder is a saved dataset of several splits, and on reading text that is
+        not UTF-8 (names file and byte), a line or row without the field, or a damaged file.
       ImportError: if there are Parquet, Arrow or zst files and pyarrow is not installed.
 
     >>> import tempfile, pathlib
@@ -240,7 +244,7 @@ def text_folder(
     >>> len(list(train)), len(list(held_out))
     (2, 1)
     """
-    root = epath.Path(path)
+    root = as_path(path)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
     if not root.exists():
@@ -252,11 +256,17 @@ def text_folder(
         root, names = root.parent, [root.name]
         if not names[0].lower().endswith(wanted):
             names = []
+    elif (root / _SPLITS).exists():
+        raise ValueError(
+            f"'{root}' holds the splits of a dataset, one to train on and others to measure on: "
+            f"give the folder of one, as '{root / 'train'}'"
+        )
     else:
         names = _find(root, wanted, skip=set())
     if not names:
         raise FileNotFoundError(
-            f"'{path}' holds no file ending in {', '.join(wanted)}; pass suffixes=... for others"
+            f"'{path}' holds no file ending in {', '.join(wanted)}: convert others, or have "
+            "text_folder read them by suffixes=..."
         )
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _import_parquet()
@@ -328,18 +338,24 @@ def _split(
     def documents(files: Files) -> Documents:
         return Documents(lambda: iter(files), files)
 
-    if len(names) == 1 and field is not None:
+    rows = all(name.lower().endswith(ROW_SUFFIXES) for name in names)
+    if field is not None and (len(names) == 1 or (rows and 0 < len(names) * held_out < 1)):
         one = Files(str(root), tuple(names), field, "train", held_out, chat=chat)
         return Split(documents(one), documents(dataclasses.replace(one, side="held_out")))
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
-        held = {min(names, key=hash_fraction)}
+        held = {min(_not_empty(root, names), key=hash_fraction)}
     if len(held) == len(names) > 1:
-        held -= {max(names, key=hash_fraction)}
+        held -= {max(_not_empty(root, names), key=hash_fraction)}
     train = tuple(name for name in names if name not in held)
     kept = tuple(name for name in names if name in held)
     sides = (documents(Files(str(root), side, field, chat=chat)) for side in (train, kept))
     return Split(*sides)
+
+
+def _not_empty(root: Path, names: list[str]) -> list[str]:
+    """Names of files that hold anything; all, where none does."""
+    return [name for name in names if _size_and_time(f"{root}/{name}")[0]] or names
 
 
 def _size_and_time(path: str) -> tuple[int, float]:
@@ -448,7 +464,7 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
 def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
     if field not in record:
         has = ", ".join(map(repr, record)) or "no fields at all"
-        raise ValueError(f"{where} has no field '{field}'; it has {has}: pass field=...")
+        raise ValueError(f"{where} has no field '{field}'; it has {has}: name one by `field`")
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
         raise ValueError(f"{where} has a field '{field}' of type {kind}; it must be a string")
@@ -578,7 +594,7 @@ def _columns(schema: Any, path: Path, column: str | None) -> list[str]:
     if column not in texts:
         kind = f"is of type {schema.field(column).type}" if column in schema.names else "is missing"
         raise ValueError(
-            f"'{path}': column '{column}' {kind}; pass field=... one of its text columns {texts}"
+            f"'{path}': column '{column}' {kind}; name by `field` one of its text columns {texts}"
         )
     return [column]
 

@@ -35,6 +35,7 @@ from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
+from jaxtrain.host.paths import is_remote
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -77,7 +78,7 @@ class Store:
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
         corpus = Corpus(
-            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"])),
+            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"]), owner=self),
             self._array(name, "starts"),
             about["bytes"],
             about["text"],
@@ -110,7 +111,10 @@ class Store:
         picked = (picked[:, None] * each + np.arange(each)).ravel()
         parts = [corpus.document(index) for index in picked.tolist()]
         if not parts:
-            raise ValueError(f"the token store '{self.path}' holds out no document to measure on")
+            raise ValueError(
+                f"the token store '{self.path}' holds out no document to measure on: make one by "
+                "jaxtrain tokenize with a larger --held-out"
+            )
         lengths = [len(part) for part in parts]
         counts = None
         if corpus.counts is not None:
@@ -164,10 +168,18 @@ class MappedTokens:
 
     A file is mapped when a slice first needs it, and a slice reads the pages that it lies on: the
     system is told to read nothing ahead of them, and those of one slice together.
+
+    Args:
+      paths: of the files.
+      counts: the tokens in each.
+      dtype: of a token.
+      owner: is kept as long as this, such as a store whose files go with it.
     """
 
-    def __init__(self, paths: Sequence[Path], counts: Sequence[int], dtype: np.dtype):
-        self.dtype = dtype
+    def __init__(
+        self, paths: Sequence[Path], counts: Sequence[int], dtype: np.dtype, *, owner: Any = None
+    ):
+        self.dtype, self.owner = dtype, owner
         self._paths = paths
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
         self._mapped: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
@@ -226,8 +238,10 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     """Opens a store; its size hardly matters, as nothing but its manifest is read.
 
     Raises:
-      ValueError: if it is none, is not complete, or its files are cut short or missing.
+      ValueError: if it is none, is in a bucket, is not complete, or its files are cut short or
+        missing.
     """
+    check_local(path)
     folder = Path(path)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -254,6 +268,19 @@ def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
     if "counted" in about:
         files |= {str(Path(name).with_suffix(COUNTS)): count for name, count in about["shards"]}
     return files
+
+
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Refuses a store in a bucket.
+
+    Raises:
+      ValueError: it is in one.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
+            "disk: give a local folder"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
+from jaxtrain.host.paths import as_path
+
 EOD = "<|endoftext|>"
 # The tokens that end a document in the files of GPT-2 and Qwen, Llama 3 and 2, Gemma, and BERT.
 _ENDS = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -276,7 +278,7 @@ class SubwordTokenizer(_BytePieces):
             `eod`.
         """
         library = _import_tokenizers()
-        if not epath.Path(path).is_file():
+        if not as_path(path).is_file():
             raise FileNotFoundError(f"tokenizer file '{path}' does not exist")
         try:
             tokenizer = library.Tokenizer.from_str(epath.Path(path).read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from jaxtrain.data.store import (
     TOKENIZER,
     Noted,
     Store,
+    check_local,
     is_store,
     naming_damage,
     open_store,
@@ -80,12 +81,8 @@ def write_store(
         store of another source or tokenizer, or the source is bad or changes meanwhile.
       OSError: if the disk is full, or a worker was killed; what is done is kept.
     """
+    check_local(path)
     folder = Path(path)
-    if "://" in str(path):
-        raise ValueError(
-            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
-            "disk: give a local folder"
-        )
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
     stamps = {name: _stamp(side) for name, side in sides.items()}
     about = {
@@ -103,6 +100,8 @@ def write_store(
         with _one_at_a_time(folder) as alone:
             if not _is_made(folder, about):
                 folder.mkdir(exist_ok=True)
+                for partial in folder.glob("*.partial") if alone else ():  # of those that died
+                    partial.unlink(missing_ok=True)
                 try:
                     _make(folder, sides, tokenizer, about, workers)
                 except BaseException:
@@ -136,7 +135,7 @@ def cached_store(
         temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
         folder = Path(temporary.name)
     store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
-    store.temporary = temporary  # which is removed with the store
+    store.temporary = temporary  # which is removed with the store and its tokens
     return store
 
 
@@ -358,14 +357,25 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
     """Lets the processes of this host through one after the other; yields whether it could."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock, alone = folder.with_name(f"{folder.name}.lock"), False
-    with open(lock, "w") as file:
-        with contextlib.suppress(OSError):  # A file system without locks: each does the work.
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        try:
-            yield alone
-        finally:
-            lock.unlink(missing_ok=True)
+    while True:
+        with open(lock, "w") as file:
+            with contextlib.suppress(OSError):  # A file system without locks: each does the work.
+                fcntl.flock(file, fcntl.LOCK_EX)
+                alone = True
+            if alone and not _is_open(lock, file):
+                continue  # The one before has removed it, and the next would lock another.
+            try:
+                yield alone
+                return
+            finally:
+                lock.unlink(missing_ok=True)
+
+
+def _is_open(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _is_made(folder: Path, about: dict[str, Any]) -> bool:

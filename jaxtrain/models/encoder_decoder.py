@@ -37,6 +37,7 @@ from jaxtrain.models.remat import REMAT, rematerialise
 from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.linear import matmul_float32
+from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
@@ -197,7 +198,7 @@ class DistanceBias(nnx.Module):
         self.table = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
 
     def __call__(self, buckets_O: jax.Array) -> jax.Array:
-        return constrain(layers.look_up(buckets_O, self.table, None).T, "heads", None)
+        return constrain(look_up(buckets_O, self.table.get_value()).T, "heads", None)
 
 
 def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:

@@ -439,13 +439,13 @@ def choose_sampling(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if temperature < 0:
+    if not temperature >= 0:  # nor NaN
         raise ValueError(f"temperature={temperature} must be at least 0")
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {vocab_size}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
-    if repetition_penalty <= 0:
+    if not repetition_penalty > 0:
         raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0")
     if rng is None and temperature > 0:
         raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")

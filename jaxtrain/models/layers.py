@@ -24,7 +24,8 @@ from jaxtrain.models.config import INIT_STD, BlockConfig, GPTConfig
 from jaxtrain.models.remat import PRODUCT, rematerialised
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention, branch_shares, cached_attention
-from jaxtrain.ops.linear import matmul, through
+from jaxtrain.ops.linear import matmul
+from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
@@ -32,7 +33,6 @@ from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.parallel.placement import (
     constrain,
     gather_sequence,
-    in_shard_map,
     pin_residual,
     scatter_sequence,
     splits_residual,
@@ -217,14 +217,10 @@ class Embed(nnx.Module):
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        # A table split along its width is gathered first: rows are split over the same devices.
-        # Inside a pipeline it is gathered whole: there XLA's partitioner for TPU aborts on a lookup
-        # that is split by vocabulary and by rows.
-        rows = None if in_shard_map() else "vocab"
-        x_BTD = scatter_sequence(look_up(tokens_BT, self.tokens, rows))
+        x_BTD = look_up(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
-        return x_BTD + look_up(positions_BT, self.positions, None) if self.learned else x_BTD
+        return x_BTD + look_up(positions_BT, self.positions.get_value()) if self.learned else x_BTD
 
 
 class Dense(nnx.Linear):
@@ -435,33 +431,3 @@ def _rows(x_BTD: jax.Array) -> jax.Array:
 def _hidden(x: jax.Array) -> jax.Array:
     tokens = ("tokens",) if x.ndim == 2 else ("batch", "sequence")
     return constrain(x, *tokens, "mlp")
-
-
-def look_up(indices: jax.Array, table: nnx.Param, rows: str | None) -> jax.Array:
-    """Rows of a table, whose gradient is summed in float32 whatever the table's dtype."""
-
-    def look_up(indices, table_VD):
-        table_VD = constrain(table_VD, rows, None)
-        narrow = table_VD.dtype != wide(table_VD.dtype)
-        return _lookup_narrow(table_VD, indices) if narrow else table_VD[indices]
-
-    return through(look_up, indices, table.get_value())
-
-
-@jax.custom_vjp
-def _lookup_narrow(table_VD: jax.Array, indices: jax.Array) -> jax.Array:
-    # A frequent token's row is a sum of thousands: in bfloat16 it would stop growing at 256 terms.
-    return table_VD[indices]
-
-
-def _lookup_forward(table_VD, indices):
-    return table_VD[indices], (indices, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
-
-
-def _lookup_backward(saved, d_rows):
-    indices, like = saved
-    zeros = jnp.zeros((like.shape[0], d_rows.shape[-1]), jnp.float32)
-    return zeros.at[indices].add(d_rows.astype(jnp.float32)).astype(like.dtype), None
-
-
-_lookup_narrow.defvjp(_lookup_forward, _lookup_backward)

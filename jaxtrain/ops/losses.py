@@ -130,6 +130,7 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
     dtype, sums_in = x_BTD.dtype, wide(x_BTD.dtype)
     scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
+    kernel_DV = constrain(kernel_DV, None, "vocab")
 
     def tile(sums, parts):
         d_kernel_SDV, d_bias_SV = sums

@@ -25,6 +25,13 @@ def split_over(logical: str | None = None) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(mesh.shape[axis] for axis in axes)
 
 
+def not_taken_over() -> set[str]:
+    """All axes of the ambient mesh, of size 1 too, that no surrounding ``shard_map`` has taken."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in kinds if kind != AxisType.Manual}
+
+
 def obstacle(rows: int, heads: int) -> str | None:
     """Says what of the ambient mesh keeps a kernel from running, as the end of "splash needs ...".
 
@@ -56,9 +63,7 @@ def on_each_device(
     Key heads that the mesh axes of the heads do not divide are repeated, as often as it takes for
     every device to have those of its own query heads.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = {axis for axis, kind in kinds if kind != AxisType.Manual}
+    free = not_taken_over()
     if not free:
         return kernel(q_BTHK, k_BSGK, v_BSGK, segments_BT)
     (batch, _), (heads, parts) = split_over("batch"), split_over("heads")

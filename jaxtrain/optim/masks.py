@@ -34,10 +34,9 @@ _NORM_OR_BIAS = re.compile(
     r"|(^|/|_)(bias|scale)$",
     re.IGNORECASE,
 )
-# Tables and output layers: `embed`, `tok_embedding`, `wte`, `lm_head`, `logits`; not `multi_head`.
-_TABLE_OR_HEAD = re.compile(
-    r"(^|/)(\w*embed\w*|wte|wpe|(\w*_)?head(_?\d+)?|(\w*_)?logits|classifier)(/|$)", re.IGNORECASE
-)
+# Tables: `embed`, `tok_embedding`, `wte`; and output layers: `lm_head`, `logits`; not `multi_head`.
+_TABLE = re.compile(r"(^|/)(\w*embed\w*|wte|wpe)(/|$)", re.IGNORECASE)
+_HEAD = re.compile(r"(^|/)((\w*_)?head(_?\d+)?|(\w*_)?logits|classifier)(/|$)", re.IGNORECASE)
 _MULTI_HEAD = re.compile(r"(^|/)multi_?head(_?\d+)?(/|$)", re.IGNORECASE)
 
 
@@ -103,6 +102,16 @@ def hidden_matrices(params: Any, *, stacked: Stacked = ()) -> Any:
         params,
         stacked_axes(params, stacked),
     )
+
+
+def is_table(name: str) -> bool:
+    """Whether a parameter is a table, by its path: a word of it holds ``embed``, or is ``wte`` or
+    ``wpe``. Each of its rows belongs to one token or position.
+
+    >>> is_table("embed/tokens"), is_table("blocks/attn/q/kernel")
+    (True, False)
+    """
+    return _TABLE.search(name) is not None
 
 
 def stacked_axes(params: Any, stacked: Stacked) -> Any:
@@ -254,7 +263,7 @@ def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> Non
 
 
 def _is_table_or_head(name: str) -> bool:
-    return _TABLE_OR_HEAD.search(_MULTI_HEAD.sub("/", name)) is not None
+    return is_table(name) or _HEAD.search(_MULTI_HEAD.sub("/", name)) is not None
 
 
 def _compile(

@@ -15,8 +15,10 @@ Where devices lie on several slices or hosts, with a slow network (DCN) between 
 ``dcn_data`` and ``dcn_fsdp`` say which outer parts of these axes cross it; nothing else does.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -28,6 +30,10 @@ AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 # Those of which a part may cross the slow network: what they move can wait, or is little.
 SLOW_AXES = ("pipe", "data", "fsdp")
+
+_DEVICES_PER_HOST: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "devices_per_host", default=None
+)
 
 
 def make_mesh(
@@ -209,7 +215,26 @@ def slice_of(device: jax.Device) -> int:
 
 def host_of(device: jax.Device) -> int:
     """The number of a device's host, which is that of the process it belongs to."""
-    return device.process_index
+    simulated = _DEVICES_PER_HOST.get()
+    return device.process_index if simulated is None else device.id // simulated
+
+
+@contextlib.contextmanager
+def simulated_hosts(devices: int) -> Iterator[None]:
+    """Takes equal runs of so many devices for hosts, in this thread.
+
+    A mesh of simulated devices then has a slow network, and what is compiled for it the form that
+    it has there.
+
+    >>> with simulated_hosts(1):
+    ...     host_of(jax.devices()[0])
+    0
+    """
+    token = _DEVICES_PER_HOST.set(devices)
+    try:
+        yield
+    finally:
+        _DEVICES_PER_HOST.reset(token)
 
 
 def fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:

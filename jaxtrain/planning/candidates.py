@@ -1,12 +1,17 @@
 """The layouts that a search looks at: meshes, microbatches, what is kept, and where it lies."""
 
 import dataclasses
+import functools
 import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.models import remat as rematerialisation
+from jaxtrain.parallel.mesh import AXES as MESH_AXES
+from jaxtrain.parallel.mesh import SLOW_AXES
+from jaxtrain.planning.roofline import slow_of
+from jaxtrain.planning.targets import Target
 
 AXES = ("data", "fsdp", "tensor", "pipe")
 
@@ -20,7 +25,8 @@ class Candidate:
     """One layout.
 
     Args:
-      mesh: sizes of the axes the experiment's config has; of slices, ``dcn_data`` too.
+      mesh: sizes of the axes the experiment's config has; where it matters which of them cross the
+        slow network, ``dcn_data`` and the like too (:func:`make_placements`).
       microbatches: per step: ``accumulate``, or those of the pipeline.
       remat: of the blocks; None where the config has no such choice.
       stage_remat: of a pipeline's stages; None without a pipeline.
@@ -69,27 +75,76 @@ class Candidate:
         return [_flag(path.replace("_", "-"), value) for path, value in self.changes.items()]
 
 
-def make_meshes(config: Any, devices: int, *, slices: int = 1) -> Iterator[dict[str, int]]:
-    """All meshes of so many devices over the axes that the config's mesh has.
-
-    Nothing but the data axis is to cross the network between TPU slices.
-    """
-    across = {"dcn_data": slices} if slices > 1 and hasattr(config.mesh, "dcn_data") else {}
+def make_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
+    """All meshes of so many devices over the axes that the config's mesh has."""
     axes = [axis for axis in AXES if hasattr(config.mesh, axis)]
     if not hasattr(config, "pipeline"):
         axes = [axis for axis in axes if axis != "pipe"]
+    for sizes in factorizations(devices, len(axes)):
+        yield dict(zip(axes, sizes, strict=True))
 
-    def cut(axes: Sequence[str], left: int) -> Iterator[dict[str, int]]:
-        if len(axes) == 1:
-            yield {axes[0]: left}
-            return
-        for size in range(1, left + 1):
-            if left % size == 0:
-                for rest in cut(axes[1:], left // size):
-                    yield {axes[0]: size} | rest
 
-    for mesh in cut(axes, devices):
-        yield mesh | across
+def make_placements(config: Any, mesh: Mapping[str, int], target: Target) -> list[dict[str, int]]:
+    """The ways to lay a mesh over the slices of a TPU, or the hosts of other chips.
+
+    That is, into how many parts each axis that may cross the slow network is cut by it, so that
+    there is a part for each slice or host; or those that the config itself says. On hosts devices
+    may also follow each other in the mesh's order, which needs no flag.
+
+    Args:
+      config: the experiment's.
+      mesh: sizes of its axes.
+      target: the devices.
+
+    Returns:
+      Parts by the names that :func:`jaxtrain.make_mesh` has for them, such as ``{"dcn_data": 2}``;
+      none where no axes divide so.
+    """
+    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    if given := given_parts(config):
+        ways = [given]
+    else:
+        names = [f"dcn_{axis}" for axis in SLOW_AXES if hasattr(config.mesh, f"dcn_{axis}")]
+        ways = [
+            {name: n for name, n in zip(names, parts, strict=True) if n > 1}
+            for parts in factorizations(target.islands, len(names))
+        ]
+
+    def slow(parts: Mapping[str, int]) -> dict[str, int]:
+        return {axis: parts.get(f"dcn_{axis}", 1) for axis in sizes}
+
+    ways = [x for x in ways if all(sizes[axis] % n == 0 for axis, n in slow(x).items())]
+    if given or target.slices > 1:
+        return ways
+    in_order = slow_of(sizes, target.devices_per_island)
+    return [{}, *(x for x in ways if slow(x) != in_order)]
+
+
+def within_one_network(config: Any) -> Any:
+    """The config without parts across the slow network."""
+    mesh = dataclasses.replace(config.mesh, **dict.fromkeys(given_parts(config), 1))
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def given_parts(config: Any) -> dict[str, int]:
+    """The parts across the slow network that a config's mesh has above 1, by their names."""
+    parts = {f"dcn_{axis}": getattr(config.mesh, f"dcn_{axis}", 1) for axis in SLOW_AXES}
+    return {name: n for name, n in parts.items() if n > 1}
+
+
+def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many, in their order.
+
+    >>> list(factorizations(4, 2))
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    if factors == 0 and number == 1:
+        yield ()
+    if factors == 0:
+        return
+    for first in range(1, number + 1) if factors > 1 else [number]:
+        if number % first == 0:
+            yield from ((first, *rest) for rest in factorizations(number // first, factors - 1))
 
 
 def make_candidates(
@@ -108,7 +163,7 @@ def make_candidates(
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
     stages = mesh.get("pipe", 1)
-    choices = [name for name in REMAT if name in _choices(config, "remat")] or [None]
+    choices = [name for name in REMAT if name in _choices(type(config), "remat")] or [None]
     kinds = [(remat, None) for remat in choices]
     if stages > 1:
         # A stage that is run again has no use for blocks that are, too.
@@ -144,9 +199,10 @@ def _flag(name: str, value: Any) -> str:
     return f"--{name}={value}"
 
 
-def _choices(config: Any, name: str) -> tuple[str, ...]:
-    """The values that a config's field can take by its ``Literal`` type."""
-    hint = typing.get_type_hints(type(config)).get(name)
+@functools.cache
+def _choices(config_type: type, name: str) -> tuple[str, ...]:
+    """The values that a field of a config can take by its ``Literal`` type."""
+    hint = typing.get_type_hints(config_type).get(name)
     found = [
         value
         for part in (hint, *typing.get_args(hint))

@@ -112,9 +112,7 @@ def estimate(
         traced = trace(experiment, devices, kind=kind, state=state)
     mesh = state.step.sharding.mesh
     estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
-    slow = {axis: experiment.mesh.get(f"dcn_{axis}", 1) for axis in mesh.shape}
-    if max(slow.values()) > 1:
-        estimated = dataclasses.replace(estimated, slow=slow)
+    estimated = placed(estimated, experiment.mesh)
     if (calls := experiment.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
@@ -122,6 +120,12 @@ def estimate(
             estimated, batch_bytes=batches, working_bytes=estimated.working_bytes + batches
         )
     return on_critical_path(estimated, experiment, state.params)
+
+
+def placed(estimated: Estimate, mesh: Mapping[str, int]) -> Estimate:
+    """An estimate where the mesh lies over slices or hosts as ``dcn_data`` and the like say."""
+    slow = {axis: mesh.get(f"dcn_{axis}", 1) for axis in estimated.mesh}
+    return dataclasses.replace(estimated, slow=slow if max(slow.values()) > 1 else None)
 
 
 def trace(

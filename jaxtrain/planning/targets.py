@@ -79,6 +79,11 @@ class Target:
         """Devices that reach each other by links (ICI, NVLink) and not by the hosts' network."""
         return self.size // self.slices if self.chip.kind == "tpu" else self.devices_per_host
 
+    @property
+    def islands(self) -> int:
+        """Slices of a TPU, or hosts: parts with that network between them."""
+        return self.size // self.devices_per_island
+
     def devices(self) -> list[jax.Device]:
         """Returns the devices: real ones for CPU, descriptions that compile for the others.
 

@@ -29,7 +29,7 @@ OWNER = "owner.json"
 STOPPED = "stopped.json"
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"((owner|config|stopped|heartbeat)\.json|report\.(html|png)|log\.jsonl)(\.partial)?"
+    r"((owner|config|stopped|heartbeat|landscape)\.json|report\.(html|png)|log\.jsonl)(\.partial)?"
     r"|(changes|events)\.jsonl|metrics\.(csv|prom)(\.partial)?|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
     r"|tensorboard/(events\.out\.tfevents\..*|plugins)"

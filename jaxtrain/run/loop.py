@@ -478,7 +478,8 @@ def _changes(
     if not then and saved:
         then = checkpoints.config()  # of all processes together
     provenance.check_accepted(options.accept_changes, then, experiment.config)
-    changes = provenance.compare(then, experiment.config, experiment.may_change)
+    step = checkpoints.latest_step() or 0
+    changes = provenance.compare(then, experiment.config, experiment.may_change, step=step)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
     else:

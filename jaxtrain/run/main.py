@@ -268,6 +268,42 @@ def experiment_module(name: str) -> types.ModuleType:
     return module
 
 
+def load_experiment(
+    module_name: str, flags: Sequence[str], *, command: str, outline: bool = False
+) -> Experiment:
+    """Imports an experiment's module and builds the experiment that the flags describe.
+
+    Args:
+      module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
+      flags: those of ``Config``.
+      command: who asks, for the help.
+      outline: takes ``outline(config)`` where the module has it: the same without its data.
+
+    Raises:
+      ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
+    """
+    module, config = load_config(module_name, flags, command=command)
+    build = getattr(module, "outline", module.build) if outline else module.build
+    experiment = build(config)
+    if not isinstance(experiment, Experiment):
+        raise ValueError(
+            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
+            "a jaxtrain.Experiment"
+        )
+    return experiment
+
+
+def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
+    """Imports an experiment's module and reads its config from the flags.
+
+    Args:
+      module_name, flags, command: as for :func:`load_experiment`.
+    """
+    module = experiment_module(module_name)
+    config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
+    return module, config
+
+
 def module_name(config_type: type) -> str:
     """The module of an experiment, as ``python -m`` takes it."""
     name = config_type.__module__

@@ -35,6 +35,9 @@ OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
 # What a change means for the steps to come; an empty one is of a start, and no change.
 SAME = "same bits"
 ROUNDED = "the same mathematics, other bits"
+# Of entries whose name ends with the step from which they hold, as of `shares.1000`: while the run
+# has not come there. One that has begun is of the run.
+LATER = "others, from that step on"
 # Versions change with an image or a machine, under runs that nobody watches: what they change is
 # rounding, unless a package has a fault, so they are shown and refused nowhere.
 _OF_ANY_RUN = {
@@ -116,12 +119,13 @@ def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> A
     return record
 
 
-def compare(then: Any, now: Any, may_change: Mapping[str, str]) -> list[Change]:
+def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0) -> list[Change]:
     """Lists what differs between the record of a run and that of its resumption.
 
     Args:
       then, now: from :func:`make_record`, as JSON.
       may_change: what a change means (:attr:`jaxtrain.Experiment.may_change`).
+      step: at which it is resumed.
     """
     meanings = _OF_ANY_RUN | dict(may_change)
     changes = []
@@ -132,6 +136,10 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str]) -> list[Change]:
             if old == new:
                 continue
             meaning = _meaning(name, meanings)
+            if meaning == LATER:
+                meaning = LATER if int(name.rpartition(".")[2]) >= step else None
+                changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))
+                continue
             if name not in after or (name not in before and part == "flags"):
                 meaning = "a flag of another version"
             if meaning != "" and (name in before or part == "flags"):

@@ -27,7 +27,7 @@ _ARGUMENT = re.compile(
 # What calls a user's Config, build(config) and main: a ValueError of theirs refuses, as ours do.
 _STARTING = {
     *("jaxtrain.cli", "jaxtrain.run.main", "jaxtrain.run.provenance", "jaxtrain.run.refusal"),
-    *("jaxtrain.run.replay", "jaxtrain.planning.search"),
+    *("jaxtrain.run.replay", "jaxtrain.planning.fitting"),
 }
 
 

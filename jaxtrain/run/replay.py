@@ -7,6 +7,7 @@ does. On the mesh and machine of the run it is the same in every bit.
 
 import functools
 import math
+from collections.abc import Sequence
 
 from etils import epath
 
@@ -21,7 +22,7 @@ from jaxtrain.experiment import (
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import train_loop
-from jaxtrain.run.main import experiment_module, simulate_devices
+from jaxtrain.run.main import experiment_module, parse
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.provenance import CONFIG, from_plain, read_record
 from jaxtrain.run.survive.accidents import Examination, examine
@@ -30,7 +31,13 @@ from jaxtrain.run.survive.accidents import Examination, examine
 LARGEST = 10
 
 
-def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = None) -> Experiment:
+def load_run(
+    run_dir: epath.PathLike,
+    module: str | None,
+    *,
+    step: int | None = None,
+    flags: Sequence[str] = (),
+) -> Experiment:
     """Rebuilds the experiment of a run from the flags that are stored with it.
 
     Args:
@@ -38,6 +45,7 @@ def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = 
       module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
         decide: what is imported is for the caller to say.
       step: as the run came to this step; None for its last start.
+      flags: of the command line, in place of those that are stored, such as another mesh's.
 
     Raises:
       FileNotFoundError: where the folder holds no run.
@@ -57,13 +65,11 @@ def load_run(run_dir: epath.PathLike, module: str | None, *, step: int | None = 
             f"{stored.get('module')!r}; name the one you trust with `module`"
         )
     experiment = experiment_module(module)
-    flags = dict(stored["flags"])
-    if isinstance(flags.get("run"), dict):  # What the run keeps is read there, and not made anew.
-        flags["run"] = flags["run"] | {"run_dir": str(run_dir), "resume": True}
-    config = from_plain(experiment.Config, flags)
-    if count := getattr(config, "simulate_devices", 0):
-        simulate_devices(count)
-    return experiment.build(config)
+    known = dict(stored["flags"])
+    if isinstance(known.get("run"), dict):  # What the run keeps is read there, and not made anew.
+        known["run"] = known["run"] | {"run_dir": str(run_dir), "resume": True}
+    config = from_plain(experiment.Config, known)
+    return experiment.build(parse(experiment.Config, flags, default=config))
 
 
 def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examination:

@@ -150,6 +150,10 @@ def test_a_store_of_pairs_is_made_shown_held_out_and_read(tmp_path, capsys, monk
     assert f"{rows.left_out} preferences are too long and left out" in shown
     first = BYTES.decode(both[0].document(1))
     assert f"rejected 0: {first!r}" in shown
+    status, shown, error = command(capsys, "data", str(store.path), "--seq-len", "1")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "preferences fits into rows of 1 tokens" in error
+    assert "rejected 0: " in shown  # and the lengths, by which to choose another
     for pack in (data.PackedTokens, data.FittedTokens):
         with pytest.raises(ValueError, match="holds preferences: make rows of it by PairedTokens"):
             pack(both[0], 16)

@@ -128,6 +128,16 @@ def test_small_folders_have_both_sides(tmp_path_factory, count, held_out, salt):
     assert len(everything(split)) == count
 
 
+@pytest.mark.parametrize("held_out", [0.001, 0.999])
+def test_the_only_file_of_a_side_is_not_empty(tmp_path, held_out):
+    """As an __init__.py may be."""
+    write(tmp_path, {f"{n}.py": b"x" * (n == 7) for n in range(12)})
+    write(tmp_path, {f"{n}.md": b"y" * (n == 7) for n in range(12)})
+    sides = text_folder(tmp_path, held_out=held_out)
+    alone = [d for d in (sides.held_out if held_out < 0.5 else sides.train)]
+    assert [len(d.text) for d in alone] == [1]
+
+
 def test_nothing_held_out_on_request(tmp_path):
     write(tmp_path, {"a.txt": b"a\n", "b.txt": b"b\n"})
     split = text_folder(tmp_path, held_out=0)
@@ -170,6 +180,29 @@ def test_jsonl_rows_split_by_path_and_row(tmp_path):
     held = [document.name for document in split.held_out]
     assert held == [name for name in expected if hash_fraction(name) < 0.05]
     assert 3 < len(held) < 35
+
+
+def test_few_files_of_rows_are_split_by_row(tmp_path):
+    """By file, a third of three files would be held out."""
+    write(tmp_path, {f"{n}.jsonl": rows_of(map(str, range(200))) for n in range(3)})
+    split = text_folder(tmp_path)
+    expected = [f"{n}.jsonl:{row + 1}" for n in range(3) for row in range(200)]
+    held = [document.name for document in split.held_out]
+    assert held == [name for name in expected if hash_fraction(name) < 0.05]
+    assert {name[0] for name in held} == {"0", "1", "2"}
+    assert sorted(held + [document.name for document in split.train]) == sorted(expected)
+    for parts in (side.files.cut(1000) for side in split):  # as a store's processes read them
+        assert len(parts) > 10
+    assert [d for part in split.held_out.files.cut(1000) for d in part] == list(split.held_out)
+    by_file = text_folder(tmp_path, held_out=0.4)  # a third is less than that
+    assert not {d.name[0] for d in by_file.train} & {d.name[0] for d in by_file.held_out}
+
+
+def test_splits_of_a_saved_dataset_are_not_mixed(tmp_path):
+    write(tmp_path, {"dataset_dict.json": b"{}", "train/a.jsonl": rows_of(["x"])})
+    with pytest.raises(ValueError, match=r"holds the splits of a dataset, .* '.*train'$"):
+        text_folder(tmp_path)
+    assert everything(text_folder(tmp_path / "train")) == [("a.jsonl:1", b"x")]
 
 
 def test_jsonl_blank_lines_and_two_files(tmp_path):

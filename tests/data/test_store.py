@@ -425,6 +425,8 @@ def test_text_that_changes_meanwhile_is_refused(texts, tmp_path):
 def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "SHARD_BYTES", 4000)
     split, path, calls = data.text_folder(texts), tmp_path / "store", []
+    path.mkdir()
+    (path / "train-0.tokens-0.partial").write_bytes(b"of a process that was killed")
     fsync = os.fsync
 
     def full(number):
@@ -551,6 +553,25 @@ def test_of_several_that_need_the_same_tokens_one_encodes(tmp_path):
     assert [corpus.tokens[:].tolist() for corpus in corpora] == [[97, 98, 256, 99, 256]] * 3
 
 
+def test_those_that_wait_are_let_through_one_after_the_other(tmp_path):
+    """Also where one comes when the lock's file has just been removed."""
+    inside, most = [], []
+
+    def enter(number):
+        for _ in range(20):
+            with writing._one_at_a_time(tmp_path / "store") as alone:
+                inside.append(number)
+                most.append(len(inside))
+                time.sleep(0.0005)
+                inside.remove(number)
+                assert alone
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enter, range(8)))
+    assert (len(most), max(most)) == (160, 1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_corpus_has_the_fingerprint_of_its_texts(tmp_path):
     def fingerprint(*texts, cache_dir=None):
         return tokenize(documents_of(texts), BYTES, cache_dir=cache_dir).fingerprint
@@ -600,9 +621,10 @@ def test_text_is_encoded_once_until_a_file_changes(texts, tmp_path, monkeypatch)
     assert data.cached_store(data.text_folder(texts), tokenizer).path != first.path
     monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "00.txt"))  # no folder can be made there
     found = data.cached_store(data.text_folder(texts), tokenizer)
-    same(found.corpus(), tokenize(data.text_folder(texts).train, BYTES))
-    folder = found.path
+    folder, corpus = found.path, found.corpus()
     del found
+    same(corpus, tokenize(data.text_folder(texts).train, BYTES))
+    del corpus
     assert not folder.exists()
 
 
@@ -646,7 +668,11 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
         ((*make[:4], "999", *make[5:]), "was made with another"),
         (("data", str(texts)), "is no token store"),
         (("data", path, "--seq-len", "0"), "--seq-len is 0"),
+        (("data", path, "--steps", "-1"), "--steps is -1"),
         ((*make[:-1], "0"), "--workers is 0"),
+        ((*make[:6], "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
+        (("data", "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
+        ((*make[:2], "ftp://texts", *make[3:]), "'ftp://texts' is in no storage known here"),
     ):
         status, _, error = command(capsys, *flags)
         assert (status, error.count("\n")) == (2, 1)

@@ -55,9 +55,14 @@ def test_generating_continues_the_prompt_with_the_best_checkpoint(texts, tmp_pat
     assert first.startswith("sta")
     generate.main([*flags, "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"])
     assert capsys.readouterr().out == first
-    with pytest.raises(SystemExit):
-        generate.main([*flags, "--mesh.pipe", "2"])
-    assert "--mesh.pipe 2 is for training" in capsys.readouterr().err
+    for wrong, message in (
+        (["--mesh.pipe", "2"], "--mesh.pipe 2 is for training"),
+        (["--samples", "0"], "--samples is 0: give at least 1"),
+        (["--tokens", "0"], "--tokens is 0: give at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.main([*flags, *wrong])
+        assert message in capsys.readouterr().err
 
 
 def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts, tmp_path, capsys):
@@ -305,6 +310,9 @@ def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be
     with pytest.raises(SystemExit, match=r"^2$"):
         main(Config, build, [*resume, "--data", shares.replace("75", "5").replace("0.25", "0.5")])
     assert "had shares.0 code 3/4, docs 1/4 (now code 1/2, docs 1/2)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(Config, build, [*resume, "--data", more.replace(";2:", ";1:")])  # which is past
+    assert "had shares.1 (none) (now code 1/2, docs 1/4, math 1/4)" in capsys.readouterr().err
     main(Config, build, [*resume, "--data", more])
     logs = [
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
 """Generation: the cache against the uncached forward, sampling against its definition in NumPy."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,8 @@ def test_rotary_positions_may_exceed_the_training_length():
         ({"rng": None}, "sampling needs rng"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"temperature": math.nan}, "temperature=nan must be at least 0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty=nan must be above 0"),
         ({"top_k": 14}, "top_k=14 must be from 1 to the vocabulary's 13"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),

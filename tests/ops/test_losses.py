@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.ops import losses
 from jaxtrain.ops.losses import cross_entropy, matmul_float32
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.planning.hlo import read_program
 
 VOCAB, PADDED, D = 11, 16, 5
 
@@ -176,6 +178,35 @@ def test_a_sharded_batch_gives_the_same_and_moves_gradients_once(chunk):
     entry = next(part for part in computations if part.startswith("ENTRY"))
     of_kernel = re.compile(rf"f32\[(1,)?{D},{PADDED // 2}\]\S*.* all-reduce\(")
     assert len(of_kernel.findall(text)) == len(of_kernel.findall(entry)) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_fsdp_splits_of_a_kernel_is_gathered_once_for_all_tiles(tied):
+    x, kernel, *rest = arrays(B=4, T=8)
+    x, kernel = x[..., :4], kernel[:4]
+    loss, (d_x, d_kernel, _), _ = definition(x, kernel, *rest)
+    mesh = make_mesh(fsdp=4, tensor=2)
+    split = P("tensor", "fsdp") if tied else P("fsdp", "tensor")
+    split, across = (NamedSharding(mesh, spec) for spec in (split, P("fsdp")))
+    weight = kernel.T if tied else kernel
+
+    def value(x, weight, targets, mask):
+        return total(x, weight.T if tied else weight, targets, mask, chunk=2)[0]
+
+    with jax.set_mesh(mesh):
+        given = jax.device_put(float32(x, weight, *rest), (across, split, across, across))
+        gradient = jax.jit(jax.value_and_grad(value, (0, 1)), out_shardings=(None, (across, split)))
+        compiled = gradient.lower(*given).compile()
+        got, (got_x, got_weight) = compiled(*given)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, (got, got_x, got_weight.T if tied else got_weight), (loss, d_x, d_kernel))
+    columns = 4 * PADDED // 2 * 4  # bytes of the kernel's half that a device needs
+    moved = read_program(compiled.as_text(), mesh).collectives
+    moved = [c for c in moved if "fsdp" in c.axes and c.payload > 4]
+    assert [(c.axes, c.executions) for c in moved] == [(("fsdp",), 1)] * 2
+    gathered, reduced = moved
+    assert (gathered.kind, gathered.payload) == ("all-gather", columns)
+    assert columns <= reduced.payload <= columns + 4  # the loss may go with it
 
 
 def test_it_maps_over_kernels():

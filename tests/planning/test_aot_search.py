@@ -156,12 +156,14 @@ def test_a_search_compiles_its_best_and_shows_the_error():
         assert row.problem is None
         assert abs(row.error) <= TOLERANCE
         assert row.compile_s > 0
-    assert found.rows[0].prediction.step_seconds <= found.rows[1].prediction.step_seconds
+        assert row.scheduled is row.plan.roofline
+        assert row.mfu == pytest.approx(row.plan.mfu)
+    assert found.rows[0].time.step_seconds <= found.rows[1].time.step_seconds
 
 
 @pytest.mark.slow
 def test_llama_7b_on_64_chips_of_v5p():
     needs("libtpu", "TPU")
     config = experiment_gpt.Config(model="llama-7b", global_batch=512)
-    found = search(experiment_gpt.outline, config, parse_target("v5p:4x4x4"), compile_best=2)
+    found = search(experiment_gpt.outline, config, parse_target("v5p:4x4x4"), compile_best=1)
     assert all(row.problem is None and abs(row.error) <= TOLERANCE for row in found.rows)

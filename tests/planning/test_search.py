@@ -1,7 +1,9 @@
 """The search: what it enumerates, why layouts lose, how the rest is ranked; nothing is compiled."""
 
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import math
 import signal
@@ -9,29 +11,35 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import pytest
 import tyro
 from rich.console import Console
 
+import jaxtrain as jt
 from experiments import gpt
+from jaxtrain.parallel.mesh import simulated_hosts, slow_parts
 from jaxtrain.planning import search as module
-from jaxtrain.planning.estimate import estimate, predict
-from jaxtrain.planning.search import (
+from jaxtrain.planning.candidates import (
     Candidate,
-    Estimator,
-    Rejections,
-    cost,
-    family_of,
     make_candidates,
     make_meshes,
-    print_search,
-    refuse_mesh,
-    search,
-    walk_mesh,
+    make_placements,
     with_candidate,
 )
+from jaxtrain.planning.estimate import estimate, predict
+from jaxtrain.planning.fitting import (
+    Estimator,
+    Rejections,
+    family_of,
+    make_row,
+    refuse_mesh,
+    walk_mesh,
+)
+from jaxtrain.planning.ranking import cost, print_search, rank
+from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run import options
 from jaxtrain.state import local_bytes
@@ -100,15 +108,80 @@ def test_the_flags_of_a_layout_make_its_config():
         assert config == with_candidate(gpt.Config(), candidate)
 
 
-def test_only_the_data_axis_crosses_slices():
-    target = parse_target("v5e:2x2", slices=2)
-    found = search(gpt.outline, CONFIG, target, compile_best=0)
-    assert found.rows
-    for row in found.rows:
-        config = tyro.cli(gpt.Config, args=row.candidate.flags)
-        assert config.mesh.dcn_data == 2
-        assert config.mesh.data % 2 == 0
-    assert any("dcn_data" in family.reason for family in found.families)
+def on_slices(**mesh):
+    return dataclasses.replace(CONFIG, mesh=options.MeshOptions(**mesh)), parse_target(
+        "v5e:2x2", slices=2
+    )
+
+
+def test_a_mesh_lies_over_hosts_in_every_way_that_there_is():
+    for mesh in make_meshes(CONFIG, 8):
+        ways = make_placements(CONFIG, mesh, parse_target("h100:4x2"))
+        with simulated_hosts(2):
+            found = [slow_parts(jt.make_mesh(**mesh, **parts)) for parts in ways]
+        # Every way to cut the axes into 4 parts, without cutting the tensor axis, and none twice.
+        parts = [x for x in found if math.prod(x.values()) == 4 and x["tensor"] == 1]
+        sizes = [[n for n in (1, 2, 4) if mesh[axis] % n == 0] for axis in ("pipe", "data", "fsdp")]
+        expected = [x for x in itertools.product(*sizes) if math.prod(x) == 4]
+        assert sorted((x["pipe"], x["data"], x["fsdp"]) for x in parts) == expected
+        assert len(found) == len({tuple(x.values()) for x in found})
+        # In the devices' own order a tensor axis may leave a host; such a mesh is refused.
+        assert len(found) - len(parts) == (mesh["tensor"] > 2)
+
+
+def test_each_link_is_priced_apart():
+    config, target = on_slices()
+    estimator = Estimator(gpt.outline, config, target)
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1, "pipe": 1}
+    once = Candidate(mesh, 2, "full", gather="step")
+    experiment, estimated = estimator(once)
+    whole = sum(x.size for x in jax.tree.leaves(estimator.outline(once)[1].params) if x.size > 64)
+    across, link = (
+        target.chip.efficiency["links"] * speed
+        for speed in (target.chip.dcn_bytes_per_s, 2 * target.chip.link_bytes_per_s)
+    )
+    # Weights in bfloat16 and gradients in float32 over fsdp; over data the sums of a quarter.
+    gathered, summed = 2 * whole, 4 * whole
+    expected = {
+        "dcn_data": ({"data": 2 * summed / 4 / 2}, {"fsdp": (gathered + summed) * 3 / 4}),
+        # Half of what each of the two within a slice has.
+        "dcn_fsdp": (
+            {"fsdp": (gathered + summed) / 2 / 2},
+            {"fsdp": (gathered + summed) * (3 / 4 - 1 / 4), "data": 2 * summed / 4 / 2},
+        ),
+    }
+    rejections = Rejections()
+    to_row = functools.partial(
+        make_row, once, experiment, estimated, target=target, rejections=rejections
+    )
+    for name, (slow, fast) in expected.items():
+        row = to_row(placements=[{name: 2}])
+        assert row.candidate.mesh == mesh | {name: 2}
+        pairs = (row.prediction.network, slow, across), (row.prediction.interconnect, fast, link)
+        for seconds, sent, speed in pairs:
+            seconds.pop("data+fsdp", None)  # the loss
+            assert seconds == pytest.approx({a: n / speed for a, n in sent.items()}, rel=0.02)
+    assert rejections.count == 0
+    best = to_row(placements=make_placements(config, mesh, target))
+    assert best.candidate.mesh == mesh | {"dcn_data": 2}
+    (family,) = rejections.families()
+    assert (family.count, family.reason[:30]) == (1, "crosses the slow network along")
+
+
+def test_the_axes_that_cross_slices_are_searched_or_as_the_flags_say():
+    one_chip_each = parse_target("v5e:1x1", slices=2)
+    found = search(gpt.outline, CONFIG, one_chip_each, compile_best=0)
+    (row,) = found.rows
+    built = tyro.cli(gpt.Config, args=row.candidate.flags).mesh
+    assert (built.fsdp, built.dcn_fsdp) == (2, 2)
+    assert "pipe=2 dcn_pipe=2" in {family.example for family in found.families}
+    chosen = [{"dcn_pipe": 2}]
+    config, target = on_slices(dcn_pipe=2)
+    assert make_placements(config, {"data": 4, "pipe": 2}, target) == chosen
+    refused = refuse_mesh(Estimator(gpt.outline, config, target), {"data": 4, "fsdp": 2})
+    assert refused == "data, fsdp and pipe do not divide over 2 slices"
+    with pytest.raises(ValueError, match="dcn_pipe x dcn_data is 4 and the target has 2 slices"):
+        search(gpt.outline, *on_slices(dcn_pipe=2, dcn_data=2), compile_best=0)
 
 
 def test_every_layout_is_ranked_or_has_its_reason(result):
@@ -287,6 +360,33 @@ def test_what_the_first_costs(result):
     assert "chip-hours per billion tokens (costs " in printed
     assert "5.0 billion take" in printed
     assert "400 Gb/s between hosts per device (--dcn-gbps)" in printed
+
+
+def test_a_schedule_that_could_be_read_decides_among_what_was_compiled(monkeypatch, result):
+    row = result.rows[0]
+
+    def compiled(waits):
+        """The row, compiled to a program that waits so long for communication."""
+        roofline = dataclasses.replace(row.prediction, waits=waits)
+        plan = types.SimpleNamespace(roofline=roofline, memory=None, fits=True, notes=())
+        monkeypatch.setattr(module, "plan_experiment", lambda *_: plan)
+        return module.compile_row(types.SimpleNamespace(outline=lambda _: [None], target=None), row)
+
+    late, unread = compiled({"data": row.prediction.step_seconds}), compiled(None)
+    assert unread.time == row.prediction
+    assert (unread.mfu, unread.tokens_per_s) == (row.mfu, row.tokens_per_s)
+    slower = late.time.step_seconds / row.prediction.step_seconds
+    assert slower > 1.5
+    assert (slower * late.mfu, slower * late.tokens_per_s) == pytest.approx(
+        (row.mfu, row.tokens_per_s)
+    )
+    assert rank([late, unread]) == [unread, late]
+    text = io.StringIO()
+    found = dataclasses.replace(result, rows=(unread, late))
+    print_search(found, Console(file=text, width=100))
+    assert f" {1000 * late.time.step_seconds:,.1f}* " in text.getvalue()
+    assert f"by the estimate {1000 * row.prediction.step_seconds:,.1f} ms" in text.getvalue()
+    assert [x["scheduled"] for x in found.to_json()["rows"]] == [False, True]
 
 
 def test_a_search_that_runs_out_of_time_says_what_it_has_not_seen():

@@ -10,6 +10,7 @@ from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
 from jaxtrain.run.main import parse, run_to_resume
 from jaxtrain.run.provenance import (
+    LATER,
     ROUNDED,
     SAME,
     check,
@@ -99,6 +100,25 @@ def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out
     found = {c.name: (c.then, c.now) for c in compare(old, record(), MAY_CHANGE)}
     assert found == {"gone": (3, "(none)"), "z-loss": ("(none)", None)}
     assert compare({}, record(), {}) == []
+
+
+def test_shares_may_change_from_a_step_on_that_is_still_to_come():
+    phases = {"0": "a 1/2, b 1/2", "10": "a 1"}
+    mixed = record(shares=phases)
+    for now, step, name, meaning in (
+        (record(shares=phases | {"20": "a 1/4, c 3/4"}), 20, "shares.20", LATER),
+        (record(shares=phases | {"20": "a 1/4, c 3/4"}), 21, "shares.20", None),
+        (record(shares={"0": phases["0"]}), 9, "shares.10", LATER),
+        (record(shares={"0": phases["0"]}), 11, "shares.10", None),
+        (record(shares=phases | {"10": "b 1"}), 11, "shares.10", None),
+        (record(shares=phases | {"0": "b 1"}), 1, "shares.0", None),
+    ):
+        (change,) = compare(mixed, now, MAY_CHANGE, step=step)
+        assert (change.name, change.meaning) == (name, meaning)
+    # A text alone, and the same as one of several.
+    alone = record(), record(shares={"0": "a 1"})
+    for then, now in (alone, alone[::-1]):
+        assert [c.meaning for c in compare(then, now, MAY_CHANGE, step=1)] == [None]
 
 
 def test_the_table_is_four_columns():

@@ -288,7 +288,8 @@ def gather_in_stages(stages: Stages, params: PyTree, microbatch: PyTree) -> Stag
     A model that pins activations alone leaves to XLA's partitioner how weights meet them. It may
     exchange parts of a weight with a permutation, of which all devices of the mesh are part, within
     a branch that only one stage takes: that one then waits for all others. Where anything is looked
-    up, by a token or of a target, parameters are whole on all axes, as of :func:`enter_stages`.
+    up, by a token or of a target, parameters are whole on all axes, as of :func:`enter_stages`,
+    unless every device looks up what it has itself (:func:`jaxtrain.ops.lookup.look_up`).
 
     Args:
       stages, params: the model.
@@ -301,7 +302,7 @@ def gather_in_stages(stages: Stages, params: PyTree, microbatch: PyTree) -> Stag
 
     def gathered(function: Callable, *rest: Any) -> Callable:
         traced = jax.make_jaxpr(function)(outer, *rest).jaxpr
-        if all(eqn.primitive.name != "gather" for eqn in equations(traced)):
+        if all(eqn.primitive.name != "gather" for eqn in equations(traced, but="shard_map")):
             return lambda params, *rest: function(gather(params), *rest)
 
         def whole(params: PyTree, *rest: Any) -> PyTree:

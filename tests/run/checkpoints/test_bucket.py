@@ -61,6 +61,12 @@ def documents(split):
     return [(d.name, d.text) for d in (*split.train, *split.held_out)]
 
 
+def test_a_store_in_a_bucket_is_refused(bucket):
+    write(bucket / "store" / "manifest.json", b"{}")
+    with pytest.raises(ValueError, match="store 'gs://bucket/store' is in a bucket, and tokens"):
+        data.open_data("gs://bucket/store")
+
+
 def test_text_in_a_bucket_is_the_same_text(bucket, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     written = pytest.importorskip("pyarrow.parquet")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.run.observe.report.health import held_out_losses
 from jaxtrain.run.observe.report.records import Record, downsample
 
@@ -21,11 +21,7 @@ def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ImportError("a PNG needs matplotlib: pip install 'jaxtrain[plot]'") from None
-    figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
+    figure = new_figure(11, 6.5)
     loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
     rates = sorted({n for r in records for n in r.series if n.endswith("_per_second")})
     held_out = sorted({name for record in records for name in held_out_losses(record)})
@@ -51,14 +47,9 @@ def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
                 if "lo" in points:
                     band = {"color": color, "alpha": 0.2, "linewidth": 0}
                     axes.fill_between(points["x"], points["lo"], points["hi"], **band)
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish_axes(axes, title, x="step")
     small[0].set_yscale("log")
     small[2].set_ylim(bottom=0)
     if loss.lines:
         loss.legend(frameon=False, fontsize=9)
-    path = as_path(path)
-    with path.open("wb") as file:
-        figure.savefig(file, format="png")
+    save_figure(figure, path)

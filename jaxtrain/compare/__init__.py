@@ -1,0 +1,1 @@
+"""Variants of an experiment against each other: time, memory and loss."""

@@ -1,0 +1,236 @@
+"""The command ``jaxtrain compare``: variants of an experiment, by flags, timed in turn."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.compare.turns import Result, compare, naming
+from jaxtrain.experiment import Experiment
+from jaxtrain.host import quiet
+from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
+from jaxtrain.run.main import load_config, load_experiment, simulate_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareOptions:
+    """Trains variants of an experiment in turn, a few steps each, and compares the time of a step,
+    memory and loss.
+
+    Every variant begins from the same seed. All other flags go to the experiment: see `python -m
+    EXPERIMENT --help`. Where a variant cannot be built, nothing is started.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    """A module with Config and build(config), such as experiments.gpt."""
+    vary: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A flag of the experiment and its values, such as precision=f32,bf16 or mesh.tensor=1,2; given
+    several times, all combinations. The first is what the others are compared with."""
+    rounds: int = 8
+    """Timed rounds; one that does not count comes before them."""
+    block_steps: int = 5
+    """Train steps of each variant in a round."""
+    held_out_batches: int = 4
+    """Held-out batches to evaluate in the end, in the variant's own precision; 0 for none."""
+    out: str | None = None
+    """Also write compare.json, with the time of every round and the loss of every step, into this
+    folder, which is made."""
+    png: str | None = None
+    """Also draw step times and losses in this PNG file."""
+
+
+def run_compare(options: CompareOptions, rest: list[str]) -> int:
+    """Prints the comparison, and writes what is asked for."""
+    if options.png is not None:  # Where that cannot be, nothing is trained.
+        new_figure(1, 1)
+    sizes = {"rounds": (options.rounds, 2), "block_steps": (options.block_steps, 1)}
+    sizes |= {"held_out_batches": (options.held_out_batches, 0)}
+    for name, (value, least) in sizes.items():
+        if value < least:
+            raise ValueError(f"`{name}` is {value}: give at least {least}")
+    _, base = load_config(options.experiment, rest, command="compare")
+    if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
+        with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
+            simulate_devices(count)
+    quiet.start()
+    variants = make_variants(options.experiment, options.vary, rest)
+    results = compare(
+        variants,
+        rounds=options.rounds,
+        block_steps=options.block_steps,
+        held_out_batches=options.held_out_batches,
+    )
+    item = next(iter(variants.values())).item
+    print_table(results, options, item=item)
+    if options.out is not None:
+        folder = as_path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "compare.json", to_json(results, options, rest))
+        print(folder / "compare.json")
+    if options.png is not None:
+        save_png(results, options.png)
+        print(options.png)
+    return 0
+
+
+def make_variants(
+    module_name: str, vary: Sequence[str], flags: Sequence[str]
+) -> dict[str, Experiment]:
+    """Builds the experiments of all combinations of values, by name.
+
+    Args:
+      module_name: the experiment's module.
+      vary: a flag and its values each, such as ``"precision=f32,bf16"``.
+      flags: those that all variants share.
+
+    Raises:
+      ValueError: for a flag that is not the experiment's, a value that it does not take, and what
+        building a variant raises, with its name.
+    """
+    given = [_parse(text) for text in vary]
+    if not given:
+        raise ValueError(
+            "there is nothing to compare: give --vary, as in --vary precision=f32,bf16"
+        )
+    _, base = load_config(module_name, flags, command="compare")
+    variants = {}
+    for values in itertools.product(*(values for _, values in given)):
+        pairs = list(zip((name for name, _ in given), values, strict=True))
+        name = " ".join(map("=".join, pairs))
+        words = [*flags, *(_flag(module_name, base, *pair) for pair in pairs)]
+        with naming(name):
+            variants[name] = load_experiment(module_name, words, command="compare")
+    return variants
+
+
+def print_table(
+    results: Sequence[Result],
+    options: CompareOptions,
+    *,
+    item: str,
+    console: Console | None = None,
+) -> None:
+    """Prints a row for each variant; columns of which nothing is known are left out."""
+    columns = {
+        "step ms": lambda r: f"{r.milliseconds[1]:.4g}",
+        "quartiles": lambda r: f"{r.milliseconds[0]:.4g} to {r.milliseconds[2]:.4g}",
+        "ratio": lambda r: f"{r.ratio:.3f}",
+        f"{item}/s": lambda r: r.items_per_second and human_count(r.items_per_second),
+        "MFU": lambda r: None if r.mfu is None else f"{r.mfu:.1%}",
+        "compiled": lambda r: human_bytes(r.compiled_bytes),
+        "measured": lambda r: r.measured_bytes and human_bytes(r.measured_bytes),
+        "compile s": lambda r: f"{r.compile_seconds:.1f}",
+        "loss": lambda r: f"{r.loss:.4f}",
+        "held-out": lambda r: None if r.held_out is None else f"{r.held_out:.4f}",
+    }
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("variant", overflow="fold")
+    cells = {name: [text(r) for r in results] for name, text in columns.items()}
+    cells = {name: column for name, column in cells.items() if any(column)}
+    for name in cells:
+        table.add_column(name, justify="right", no_wrap=True)
+    for result, *row in zip(results, *cells.values(), strict=True):
+        table.add_row(result.name, *(text or "-" for text in row))
+    console = console or Console(width=None if Console().is_terminal else 130)
+    console.print(table, highlight=False)
+    steps, last = len(results[0].losses), options.block_steps
+    held_out = f", held-out of {options.held_out_batches} batches" if "held-out" in cells else ""
+    lines = [
+        "",
+        f"{options.rounds} rounds of {last} steps each, in turn, after one that is not timed.",
+        "Times are medians over rounds; the ratio is to the first variant within a round.",
+        f"Memory is of one device. The loss is the mean of the last {last} of {steps} steps"
+        f"{held_out}.",
+    ]
+    console.print("\n".join(lines), highlight=False)
+
+
+def to_json(results: Sequence[Result], options: CompareOptions, flags: Sequence[str]) -> str:
+    """Writes down all that was measured, and by what; what is no number is null."""
+    device = jax.devices()[0]
+    record = {
+        "options": dataclasses.asdict(options),
+        "flags": list(flags),
+        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        "jax": jax.__version__,
+        "variants": [dataclasses.asdict(result) for result in results],
+    }
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+
+def save_png(results: Sequence[Result], path: str) -> None:
+    """Draws the time of a step in every round, and the loss of every step."""
+    figure = new_figure(11, 2.5 + 0.3 * len(results))
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    for i, result in enumerate(results):
+        times = [1e3 * t for t in result.step_seconds]
+        left.plot(times, [i] * len(times), "o", color=f"C{i}", alpha=0.4, markersize=4)
+        left.plot([result.milliseconds[1]], [i], "|", color=f"C{i}", markersize=16)
+        steps = range(1, len(result.losses) + 1)
+        style = {"linewidth": 1.2, "linestyle": ("-", "--")[i % 2]}  # equal ones lie on each other
+        right.plot(steps, result.losses, color=f"C{i}", label=result.name, **style)
+    left.set_yticks(range(len(results)), [result.name for result in results], fontsize=8)
+    left.invert_yaxis()
+    left.set_xlim(left=0)
+    finish_axes(left, "time of a step, each round", x="ms")
+    finish_axes(right, "loss", x="step")
+    right.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _parse(text: str) -> tuple[str, list[str]]:
+    name, _, values = text.partition("=")
+    name, values = name.strip().removeprefix("--").replace("_", "-"), values.split(",")
+    if not name or not all(map(str.strip, values)):
+        raise ValueError(
+            f"--vary {text!r} is not known: write a flag and its values, as in precision=f32,bf16"
+        )
+    if name == "simulate-devices":
+        raise ValueError(
+            "--vary simulate-devices: one process has one number of devices; vary the mesh, and "
+            "give --simulate-devices by itself"
+        )
+    return name, [value.strip() for value in values]
+
+
+def _flag(module_name: str, base: Any, name: str, value: str) -> str:
+    """Writes a flag of the experiment with a value that it takes.
+
+    Raises:
+      ValueError: there is no such flag, or it does not take the value.
+    """
+    try:
+        old = operator.attrgetter(name.replace("-", "_"))(base)
+    except AttributeError:
+        raise ValueError(f"--vary {name}: {module_name} has no flag --{name}") from None
+    word = f"--{name}={value}"
+    if isinstance(old, bool) and value.lower() in ("true", "false"):
+        group, dot, last = name.rpartition(".")
+        word = f"--{group}{dot}{'' if value.lower() == 'true' else 'no-'}{last}"
+    try:
+        tyro.cli(type(base), args=[word], default=base, console_outputs=False)
+    except SystemExit:
+        raise ValueError(
+            f"--vary {name}={value}: {module_name} does not take {word}; see python -m "
+            f"{module_name} --help"
+        ) from None
+    return word
+
+
+def _finite(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: None if isinstance(x, float) and not math.isfinite(x) else x,
+        tree,
+        is_leaf=lambda x: x is None,
+    )

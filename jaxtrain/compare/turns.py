@@ -1,0 +1,254 @@
+"""Experiments that train in turn, and are timed.
+
+All are compiled before anything is timed. Then they train in rounds, a few steps each, so that
+whatever else the machine does falls on all of them alike. The batches of a block are on the devices
+before its time begins. On an accelerator the state of a variant lies on the devices only while it
+trains: each has their memory to itself.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import (
+    Experiment,
+    compile_eval,
+    compile_loop,
+    evaluate,
+    make_abstract_state,
+    make_experiment_mesh,
+    make_state,
+)
+from jaxtrain.host import memory
+from jaxtrain.host.memory import human_bytes
+from jaxtrain.parallel.mesh import describe_mesh
+from jaxtrain.parallel.offload import is_on_host
+from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.run.hooks import Hook
+from jaxtrain.run.loop import train_loop
+from jaxtrain.run.observe.throughput import mfu
+from jaxtrain.run.refusal import called_back
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of one variant.
+
+    Args:
+      name: its flags.
+      mesh: in words.
+      step_seconds: mean of each timed round's steps.
+      ratio: the median over rounds of that over the first variant's.
+      items_per_second: by the median.
+      mfu: model FLOPs utilisation; None where the device's peak or the model's FLOPs are not known.
+      compiled_bytes: of one device at the step's peak, by the compiler.
+      measured_bytes: the same by the device's own count; None where it keeps none, and where an
+        earlier variant needed more.
+      compile_seconds: of the train step.
+      losses: of every step, those of the round that is not timed among them.
+      loss: mean over the steps of the last round.
+      held_out: loss after the last step; None where it was not evaluated.
+    """
+
+    name: str
+    mesh: str
+    step_seconds: tuple[float, ...]
+    ratio: float
+    items_per_second: float
+    mfu: float | None
+    compiled_bytes: int
+    measured_bytes: float | None
+    compile_seconds: float
+    losses: tuple[float, ...]
+    loss: float
+    held_out: float | None
+
+    @property
+    def milliseconds(self) -> tuple[float, float, float]:
+        """The quartiles of a step's time, the median in the middle."""
+        first, median, third = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
+        return 1e3 * first, 1e3 * median, 1e3 * third
+
+
+def compare(
+    variants: Mapping[str, Experiment], *, rounds: int, block_steps: int, held_out_batches: int = 0
+) -> list[Result]:
+    """Compiles all variants, trains them in turn and compares.
+
+    Args:
+      variants: experiments by name.
+      rounds: timed ones, at least 2, after one that is not timed.
+      block_steps: train steps of a variant in each round.
+      held_out_batches: to evaluate in the end; 0 for none.
+
+    Raises:
+      ValueError: where one cannot be compiled or does not fit into memory, with its name.
+    """
+    memory.keep_freed_memory()
+    runs = []
+    for name, experiment in variants.items():  # What does not fit is refused before it takes long.
+        with naming(name):
+            _check_steps(experiment, rounds, block_steps)
+            runs.append(_Run(name, experiment))
+    for run in runs:
+        with naming(run.name):
+            run.compile((rounds + 1) * block_steps)
+        text = f"compiled in {run.program.compile_seconds:.1f} s"
+        size = human_bytes(run.program.memory_bytes)
+        print(f"{run.name}: {text}, {size}", file=sys.stderr, flush=True)
+    _warm_up(runs, block_steps)
+    seconds: dict[str, list[float]] = {run.name: [] for run in runs}
+    for number in range(1, rounds + 1):
+        for run in runs:
+            seconds[run.name].append(run.train_block(block_steps))
+        print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+    first = seconds[runs[0].name]
+    return [_result(run, seconds[run.name], first, block_steps, held_out_batches) for run in runs]
+
+
+def _warm_up(runs: Sequence["_Run"], block_steps: int) -> None:
+    """Trains a block of each that is not timed, and notes how much memory it takes."""
+    # The device counts its largest use since the process began: the smallest comes first.
+    for run in sorted(runs, key=lambda run: run.program.memory_bytes):
+        before = memory.device_memory().get("peak")
+        with naming(run.name):
+            run.train_block(block_steps)
+        after = memory.device_memory().get("peak")
+        run.measured_bytes = None if after == before else after
+
+
+def _result(
+    run: "_Run", times: list[float], first: list[float], block_steps: int, held_out_batches: int
+) -> Result:
+    """What came of a variant whose rounds took ``times``, and the first variant's ``first``."""
+    experiment, median = run.experiment, statistics.median(times)
+    with naming(run.name):
+        held_out = run.evaluate(held_out_batches)
+    return Result(
+        name=run.name,
+        mesh=describe_mesh(run.mesh),
+        step_seconds=tuple(times),
+        ratio=statistics.median(map(operator.truediv, times, first)),
+        items_per_second=experiment.items_per_step / median,
+        mfu=mfu(
+            experiment.flops_per_step,
+            median,
+            run.mesh.devices.flat,
+            dtype=experiment.policy.compute_dtype,
+        ),
+        compiled_bytes=run.program.memory_bytes,
+        measured_bytes=run.measured_bytes,
+        compile_seconds=run.program.compile_seconds,
+        losses=tuple(run.losses),
+        loss=statistics.fmean(run.losses[-block_steps:]),
+        held_out=held_out,
+    )
+
+
+class _Run(Hook):
+    """A variant that is compiled, and trains on from its own state block by block."""
+
+    program: CompiledStep
+    measured_bytes: float | None = None
+
+    def __init__(self, name: str, experiment: Experiment):
+        self.name, self.experiment = name, experiment
+        self.mesh = make_experiment_mesh(experiment)
+        self._shapes = make_abstract_state(experiment, self.mesh)
+        self._places = jax.tree.map(lambda x: x.sharding, self._shapes)
+        self._state: PyTree = None
+        self.losses: list[float] = []
+
+    def compile(self, steps: int) -> None:
+        """Compiles for so many steps, in blocks of whole calls."""
+        self._train, programs = compile_loop(self.experiment, self._shapes, self.mesh, 0, steps)
+        (self.program,) = programs.values()
+
+    def on_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.losses.append(metrics["loss"])
+
+    def train_block(self, steps: int) -> float:
+        """Trains so many steps on and returns the seconds of one."""
+        if self._state is None:
+            self._state = make_state(self.experiment, self.mesh)
+        state, done = jax.device_put(self._state, self._places), len(self.losses)
+        # Opened for every block, and closed before its time begins: no thread reads ahead in it.
+        with self.experiment.train_batches(done, batch_sharding(self.mesh)) as stream:
+            batches = jax.block_until_ready(list(itertools.islice(stream, steps)))
+        self._state, calls = None, {"steps_per_call": self.experiment.steps_per_call}
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state = train_loop(self._train, state, batches, steps=done + steps, hooks=[self], **calls)
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - start
+        self._state = state if self.mesh.devices.flat[0].platform == "cpu" else park(state)
+        return seconds / steps
+
+    def evaluate(self, count: int) -> float | None:
+        """The held-out loss over so many batches; of several sets, of the one that decides which
+        checkpoint is best."""
+        sets = self.experiment.eval_sets
+        if not count or not sets:
+            return None
+        opened = next(x for name, x in sets.items() if self.experiment.best_metric.startswith(name))
+        batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
+        state = jax.device_put(self._state, self._places)
+        step = compile_eval(self.experiment, state, batches[0], self.mesh)
+        return float(evaluate(step, state, batches)["loss"])
+
+
+def park(state: PyTree) -> PyTree:
+    """Copies a state into the host's memory, and leaves on the devices what they need not hold.
+
+    Keys stay, which are a few bytes, and so does what lies in the host's memory already.
+    """
+
+    def copy(x: jax.Array) -> Any:
+        stays = is_on_host(x) or jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x if stays else np.array(x)
+
+    return jax.tree.map(copy, state)
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Names the variant in what is refused."""
+    try:
+        yield
+    except ValueError as error:
+        if called_back(error):  # a mistake in the user's own code, which keeps its traceback
+            raise
+        raise ValueError(f"variant {name}: {error}") from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"variant {name} does not fit into the memory of the devices: leave it out, or make "
+            "all of them smaller; jaxtrain plan says what takes it"
+        ) from None
+
+
+def _check_steps(experiment: Experiment, rounds: int, block_steps: int) -> None:
+    steps = (rounds + 1) * block_steps
+    if steps > experiment.steps:
+        raise ValueError(
+            f"{rounds} rounds and one before them take {steps} steps and the experiment has "
+            f"`steps` {experiment.steps}: give more, or fewer `rounds` or block_steps"
+        )
+    if block_steps % experiment.steps_per_call:
+        raise ValueError(
+            f"block_steps is {block_steps} and steps_per_call {experiment.steps_per_call}: give a "
+            "multiple of it"
+        )

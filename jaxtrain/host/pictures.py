@@ -1,0 +1,35 @@
+"""Pictures in PNG files, drawn by matplotlib, which is optional."""
+
+from typing import Any
+
+from etils import epath
+
+from jaxtrain.host.paths import as_path
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty matplotlib figure, in inches.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ImportError("a PNG needs matplotlib: pip install 'jaxtrain[plot]'") from None
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def finish_axes(axes: Any, title: str, *, x: str, y: str = "") -> None:
+    """Gives axes their title, labels and a light grid."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Any, path: epath.PathLike) -> None:
+    """Writes a figure into a PNG file, on a disk or in a bucket."""
+    with as_path(path).open("wb") as file:
+        figure.savefig(file, format="png")

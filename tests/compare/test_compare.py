@@ -1,0 +1,153 @@
+"""Variants of an experiment in turn: each trains as it would alone, and is told apart by name."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.compare import command, turns
+from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
+from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.run.checkpoints.checkpointer import digest
+from jaxtrain.run.main import load_experiment
+from tests import commands
+
+MODULE = "tests.small"
+
+
+def alone(experiment, steps):
+    """The losses of so many steps without anything beside, and the held-out loss after them."""
+    mesh = make_experiment_mesh(experiment)
+    state, losses = make_state(experiment, mesh), []
+    train = jt.compile_step(
+        jt.build_train_step(experiment.loss_fn, experiment.optimizer, policy=experiment.policy),
+        state,
+        experiment.batch,
+        mesh=mesh,
+    )
+    with experiment.train_batches(0, batch_sharding(mesh)) as stream:
+        for batch in itertools.islice(stream, steps):
+            state, metrics = train(state, batch)
+            losses.append(float(metrics["loss"]))
+    held_out = list(experiment.eval_batches(batch_sharding(mesh)))
+    step = compile_eval(experiment, state, held_out[0], mesh)
+    return losses, float(evaluate(step, state, held_out)["loss"])
+
+
+def test_every_variant_trains_as_it_would_alone(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "140")
+    vary = ["--vary", "optimizer.name=sgd,adamw", "--vary", "precision=bf16"]
+    shared = ["--optimizer.learning-rate", "0.1"]
+    sizes = ["--rounds", "2", "--block-steps", "2", "--out", str(tmp_path / "new")]
+    status, out, _ = commands.run(capsys, "compare", MODULE, *vary, *sizes, *shared)
+    assert status == 0
+    found = json.loads((tmp_path / "new" / "compare.json").read_text())["variants"]
+    names = [f"optimizer.name={name} precision=bf16" for name in ("sgd", "adamw")]
+    assert [variant["name"] for variant in found] == names
+    assert [line.split("  ")[0] for line in out.splitlines()[1:3]] == names
+    assert "MFU" not in out  # the peak of a CPU is not known
+    for variant in found:
+        flags = [f"--{word}" for word in variant["name"].split()]
+        losses, held_out = alone(load_experiment(MODULE, [*shared, *flags], command="compare"), 6)
+        np.testing.assert_allclose(variant["losses"], losses, rtol=1e-5)
+        assert variant["loss"] == np.mean(variant["losses"][-2:])
+        assert variant["held_out"] == pytest.approx(held_out, rel=1e-5)
+        ratios = np.divide(variant["step_seconds"], found[0]["step_seconds"])
+        assert variant["ratio"] == pytest.approx(np.median(ratios))
+    assert found[0]["ratio"] == 1
+
+
+def test_variants_are_all_combinations_in_order():
+    vary = ["seed=1,0", "offload_optimizer=false,true", "--mesh.data=4"]
+    variants = command.make_variants(MODULE, vary, ["--seed", "7"])
+    made = [(x.seed, x.offload_optimizer, x.mesh["data"]) for x in variants.values()]
+    assert made == [(1, False, 4), (1, True, 4), (0, False, 4), (0, True, 4)]
+    assert next(iter(variants)) == "seed=1 offload-optimizer=false mesh.data=4"
+
+
+def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
+    order, block = [], turns._Run.train_block
+    monkeypatch.setattr(
+        turns._Run,
+        "train_block",
+        lambda run, steps: order.append((run.name, len(run.losses))) or block(run, steps),
+    )
+    peaks = iter([5, 5, 5, 9])  # before and after each first block, the smaller program's first
+    monkeypatch.setattr(turns.memory, "device_memory", lambda: {"peak": next(peaks)})
+    vary = ["mesh.data=2,1", "steps-per-call=2"]
+    flags = ["--optimizer.name", "sgd", "--mesh.fsdp", "1"]
+    variants = command.make_variants(MODULE, vary, flags)
+    experiments = dict(zip("ab", variants.values(), strict=True))
+    assert [x.mesh["data"] for x in experiments.values()] == [2, 1]
+    with pytest.raises(ValueError, match=r"variant a: .*data"):  # eight devices are not two
+        turns.compare(experiments, rounds=2, block_steps=2)
+    first = jax.devices()[:2]
+    monkeypatch.setattr(
+        turns,
+        "make_experiment_mesh",
+        lambda e: make_experiment_mesh(e, first[: e.mesh["data"]]),
+    )
+    a, b = turns.compare(experiments, rounds=3, block_steps=2)
+    assert order[2:] == [(name, steps) for steps in (2, 4, 6) for name in "ab"]
+    np.testing.assert_allclose(a.losses, b.losses, rtol=1e-6)
+    assert (a.mesh, b.mesh) == ("data 2", "1 device")
+    measured = [r.measured_bytes for r in sorted((a, b), key=lambda r: r.compiled_bytes)]
+    assert measured == [None, 9]
+
+
+def test_quartiles_and_what_is_not_known_of_a_table(capsys):
+    seconds = (0.001, 0.002, 0.003, 0.004, 0.1)
+    values = {f.name: 1.0 for f in dataclasses.fields(turns.Result)}
+    result = turns.Result(**values | {"step_seconds": seconds, "losses": (1.0,), "name": "x=1"})
+    assert result.milliseconds == pytest.approx((2, 3, 4))
+    result = dataclasses.replace(result, held_out=None, measured_bytes=None, mfu=0.25)
+    command.print_table([result], command.CompareOptions("mine"), item="rows")
+    out = capsys.readouterr().out
+    assert "25.0%" in out
+    assert "rows/s" in out
+    assert not {"held-out", "measured"} & set(out.split())
+
+
+def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
+    experiment = load_experiment(MODULE, ["--optimizer.name", "adamw"], command="compare")
+    state = make_state(experiment, make_experiment_mesh(experiment))
+    parked = turns.park(state)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((parked.params, parked.step)))
+    back = jax.device_put(parked, jax.tree.map(lambda x: x.sharding, state))
+    assert digest(back) == digest(state)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "there is nothing to compare: give --vary"),
+        (["--vary", "precision"], "--vary 'precision' is not known: write a flag and its values"),
+        (["--vary", "presicion=f32"], "--vary presicion: tests.small has no flag --presicion"),
+        (["--vary", "precision=f32,f8"], "--vary precision=f8: tests.small does not take"),
+        (["--vary", "simulate-devices=1,2"], "--vary simulate-devices: one process has one"),
+        (["--vary", "fault=false,true"], "variant fault=true: --global-batch is too odd"),
+        (["--vary", "seed=0", "--steps", "20"], "variant seed=0: 8 rounds and one before them"),
+        (["--vary", "steps-per-call=1,2"], "variant steps-per-call=2: --block-steps is 5"),
+        (["--vary", "mesh.tensor=1,3"], "variant mesh.tensor=3: mesh data 8 x tensor 3 needs 24"),
+        (["--vary", "seed=0", "--rounds", "1"], "--rounds is 1: give at least 2"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence_and_nothing_is_trained(
+    capsys, monkeypatch, flags, sentence
+):
+    monkeypatch.delattr(turns._Run, "compile")
+    status, out, error = commands.run(capsys, "compare", MODULE, "--mesh.data", "8", *flags)
+    assert (status, out) == (2, "")
+    *_, line = error.splitlines()
+    assert line.startswith(f"error: {sentence}")
+
+
+def test_a_variant_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"variant x=1 does not fit"), turns.naming("x=1"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError), turns.naming("x=1"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
