@@ -273,6 +273,24 @@ def test_what_crosses_slices_or_hosts_is_a_share_of_the_gradients(slow, devices)
 
 
 @pytest.mark.slow
+def test_rows_are_exchanged_in_a_host_while_weights_come_from_others():
+    config = dataclasses.replace(LLAMA, layers=4, remat="dots")
+    given = {"policy": jt.Policy.bf16(), "config": config}
+    train, _, mesh = steps.compile_gpt(devices=two_hosts(), **given, fsdp=4, tensor=2)
+    text = train.compiled.as_text()
+    axes = {c.name: c.axes for c in read_program(text, mesh).collectives}
+    both, under_way = 0, set()
+    for name, what in re.findall(r"%(\S+) = .*(?:-start|-done)\(%?([\w.-]*)", text):
+        under_way.discard(what)
+        if axes.get(name) == ("tensor",):
+            both += any(axes[other] == ("fsdp",) for other in under_way)
+        if name in axes:
+            under_way.add(name)
+    # In the loops of both passes. With one collective at a time there are none.
+    assert both >= 2
+
+
+@pytest.mark.slow
 def test_offload_moves_what_is_kept_to_the_host():
     devices = tpu()
 
