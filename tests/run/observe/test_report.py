@@ -262,7 +262,8 @@ def test_a_browser_draws_every_chart(tmp_path):
         write_run(
             tmp_path / name,
             [
-                line(i, train__grad_norm=1 / i, time__step_seconds=0.1)
+                # The last is constant, but for the rounding of what smoothes it.
+                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, host__part=0.98)
                 | {"train/grad_norm/blocks": [1 / i, 0, "nan"], "train/grad_norm/head": 2.0}
                 for i in range(1, 40)
             ]
@@ -288,7 +289,8 @@ def test_a_browser_draws_every_chart(tmp_path):
     drawn.feed(done)
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
-    assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
+    # Loss, norm and host/part as they are and smoothed; step time.
+    assert len(lines) == 2 * (2 + 2 + 2 + 1)
     for title in (
         "Loss",
         "Gradient norm",
