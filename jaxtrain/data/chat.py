@@ -123,6 +123,8 @@ class ChatTemplate:
             try:
                 more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
                 messages = self._harmless(messages)
+                if self.text in TEMPLATES.values():
+                    _check_texts(messages)
                 marked = self._marked(messages, False, more)
                 _, has_spans = _compiled(self.text)
                 if not has_spans:
@@ -327,6 +329,17 @@ def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> li
     if form == "messages":
         return [messages("messages")]
     return [answered(name) for name in (("chosen", "rejected") if form == "chosen" else [form])]
+
+
+def _check_texts(messages: Messages) -> None:
+    """Refuses what Jinja would print as Python does."""
+    for turn, message in enumerate(messages, 1):
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise ValueError(
+                f"the content of turn {turn} is of type {type(content).__name__}: make text of it, "
+                "or give the template of a model that reads such"
+            )
 
 
 def _without_prompt(chosen: Conversation, rejected: Conversation, where: str) -> list[Conversation]:

@@ -41,6 +41,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
 COUNTS = ".counts"  # the ending of files that say which tokens count
+# Of all stores together: each stays open, of which systems allow a process 256 or 1024.
+_MAPPED_FILES = 128
 
 
 class Store:
@@ -166,8 +168,8 @@ class Store:
 class MappedTokens:
     """The tokens of many files as one array, to be read by slices of step 1.
 
-    A file is mapped when a slice first needs it, and a slice reads the pages that it lies on: the
-    system is told to read nothing ahead of them, and those of one slice together.
+    A file is mapped when a slice needs it, and the last ones stay so. A slice reads the pages that
+    it lies on: the system is told to read nothing ahead of them, and those of one slice together.
 
     Args:
       paths: of the files.
@@ -182,7 +184,6 @@ class MappedTokens:
         self.dtype, self.owner = dtype, owner
         self._paths = paths
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
-        self._mapped: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -191,27 +192,35 @@ class MappedTokens:
         start, stop, step = window.indices(len(self))
         if step != 1:
             raise ValueError(f"tokens are read by slices of step 1, not {step}")
-        parts = [np.zeros(0, self.dtype)]
         shard = int(np.searchsorted(self._offsets, start, "right")) - 1
-        while start < stop:
+        if start < stop <= self._offsets[shard + 1]:
+            offset = int(self._offsets[shard])
+            return self._read(shard, start - offset, stop - offset)
+        tokens = np.empty(max(stop - start, 0), self.dtype)
+        at = start
+        while at < stop:  # part by part, as a view keeps its file open
             offset, end = self._offsets[shard : shard + 2].tolist()
-            parts.append(self._read(shard, start - offset, min(stop, end) - offset))
-            start, shard = end, shard + 1
-        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+            end = min(stop, end)
+            tokens[at - start : end - start] = self._read(shard, at - offset, end - offset)
+            at, shard = end, shard + 1
+        return tokens
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
-        if shard not in self._mapped:
-            with open(self._paths[shard], "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_RANDOM)
-            self._mapped[shard] = mapped, np.frombuffer(mapped, self.dtype)
-        mapped, tokens = self._mapped[shard]
+        mapped, tokens = _mapped(self._paths[shard], self.dtype)
         size = self.dtype.itemsize
         first = start * size // mmap.PAGESIZE * mmap.PAGESIZE
         if stop * size - first > mmap.PAGESIZE and hasattr(mapped, "madvise"):
             mapped.madvise(mmap.MADV_WILLNEED, first, stop * size - first)
         return tokens[start:stop]
+
+
+@functools.lru_cache(_MAPPED_FILES)
+def _mapped(path: Path, dtype: np.dtype) -> tuple[mmap.mmap, np.ndarray]:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mapped, "madvise"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return mapped, np.frombuffer(mapped, dtype)
 
 
 def source_of(

@@ -178,6 +178,7 @@ class DecoderBlock(layers.Block):
         def attn(x):
             return self.attn(x, None, attend)
 
+        @jax.named_scope("cross")
         def cross(x):
             return self.cross(x, None, attend_to_memory, memory_BSD)
 

@@ -178,11 +178,7 @@ def _source(jaxpr: Any, variable: Any) -> tuple[str, ...] | None:
         inner = getattr(called, "jaxpr", called)
         if called is None or hasattr(inner.outvars[places[0]], "val"):
             return _scopes(equation)
-        result = inner.outvars[places[0]]
-        given = [i for i, argument in enumerate(inner.invars) if argument is result]
-        if given:  # It is handed on.
-            return _source(jaxpr, equation.invars[given[0]])
-        within = _source(inner, result)
+        within = _source(inner, inner.outvars[places[0]])
         return (*_scopes(equation), *(within or ()))
     return None
 

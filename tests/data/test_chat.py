@@ -365,6 +365,12 @@ def test_preferences_are_two_conversations():
         ),
         ("chatml", {"prompt": "a", "completion": "\ufdd1"}, "one of the noncharacters U\\+FDD0"),
         ("chatml", {"prompt": 1, "completion": "a"}, "'prompt' that is neither a string nor"),
+        (  # of which Jinja would make "[{'type': 'text', 'text': 'a'}]"
+            "plain",
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
+            | {"completion": "b"},
+            "the content of turn 1 is of type list: make text of it",
+        ),
         ("{{ messages[9].role.x }}", {"prompt": "a", "completion": "b"}, "chat template fails"),
         ("{{ ().__class__.__base__ }}", {"prompt": "a", "completion": "b"}, "fails .*unsafe"),
         ("{{ raise_exception('no!') }}", {"prompt": "a", "completion": "b"}, r"fails \(no!\)"),

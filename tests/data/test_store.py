@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -142,6 +143,21 @@ def test_tokens_are_read_by_slices_of_any_shards(tmp_path):
             np.testing.assert_array_equal(tokens[start:stop], whole[start:stop])
     with pytest.raises(ValueError, match="slices of step 1"):
         tokens[::2]
+
+
+def test_a_store_of_more_files_than_may_be_open_is_read(tmp_path):
+    """A terabyte has 16,000 of them."""
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    paths = [tmp_path / str(n) for n in range(400)]
+    for n, path in enumerate(paths):
+        path.write_bytes(np.full(3, n, np.uint16).tobytes())
+    tokens = data.MappedTokens(paths, [3] * 400, np.dtype(np.uint16))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    try:
+        for _ in range(2):
+            assert tokens[:].tolist() == np.repeat(np.arange(400), 3).tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_slice_reads_only_its_own_pages(tmp_path, monkeypatch):

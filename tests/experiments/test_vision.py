@@ -20,7 +20,8 @@ from tests.commands import run as command
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", pytest.param("lars", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["momentum", "lars"])
 def test_97_percent_of_held_out_digits(optimizer, tmp_path, capsys):
     flags = ["--optimizer.name", optimizer, "--mesh.data", "8", "--steps", "150"]
     main(Config, build, flags)

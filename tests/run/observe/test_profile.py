@@ -21,25 +21,16 @@ from jaxtrain.run.observe.report import flame
 def test_time_is_divided_as_by_looking_at_every_moment():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        nested, lines = [(0, 30, 0)], []
-        for _ in range(3):  # A tree of events, each within one that was there before.
-            start, end, _ = nested[rng.integers(len(nested))]
-            a, b = np.sort(rng.integers(start, end + 1, 2)).tolist()
-            if not any(a < s < b < e or s < a < e < b for s, e, _ in nested):
-                nested.append((a, b, int(rng.integers(4))))
-        lines = [[Event(*each) for each in nested]]
-        for _ in range(2):
-            a, b = np.sort(rng.integers(0, 40, 2)).tolist()
-            lines.append([Event(a, b, int(rng.integers(4, 8)))])
+        spans = np.sort(rng.integers(0, 40, (9, 2))).tolist()
+        line = [Event(0, 30, 0)] + [Event(a, b, i % 4) for i, (a, b) in enumerate(spans[:6])]
+        lines = [line, *([Event(a, b, 4 + i)] for i, (a, b) in enumerate(spans[6:]))]
         begin, end = 3, 37
         moments = collections.Counter()
         for t in range(begin, end):
-            # Of those around a moment on a line, the one that began last, and is the shortest.
+            # Of those around a moment on a line the one that began last, or is the shortest.
             now = [
-                min(
-                    (e.end - e.start, -i, e.what)
-                    for i, e in enumerate(line)
-                    if e.start <= t < e.end
+                max(
+                    (e.start, -e.end, i, e.what) for i, e in enumerate(line) if e.start <= t < e.end
                 )
                 for line in lines
                 if any(e.start <= t < e.end for e in line)

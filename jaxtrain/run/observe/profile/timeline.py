@@ -17,8 +17,8 @@ def innermost(events: Iterable[Event]) -> list[Event]:
     """Takes the events of one line, which may contain others (a loop its body), apart.
 
     Args:
-      events: in any order; one contains another or does not overlap it. What reaches beyond the end
-        of the one in which it starts is cut off there.
+      events: in any order. Where one reaches beyond the end of the one in which it starts, it goes
+        on all the same.
 
     Returns:
       Events that do not overlap, in order of time: each moment is the innermost one's.
@@ -35,7 +35,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
         nonlocal at
         if around and time > at:
             parts.append(Event(at, time, around[-1].what))
-        at = time
+        at = max(at, time)
 
     def leave(time: float) -> None:
         """Ends the events that end by then."""
@@ -46,8 +46,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
         leave(event.start)
         go_on(event.start)
-        limit = around[-1].end if around else event.end
-        around.append(event._replace(end=min(event.end, limit)))
+        around.append(event)
     leave(float("inf"))
     return parts
 
