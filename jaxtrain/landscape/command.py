@@ -42,13 +42,13 @@ from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, l
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.reader import Reader
+from jaxtrain.run.folder import LANDSCAPE
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.replay import load_run
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_eval_step
 
 PyTree = Any
-FILE = "landscape.json"
 _BAR = 40
 _SHADES = " .:-=+*#%@"
 
@@ -113,7 +113,7 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
         kind, record = "between", find_between(view, options)
     else:
         kind, record = "plane" if options.two_d else "line", find_around(view, options)
-    path = as_path(options.run) / FILE
+    path = as_path(options.run) / LANDSCAPE
     write_whole(path, json.dumps(_kept(path) | {kind: _plain(record)}, indent=2) + "\n")
     terminal.print_lines([*describe(kind, record), str(path)])
     if options.png is not None:

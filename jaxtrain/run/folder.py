@@ -27,6 +27,8 @@ RUNS = "runs"
 OWNER = "owner.json"
 # After which step, and why, the run was stopped on purpose.
 STOPPED = "stopped.json"
+# What has been found of the loss around its checkpoints (`jaxtrain landscape`).
+LANDSCAPE = "landscape.json"
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
     r"((owner|config|stopped|heartbeat|landscape)\.json|report\.(html|png)|log\.jsonl)(\.partial)?"

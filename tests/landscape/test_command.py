@@ -9,7 +9,8 @@ from jax.flatten_util import ravel_pytree
 
 import jaxtrain as jt
 from jaxtrain.experiment import make_experiment_mesh, make_state
-from jaxtrain.landscape.command import FILE, save_png
+from jaxtrain.landscape.command import save_png
+from jaxtrain.run.folder import LANDSCAPE
 from jaxtrain.run.main import load_experiment
 from jaxtrain.run.provenance import CONFIG
 from tests import commands, problems
@@ -34,7 +35,7 @@ def landscape(capsys, run_dir, *flags):
     given = ["landscape", run_dir, "--module", MODULE, *flags]
     status, out, error = commands.run(capsys, *given)
     assert (status, error) == (0, "")
-    with open(f"{run_dir}/{FILE}") as file:
+    with open(f"{run_dir}/{LANDSCAPE}") as file:
         return out.splitlines(), json.load(file)
 
 
@@ -155,7 +156,7 @@ def test_a_pipeline_sees_the_same_landscape(capsys, texts, tmp_path):
         given = ["landscape", str(tmp_path / "run"), "--module", "experiments.gpt", *mesh]
         assert commands.run(capsys, *given, "--points", "3")[0] == 0
         assert commands.run(capsys, *given, "--sharpness")[0] == 0
-        found = json.loads((tmp_path / "run" / FILE).read_text())
+        found = json.loads((tmp_path / "run" / LANDSCAPE).read_text())
         curves.append(found["line"]["losses"])
         values.append(found["sharpness"]["checkpoints"][0]["value"])
     np.testing.assert_allclose(*curves, rtol=1e-5)

@@ -17,7 +17,15 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.run.folder import claim_run_dir
-from jaxtrain.run.observe.report import command, health, heat, live, page, records
+from jaxtrain.run.observe.report import (
+    command,
+    health,
+    heat,
+    live,
+    page,
+    records,
+    surroundings,
+)
 from jaxtrain.run.observe.report.records import Series
 from tests.run.observe.test_profile import HLO, write_trace
 
@@ -197,6 +205,25 @@ def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
     assert (memory["peak"], memory["measured"]) == (2500, 3000.0)
 
 
+def test_of_a_landscape_what_is_sound_is_drawn(tmp_path):
+    path = tmp_path / "landscape.json"
+    assert surroundings.found(tmp_path) == []
+    path.write_text("{")
+    assert surroundings.found(tmp_path) == []
+    line = {"step": 4, "coordinates": [-1, 0, 1], "losses": [3.1234567, 2, None]}
+    sharpness = {"checkpoints": [{"step": 2, "value": 5.5}, {"step": 4, "value": None}]}
+    between = line | {"to": {"run": "r", "step": 2}, "barrier": 0.25}
+    kept = {"line": line, "plane": line, "between": between, "sharpness": sharpness}
+    path.write_text(json.dumps(kept))
+    a, b, c = surroundings.found(tmp_path)
+    assert (a["title"], a["y"]) == ("Held-out loss around checkpoint 4", [3.1235, 2, None])
+    assert (b["by"], b["x"]) == ("barrier 0.25", [-1, 0, 1])
+    assert (c["x"], c["y"]) == ([2, 4], [5.5, None])
+    for damage in ({"losses": [1]}, {"losses": ["x", 1, 2]}, {"step": None}, {"losses": 3}):
+        path.write_text(json.dumps({"line": line | damage}))
+        assert surroundings.found(tmp_path) == []
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
 
@@ -262,7 +289,8 @@ def test_a_browser_draws_every_chart(tmp_path):
         write_run(
             tmp_path / name,
             [
-                line(i, train__grad_norm=1 / i, time__step_seconds=0.1)
+                # The last is constant, but for the rounding of what smoothes it.
+                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, host__part=0.98)
                 | {"train/grad_norm/blocks": [1 / i, 0, "nan"], "train/grad_norm/head": 2.0}
                 for i in range(1, 40)
             ]
@@ -281,6 +309,10 @@ def test_a_browser_draws_every_chart(tmp_path):
         (run / "events.jsonl").write_text(json.dumps({"event": "ready", "memory": memory}) + "\n")
         state |= {"seconds": {"step": 30.0, "compile": 10.0}, "step_times": {"-54": 30, "-50": 9}}
         (run / "heartbeat.json").write_text(json.dumps(state))
+    around = {"step": 40, "coordinates": [-1, 0, 1], "losses": [3, 2, None]}
+    plane = around | {"losses": [[2, 3, 4]] * 3}
+    text = json.dumps({"line": around, "plane": plane, "between": 3, "sharpness": {}})
+    (runs[0] / "landscape.json").write_text(text)
     out = tmp_path / "page.html"
     out.write_text(page.make_page(records.read(runs)))
     done = browse(f"file://{out}")
@@ -288,7 +320,8 @@ def test_a_browser_draws_every_chart(tmp_path):
     drawn.feed(done)
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
-    assert len(lines) == 2 * (2 + 2 + 1)  # loss and norm as they are and smoothed; step time
+    # Loss, norm and host/part as they are and smoothed; step time.
+    assert len(lines) == 2 * (2 + 2 + 2 + 1)
     for title in (
         "Loss",
         "Gradient norm",
@@ -301,6 +334,8 @@ def test_a_browser_draws_every_chart(tmp_path):
         "A step, in steps-3-3 of a",
         "block/mlp3 µs60.0%",
         "mlp 3 µs",
+        "Held-out loss around checkpoint 40 · arandom direction",
+        "two random directions, 2 to 4",
         "w (2 layers)1 KiBactivations and what comes and goes3 KiBpeak, by the compiler4 KiB",
     ):
         assert title in drawn.text

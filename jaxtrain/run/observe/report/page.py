@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe.goodput import account
-from jaxtrain.run.observe.report import heat
+from jaxtrain.run.observe.report import heat, surroundings
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
@@ -94,6 +94,7 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         "histogram": _histogram(record),
         "goodput": _goodput(record),
         "profile": traced(record.path),
+        "landscape": surroundings.found(record.path),
         "memory": _memory(record),
         "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
