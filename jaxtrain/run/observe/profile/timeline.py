@@ -28,7 +28,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
     """
     parts: list[Event] = []
     around: list[Event] = []
-    at = 0.0
+    at = float("-inf")
 
     def go_on(time: float) -> None:
         """Gives the time up to then to the innermost event."""
