@@ -266,7 +266,7 @@ class _Progress:
 
 def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
     """Writes the files of a part; the last, ``.npz``, says that it is done."""
-    texts = Noted(part.documents)
+    texts = Noted(part.documents if part.num_bytes <= 2 * SHARD_BYTES else _told(part.documents))
     with _whole(folder / f"{part.name}.tokens") as sink:
         lengths, counts, pairs = _write_tokens(texts, tokenizer, sink)
         if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
@@ -282,6 +282,18 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
         noted |= {"counted": counts.sum(), "pairs": pairs}
     with _whole(folder / f"{part.name}.npz") as sink:
         np.savez(sink, text=texts.fingerprint(), **noted)
+
+
+def _told(files: Files) -> Iterator[Document]:
+    """Yields the documents of a large file that is not cut, and says how far it is."""
+    size, said = 0, time.monotonic()
+    for document in files:
+        yield document
+        size += len(document.text)
+        if (now := time.monotonic()) - said >= PROGRESS_SECONDS:
+            text = f"tokenizing: {size / 1e6:,.0f} MB of text in '{files.names[0]}' so far"
+            print(text, file=sys.stderr)
+            said = now
 
 
 @contextlib.contextmanager

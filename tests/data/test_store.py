@@ -131,6 +131,17 @@ def test_rows_and_batches_of_a_store_are_those_of_memory(texts, tmp_path, monkey
             np.testing.assert_array_equal(mapped.batch(step)[name], values)
 
 
+def test_how_far_a_large_file_of_one_piece_is_is_said(texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "PROGRESS_SECONDS", 0.0)
+    for size, said in ((1000, True), (1 << 26, False)):
+        monkeypatch.setattr(writing, "SHARD_BYTES", size)
+        split = data.text_folder(texts / "packed.jsonl.gz")
+        found = data.write_store(split, BYTES, tmp_path / str(size))
+        same(found.corpus(), tokenize(split.train, BYTES))
+        line = "tokenizing: 0 MB of text in 'packed.jsonl.gz' so far\n"
+        assert (line in capsys.readouterr().err) == said
+
+
 def test_tokens_are_read_by_slices_of_any_shards(tmp_path):
     counts, whole = (3, 1, 5), np.arange(9, dtype=np.uint16)
     paths = [tmp_path / str(n) for n in range(3)]
