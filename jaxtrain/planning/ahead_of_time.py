@@ -278,8 +278,8 @@ def as_scheduled(
 ) -> Prediction:
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
-    def seconds(collective: Collective) -> float:
-        return _seconds(collective.kind, collective.sent, collective.crossing, target)
+    def seconds(collective: Collective) -> tuple[float, float]:
+        return wire_seconds(collective.kind, collective.sent, collective.crossing, target.chip)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}

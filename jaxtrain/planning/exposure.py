@@ -2,8 +2,10 @@
 
 A scheduled program is a list of instructions per computation, and a device runs them in that order.
 An asynchronous collective begins with its start and must be over at its done: what lies between
-the two hides it, and a device waits for the rest. One without a start hides behind nothing. All
-collectives share one set of links, as in :mod:`.roofline`, so each waits for those before it.
+the two hides it, and a device waits for the rest. One without a start hides behind nothing. Fast
+links, and the network between slices or hosts, carry one collective at a time each, and one that
+takes both takes them one after the other: of two that a program has under way together, one may be
+in the fast links and one in the network.
 
 How long an instruction takes is in proportion to what it multiplies or, where it multiplies
 nothing, to the memory that it reads and writes; each kind together takes as long as the roofline
@@ -30,7 +32,7 @@ def exposed_seconds(
     *,
     products: float,
     others: float,
-    seconds: Callable[[Collective], float],
+    seconds: Callable[[Collective], tuple[float, float]],
 ) -> Mapping[str, float] | None:
     """Says for which axes' collectives a device waits, and how long, per call of a program.
 
@@ -38,7 +40,8 @@ def exposed_seconds(
       text: of the scheduled program.
       program: what was read from it (:func:`.hlo.read_program`).
       products, others: seconds that instructions with products, and without, take together.
-      seconds: how long one execution of a collective takes by itself.
+      seconds: how long one execution of a collective takes by itself of the fast links, and of the
+        network (:func:`.roofline.wire_seconds`).
 
     Returns:
       Seconds by mesh axes joined with ``+``; None where the program is not scheduled, or has a loop
@@ -48,12 +51,12 @@ def exposed_seconds(
         return None
     computations, entry = parse(text)
 
-    def run(per_product: float, per_byte: float, seconds: Callable[[Collective], float]):
+    def run(per_product: float, per_byte: float, seconds: Callable[[Collective], tuple]):
         timeline = _Timeline(computations, program, seconds, per_product, per_byte)
         timeline.run(computations[entry])
         return timeline
 
-    multiplied, moved = (run(*unit, lambda _: 0.0).now for unit in ((1.0, 0.0), (0.0, 1.0)))
+    multiplied, moved = (run(*unit, lambda _: (0.0, 0.0)).now for unit in ((1.0, 0.0), (0.0, 1.0)))
     timeline = run(products / max(1.0, multiplied), others / max(1.0, moved), seconds)
     return dict(timeline.waits)
 
@@ -67,17 +70,17 @@ class _Timeline:
       per_product, per_byte: seconds of a product, and of a byte that is read or written by what
         multiplies nothing.
       now: when the device is where it is.
-      links: when the last collective that was begun is over.
+      links: when the fast links, and the network, have carried what was begun.
       waits: how long it has waited, by axes.
     """
 
     computations: Mapping[str, Computation]
     program: Program
-    seconds: Callable[[Collective], float]
+    seconds: Callable[[Collective], tuple[float, float]]
     per_product: float
     per_byte: float
     now: float = 0.0
-    links: float = 0.0
+    links: tuple[float, ...] = (0.0, 0.0)
     waits: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     named: Mapping[str, Collective] = dataclasses.field(init=False)
 
@@ -101,13 +104,13 @@ class _Timeline:
                 self._longest(self.program.branches[instruction.name], times)
             elif collective := self._collective(instruction):
                 axes = "+".join(collective.axes)
-                self.links = max(self.now, self.links) + self.seconds(collective)
+                end = self._send(self.seconds(collective))
                 if channel := self._channel(instruction, "AsyncCollectiveStart"):
-                    under_way[channel] = axes, self.links
+                    under_way[channel] = axes, end
                 elif op.endswith("-start"):
-                    under_way[instruction.name] = axes, self.links
+                    under_way[instruction.name] = axes, end
                 else:
-                    self._wait(axes, self.links, times)
+                    self._wait(axes, end, times)
             elif (channel := self._channel(instruction, "AsyncCollectiveDone")) in under_way:
                 self._wait(*under_way.pop(channel), times)
             elif op.endswith("-done") and instruction.operands[0] in under_way:
@@ -118,6 +121,15 @@ class _Timeline:
                 self.now += self._work(computation, instruction, trips)
         for axes, end in under_way.values():
             self._wait(axes, end, times)
+
+    def _send(self, seconds: tuple[float, float]) -> float:
+        """Begins a collective; returns when it is over."""
+        end, links = self.now, list(self.links)
+        for i, taken in enumerate(seconds):
+            if taken:
+                end = links[i] = max(end, links[i]) + taken
+        self.links = tuple(links)
+        return end
 
     def _wait(self, axes: str, end: float, times: int) -> None:
         self.waits[axes] += times * max(0.0, end - self.now)
@@ -132,7 +144,8 @@ class _Timeline:
                 start = self.now
                 self.run(body, times * repeated, trips)
                 more = (repeated - 1) * (self.now - start)
-                self.now, self.links = self.now + more, self.links + more
+                self.now += more
+                self.links = tuple(end + more for end in self.links)
 
     def _longest(self, branches: tuple[str, ...], times: int) -> None:
         """The branch that takes longest."""

@@ -23,12 +23,13 @@ BODY = f"""\
 
 
 def waits(text, *, products, gather, others=0.0):
+    """Waits where a collective takes ``gather`` seconds of the fast links, or what that returns."""
     found = exposed_seconds(
         text,
         read_program(text, jt.make_mesh(data=4, tensor=2)),
         products=products,
         others=others,
-        seconds=lambda collective: gather,
+        seconds=gather if callable(gather) else lambda collective: (gather, 0.0),
     )
     return found and {axes: pytest.approx(seconds) for axes, seconds in found.items()}
 
@@ -44,6 +45,22 @@ def test_a_device_waits_for_what_products_do_not_hide(gather, waited):
     text = f"{HEADER}ENTRY %main (a: f32[8,8]) -> f32[8,8] {{\n{BODY}"
     text += f"  ROOT %d.3 = {DOT}\n}}\n"
     assert waits(text, products=3.0, gather=gather) == {"tensor": waited}
+
+
+@pytest.mark.parametrize(
+    ("across", "waited"),
+    [
+        # The network is taken from 0 to 3 by the first; the second has the fast links from 0 to 3.
+        ((0.0, 3.0), 2.0),
+        # The first has the fast links to 1 and the network to 3, the second the fast ones to 4.
+        ((1.0, 2.0), 2.0),
+    ],
+)
+def test_fast_links_and_the_network_carry_one_collective_each(across, waited):
+    text = f"{HEADER}ENTRY %main (a: f32[8,8]) -> f32[8,8] {{\n{BODY}"
+    text += f"  ROOT %d.3 = {DOT}\n}}\n"
+    seconds = lambda collective: across if collective.name == "g.1" else (3.0, 0.0)  # noqa: E731
+    assert waits(text, products=3.0, gather=seconds) == {"tensor": waited}
 
 
 def test_what_has_no_start_hides_behind_nothing_and_loops_wait_in_every_trip():
