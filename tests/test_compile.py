@@ -226,10 +226,11 @@ def test_microbatches_that_devices_cannot_share_are_refused():
 
 def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
     state, mesh = make(data=8)
-    ours = {"xla_of_another_version": True, "xla_gpu_enable_pipelined_all_gather": True}
+    ours = {"xla_of_another_version": True, "xla_gpu_enable_latency_hiding_scheduler": True}
     monkeypatch.setattr(overlap, "overlap_options", lambda mesh: dict(ours))
     train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
-    assert train.told["communication is hidden"] == "by XLA's xla_gpu_enable_pipelined_all_gather"
+    hides = "by XLA's xla_gpu_enable_latency_hiding_scheduler"
+    assert train.told["communication is hidden"] == hides
     own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
         jt.compile_step(STEP, state, problems.make_batch(), **own)

@@ -423,8 +423,8 @@ class Walk(Partitioner):
     def do_scan(self, equation, inputs, liveness):
         params = equation.params
         body = params["jaxpr"]
-        first, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
-        first_x = first + n_carry
+        (first, first_x), length = scan_operands(equation), params["length"]
+        n_carry = first_x - first
         self.settle(inputs, liveness)
         for value in inputs:
             if value.part and not value.free:
@@ -511,6 +511,22 @@ def inner_jaxpr(equation: Any) -> Any | None:
     return inside[0] if taken == [len(equation.invars)] else None
 
 
+def scan_operands(equation: Any) -> tuple[int, int]:
+    """Where a scan's carry begins among its operands, and what it takes an entry of at a time.
+
+    Versions of JAX write that in parameters of different names; ranks tell it in all of them.
+    """
+    body = equation.params["jaxpr"].jaxpr
+
+    def stacked(outer: Any, inner: Any) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
+
+    first_x = len(equation.invars) - stacked(equation.invars, body.invars)
+    carried = len(equation.outvars) - stacked(equation.outvars, body.outvars)
+    return first_x - carried, first_x
+
+
 def _needed(jaxpr: Any) -> list:
     """The equations whose results are read."""
     wanted = set(_variables(jaxpr.outvars))
@@ -527,8 +543,7 @@ def _rounded(jaxpr: Any) -> set:
     found = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            first = equation.params["num_consts"] + equation.params["num_carry"]
-            body = equation.params["jaxpr"].jaxpr
+            body, (_, first) = equation.params["jaxpr"].jaxpr, scan_operands(equation)
             for stack, entry in zip(equation.invars[first:], body.invars[first:], strict=True):
                 if stack.aval.dtype == np.float32 and _only_multiplied(body, entry):
                     found.add(stack)

@@ -4,6 +4,7 @@ import bisect
 import collections
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,10 @@ def read_trace(folder: epath.Path) -> Profile:
     for path in sorted(folder.glob(FILES), key=str):
         data = path.read_bytes()
         try:
-            found = _devices(jax.profiler.ProfileData.from_serialized_xspace(data), data)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of how jax makes its types; as an error that ends the process.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                found = _devices(jax.profiler.ProfileData.from_serialized_xspace(data), data)
         except Exception as error:
             raise ValueError(f"{path} cannot be read as a trace: {error}") from None
         host = f"{path.name.removesuffix(FILES[1:])} " if len(timelines) else ""
