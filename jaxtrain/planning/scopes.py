@@ -7,8 +7,9 @@ FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
 
 # What stands in an operation's path and is no name of a part.
 STRUCTURE = re.compile(
-    r"while|scan|body|cond|branch_\d+_fun|branch_shares_.*|(core|closed|xla)_call|pjit|shard_map"
-    r"|checkpoint|remat\d?|rematted_computation|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
+    r"while|scan|body|cond|branch_\d+_fun|branch_shares_.*|(core|closed|xla)_call|eval_jaxpr"
+    r"|pjit|shard_map|checkpoint|remat\d?|rematted_computation"
+    r"|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
 
 
