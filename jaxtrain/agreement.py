@@ -541,8 +541,8 @@ def report(
       ValueError: where no layout fits, so that nothing was compared.
     """
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("mesh", "part"):
-        table.add_column(column, no_wrap=True)
+    table.add_column("mesh", max_width=len("pipe 2 x data 2 x tensor 2,"))
+    table.add_column("part", no_wrap=True)
     table.add_column("worst error", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("in", overflow="fold")
