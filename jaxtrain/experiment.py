@@ -185,6 +185,12 @@ class Experiment:
         return {} if self.eval_batches is None else {"": self.eval_batches}
 
     @property
+    def deciding_eval_batches(self) -> EvalBatches | None:
+        """Of the evaluation sets, the one that ``best_metric`` is of; None where there is none."""
+        sets = self.eval_sets.items()
+        return next((x for name, x in sets if self.best_metric.startswith(name)), None)
+
+    @property
     def stack(self) -> Stack:
         """How its parameters are stacked by layer."""
         stack = self.stages.stacked if self.stages else as_rules(self.rules).stacked

@@ -199,10 +199,9 @@ class _Run(Hook):
     def evaluate(self, count: int) -> float | None:
         """The held-out loss over so many batches; of several sets, of the one that decides which
         checkpoint is best."""
-        sets = self.experiment.eval_sets
-        if not count or not sets:
+        opened = self.experiment.deciding_eval_batches
+        if not count or opened is None:
             return None
-        opened = next(x for name, x in sets.items() if self.experiment.best_metric.startswith(name))
         batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not batches:
             return None

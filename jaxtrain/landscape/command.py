@@ -137,8 +137,7 @@ class View:
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
         self.abstract = make_abstract_state(experiment, self.mesh)
         self.frozen = frozen(self.abstract.opt_state)
-        sets, best = experiment.eval_sets, experiment.best_metric
-        opened = next((x for name, x in sets.items() if best.startswith(name)), lambda _: ())
+        opened = experiment.deciding_eval_batches or (lambda _: ())
         self.batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not self.batches:
             raise ValueError(
