@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import struct
 import threading
 import time
 
@@ -41,7 +40,9 @@ def read_curves(directory) -> dict[str, dict[int, float]]:
     for file in sorted(directory.iterdir()):  # names begin with the second of their creation
         content, at = file.read_bytes(), 0
         while at < len(content):  # a record: length, its checksum, an Event, its checksum
-            (length,) = struct.unpack_from("<Q", content, at)
+            length = int.from_bytes(content[at : at + 8], "little")
+            if at + 12 + length + 4 > len(content):
+                break  # Torn where a disk stayed full: TensorBoard waits for the rest, and reads on
             event = Event.FromString(content[at + 12 : at + 12 + length])
             at += 12 + length + 4
             if event.session_log.status == SessionLog.START:
