@@ -39,8 +39,9 @@ from jaxtrain.state import TrainState
 SENTINELS = 100
 # What a T5 begins with is of very different sizes: its token table has deviation 1, its queries
 # 1 / (8 sqrt(D)). Adafactor's steps are shares of each parameter; one size for all, as AdamW's, is
-# too small for the one and too large for the others.
-LEARNING_RATES = {"adafactor": 0.03}
+# too small for the one and too large for the others. A published model is tuned with that of its
+# paper (Raffel et al. 2020, section 3.1.2).
+RATES, PUBLISHED = {"adafactor": 0.03}, {"adafactor": 1e-3}
 # Of the standard library's packages one that is larger than all others, and says little of names.
 NO_PACKAGE = "test/"
 
@@ -145,7 +146,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         "t5",
         model,
         data.pair_shapes(config.global_batch, model.source_len, model.target_len),
-        rates=LEARNING_RATES if config.source is None else {},
+        rates=RATES if config.source is None or config.source.is_run else PUBLISHED,
         items_per_step=config.global_batch * (model.source_len + model.target_len),
         flops_per_step=float(t5.flops_per_row(model) * config.global_batch),
     )
