@@ -272,7 +272,7 @@ def outline(
     model: Any,
     batch: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    tuning: Mapping[str, float] = {},
+    rates: Mapping[str, float] = {},
     stored: Mapping[str, Any] = {},
     **given: Any,
 ) -> jt.Experiment:
@@ -280,7 +280,7 @@ def outline(
 
     Args:
       config, name, model, batch: the flags, the experiment's name, its model, shapes of a batch.
-      tuning: peak learning rates by optimizer, where the run begins with trained weights.
+      rates: peak learning rates by optimizer, where they are not the optimizers' own.
       stored: more of what a checkpoint's config says.
       **given: more arguments of :class:`jaxtrain.Experiment`.
     """
@@ -300,7 +300,7 @@ def outline(
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.steps,
-            default_rates=tuning if source else {},
+            default_rates=rates,
             stacked=stack.axes,
         ),
         batch=batch,

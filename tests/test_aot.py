@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models import gpt
+from jaxtrain.models import encoder, gpt
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import attention
 from jaxtrain.parallel.pipeline.tables import make_table
@@ -95,6 +95,72 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     products = [line for line in train.compiled.as_text().splitlines() if " dot(" in line]
     assert not [line for line in products if " f32[" in line.split(" dot(")[1]]
     assert jt.float32_products(step, state, batch) == []
+
+
+# Layers of two kinds: as of Gemma 2, Qwen 2 and ModernBERT. What a differentiated branch keeps is
+# gathered with remat alone.
+KINDS = dataclasses.replace(
+    LLAMA, layers=4, kv_heads=4, window=32, window_pattern=(True, False), remat="dots"
+)
+GEMMA = dataclasses.replace(
+    KINDS, mlp="geglu", norm_offset=True, norm_position="sandwich", attention_softcap=50.0
+)
+QWEN = dataclasses.replace(KINDS, kv_heads=2, qkv_bias=True, window_pattern=(False, False, True))
+MODERNBERT = dataclasses.replace(
+    encoder.PRESETS["modernbert-base"](),
+    **{"vocab_size": 257, "seq_len": 1024, "layers": 4, "width": 256, "heads": 4},
+    **{"kv_heads": None, "head_dim": None, "mlp_width": None, "window": 33, "remat": "dots"},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "config"),
+    [
+        pytest.param(gpu, GEMMA, id="gpu-gemma"),
+        pytest.param(gpu, dataclasses.replace(QWEN, seq_len=1024), id="gpu-qwen-long"),
+        pytest.param(gpu, MODERNBERT, id="gpu-modernbert-long"),
+        pytest.param(tpu, GEMMA, id="tpu-gemma"),
+    ],
+)
+def test_layers_of_two_kinds_communicate_as_those_of_one(target, config):
+    """The branch between the kinds stays, and nothing that either side keeps is gathered."""
+    devices, module = target(), encoder if config is MODERNBERT else gpt
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=devices)
+    optimizer, policy = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0), jt.Policy.bf16()
+    tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
+    batch = dict.fromkeys(("tokens", "segments", "targets"), tokens)
+    if module is encoder:
+        batch["places"] = batch["targets"] = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    batch["mask"] = jax.ShapeDtypeStruct(batch["targets"].shape, jnp.float32)
+
+    def compiled(config):
+        """What is moved, and how many branches there are."""
+        state = jt.abstract_state(
+            lambda rng: module.init(config, rng),
+            optimizer,
+            mesh=mesh,
+            rules=module.RULES,
+            policy=policy,
+        )
+        step = jt.build_train_step(
+            module.loss_fn(config),
+            optimizer,
+            policy=policy,
+            gradient_shardings=jt.gradient_shardings(state),
+            gather="model",
+        )
+        text = jt.compile_step(step, state, batch, mesh=mesh).compiled.as_text()
+        moved = collections.Counter()
+        for c in read_program(text, mesh).collectives:
+            moved[c.kind, c.axes] += c.executions * c.payload
+        return moved, len(re.findall(r" conditional\(", text))
+
+    moved, branches = compiled(config)
+    assert (moved, 0) == compiled(
+        dataclasses.replace(config, window_pattern=(True,), local_rope_theta=None)
+    )
+    assert branches >= 2  # forward and backward
 
 
 @pytest.mark.parametrize("target", [tpu, gpu])

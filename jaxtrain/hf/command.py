@@ -86,8 +86,8 @@ def _check(folder: Path) -> int:
 
 
 def _export(options: ExportOptions) -> int:
-    if options.max_shard_gb <= 0:
-        raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give more than 0")
+    if not 0 < options.max_shard_gb < float("inf"):  # nor NaN
+        raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0")
     model, params, tokenizer = trained.load(options.run, options.step)
     fields, files = {}, {}
     if isinstance(tokenizer, SubwordTokenizer):

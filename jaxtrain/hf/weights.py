@@ -126,6 +126,10 @@ def open_weights(
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
     counts = {part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in stack.parts}
+    if (most := max(counts.values())) > len(tensors):  # before there are as many names
+        raise ValueError(
+            f"'{folder}' has {len(tensors)} tensors for the {most} layers of its config.json"
+        )
     natural = {key: np.arange(1, count + 1) for key, count in counts.items()}
     cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 

@@ -35,6 +35,9 @@ class ConvNetConfig:
       hidden: width of the dense layer before the output.
       dropout: rate before the output.
       momentum: of the running statistics, as a fraction of the old value kept per step.
+
+    Raises:
+      ValueError: for sizes that do not fit each other, or a rate that is none.
     """
 
     image: tuple[int, int, int] = (8, 8, 1)
@@ -45,9 +48,13 @@ class ConvNetConfig:
     momentum: float = 0.9
 
     def __post_init__(self):
+        if not self.channels or min(self.channels) < 1:
+            raise ValueError(f"channels={self.channels} must be numbers from 1, at least one")
+        if not 0.0 <= self.dropout < 1.0:  # nor NaN
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         shrink = 2 ** (len(self.channels) - 1)
         height, width, _ = self.image
-        if not self.channels or height % shrink or width % shrink:
+        if height % shrink or width % shrink:
             raise ValueError(
                 f"images of {height}x{width} cannot be halved between {len(self.channels)} "
                 f"convolutions: use sides that are multiples of {shrink}, or fewer channels"

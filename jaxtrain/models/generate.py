@@ -192,7 +192,9 @@ def check_rows(
     Raises:
       ValueError: for other shapes, and numbers that are out of range.
     """
-    tokens_BP = np.asarray(tokens, np.int32)
+    tokens_BP = np.asarray(tokens)
+    if not np.issubdtype(tokens_BP.dtype, np.integer):
+        raise ValueError(f"{what} must be whole numbers, not {tokens_BP.dtype}")
     if tokens_BP.ndim != 2 or 0 in tokens_BP.shape:
         raise ValueError(f"{what} must be [B, P], not of shape {tokens_BP.shape}")
     (B, P), name = tokens_BP.shape, what.removesuffix("_tokens")
@@ -206,7 +208,7 @@ def check_rows(
             f"{name} tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
             f"{vocab_size}; use the model's own tokenizer"
         )
-    return tokens_BP, lengths_B
+    return tokens_BP.astype(np.int32), lengths_B
 
 
 def _continued(config: GPTConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
@@ -439,25 +441,25 @@ def choose_sampling(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    # As the program has them: what is above 0 may not be so in float32.
+    temperature, repetition_penalty = np.float32(temperature), np.float32(repetition_penalty)
+    top_p = None if top_p is None else np.float32(top_p)
     if not temperature >= 0:  # nor NaN
         raise ValueError(f"temperature={temperature} must be at least 0")
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {vocab_size}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
-    if not repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0")
+    if not 0 < repetition_penalty < np.inf:
+        raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0 and finite")
     if rng is None and temperature > 0:
         raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
-
-    def number(value: float | None, kind: type = np.float32) -> Any:
-        return None if value is None else kind(value)
-
+    top_k, eod = (None if value is None else np.int32(value) for value in (top_k, eod))
     sampling = Sampling(
-        temperature=number(temperature) if temperature > 0 else None,
-        top_k=number(top_k, np.int32),
-        top_p=number(top_p),
-        repetition_penalty=None if repetition_penalty == 1.0 else number(repetition_penalty),
-        eod=number(eod, np.int32),
+        temperature=temperature if temperature > 0 else None,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
+        eod=eod,
     )
     return sampling, rng if temperature > 0 else None

@@ -10,6 +10,7 @@ heads, K features per head, N beams, V vocabulary.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -321,7 +322,9 @@ class _Form(NamedTuple):
 def _form(config: T5Config, count: int, beams: int, length_penalty: float) -> _Form:
     if not 1 <= beams <= config.vocab_size // 2:
         raise ValueError(f"beams={beams} must be from 1 to half of the vocabulary")
-    return _Form(count, beams, length_penalty)
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} must be a finite number")
+    return _Form(count, beams, float(length_penalty))
 
 
 class _Search(NamedTuple):

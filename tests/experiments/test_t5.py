@@ -38,6 +38,9 @@ class A:
     def plain(self):
         return 1
 
+    def passes(self):
+        pass
+
 async def go(path):
     "Goes there."
     await path
@@ -49,15 +52,18 @@ def code(tmp_path_factory):
     """Files of Python, on both sides of the split."""
     folder = tmp_path_factory.mktemp("code")
     for number in range(12):
-        (folder / f"{number}.py").write_text(CODE.replace("half", f"half_{number}"))
+        text = CODE.replace("half", f"half_{number}").replace("path", f"path_{number}")
+        (folder / f"{number}.py").write_text(text)
     return str(folder)
 
 
 def test_functions_lose_their_names_and_docstrings():
     found = list(functions([data.Document("a", CODE.encode()), data.Document("b", b"def '''(")]))
-    assert [pair.target for pair in found] == ["go: Goes there.", "half: Halves it."]
-    source = found[1].source
-    assert source == "(self, x: int=2, *rest)\ny = x / 2\nreturn y or self._(y)"
+    # A docstring is asked for where there is one; what has no body, or does nothing, says nothing.
+    assert [pair.target for pair in found] == ["go: Goes there.", "half: Halves it.", "plain"]
+    assert found[2].source == "(self)\nreturn 1"
+    asked, _, source = found[1].source.partition(" ")
+    assert (asked, source) == ("doc:", "(self, x: int=2, *rest)\ny = x / 2\nreturn y or self._(y)")
     ast.parse("def f" + source.replace("\n", ":\n  ", 1).replace("\nreturn", "\n  return"))
     rows = NameRows(found, data.ByteTokenizer(), MODEL)
     assert bytes(rows[0]["targets"][:15].tolist()) == b"go: Goes there."
@@ -77,8 +83,8 @@ def test_a_small_run_names_functions_beside_the_most_frequent_name(code, tmp_pat
     flags = ["--task", "name", "--data", code, "--run-dir", str(tmp_path / "run")]
     main(Config, build, [*SMALL, *flags])
     printed = capsys.readouterr().out
-    assert re.search(r"\d+ held-out functions +exact name +token F1", printed)
-    assert re.search(r"always (go|half_\d+) +\d+\.\d%", printed)
+    assert re.search(r"\d+ held-out functions, \d+ with a docstring +exact name +name F1", printed)
+    assert re.search(r"always (go|plain): \w+ \w+\. +\d+\.\d%", printed)
     assert "  it is     go: Goes there." in printed
 
 
@@ -106,12 +112,30 @@ def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, 
     jax.tree.map(np.testing.assert_array_equal, of_run, jax.tree.map(np.asarray, of_folder))
 
 
+def test_held_out_functions_are_none_that_are_trained_on(code, tmp_path):
+    """Without their names two of the three functions of each file are alike, and `go` is not."""
+    config = {"task": "name", "tokenizer": "bytes", "source_len": 40, "target_len": 24}
+    text = build(Config(**config, data=code)).facts["text"]
+    train, held_out = map(int, re.findall(r"(\d+) (?:functions|held out)", text))
+    files = train // 3
+    assert (train, held_out) == (3 * files, 12 - files)
+    for number in range(12):
+        (tmp_path / f"{number}.py").write_text(CODE)
+    with pytest.raises(ValueError, match="finds no function of Python in the files held out"):
+        build(Config(**config, data=str(tmp_path)))
+
+
 def test_flags_that_do_not_fit_are_refused(texts):
     small = {"source_len": 40, "data": texts, "tokenizer": "bytes"}
     with pytest.raises(ValueError, match="target_len is 6, too short for the spans of source_len"):
         build(Config(**small, target_len=6))
-    with pytest.raises(ValueError, match="--task name finds no function with a docstring in the"):
+    with pytest.raises(ValueError, match="--task name finds no function of Python in the"):
         build(Config(**small, target_len=24, task="name"))
+    # Before anything is trained.
+    with pytest.raises(ValueError, match="--beams is 0: give at least 1"):
+        build(Config(**small, target_len=24, beams=0))
+    with pytest.raises(ValueError, match="beams=400 must be from 1 to half of the vocabulary"):
+        build(Config(**small, target_len=24, beams=400))
     with pytest.raises(ValueError, match=r"--mesh.tensor 2 does not divide 3 heads"):
         outline(Config(mesh=Config().mesh.__class__(tensor=2)))
     planned = outline(Config(model="flan-t5-small"))

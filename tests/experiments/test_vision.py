@@ -75,9 +75,12 @@ def test_a_vision_transformer_learns_digits_in_a_pipeline(tmp_path, capsys):
         (["--patch", "3"], "images of 8x8 cannot be cut into patches of 3"),
         (["--mesh.tensor", "3"], "--mesh.tensor 3 does not divide 4 heads"),
         (["--model", "convnet", "--layers", "2"], "--layers 2 is not for --model convnet"),
+        (["--model", "convnet", "--channels", "8", "0"], "channels=(8, 0) must be numbers from 1"),
+        (["--model", "convnet", "--dropout", "nan"], "dropout=nan must be at least 0 and below 1"),
+        (["--model", "convnet", "--dropout", "1.5"], "dropout=1.5 must be at least 0 and below 1"),
     ],
 )
-def test_what_is_of_the_other_model_is_refused(flags, message):
+def test_what_does_not_fit_the_model_is_refused(flags, message):
     given = ["--model", "vit", "--optimizer.name", "adamw", *flags]
     with pytest.raises(ValueError, match=re.escape(message)):
         build(parse(Config, given))

@@ -189,3 +189,11 @@ def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):
     data.write_store(data.Split(documents[1:], documents[:1]), tokenizer, tmp_path / "store")
     found = tokenizer_name(Config(**given, data=str(tmp_path / "store")))
     assert data.tokenizer_of_stores(data.parse_data(str(tmp_path / "store")), found) is not None
+
+
+@pytest.mark.parametrize("size", ["0", "nan", "inf"])
+def test_a_size_of_files_that_is_none_is_refused(size, tmp_path, capsys):
+    given = ["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--max-shard-gb", size]
+    status, _, error = run(capsys, "hf", "export", *given)
+    assert status == 2
+    assert error == f"error: --max-shard-gb is {float(size)}: give a number above 0\n"

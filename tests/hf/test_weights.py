@@ -259,6 +259,11 @@ NORM = "model.layers.0.input_layernorm.weight"
             "rope_type='yarn' with factor is",
         ),
         ({"hidden_size": -1}, {}, "width=-1 must be a whole number"),
+        (
+            {"num_hidden_layers": 10**9},
+            {},
+            "has 11 tensors for the 1000000000 layers of its config",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(fields, tensors, message, tmp_path):

@@ -195,8 +195,12 @@ def test_rotary_positions_may_exceed_the_training_length():
         ({"repetition_penalty": math.nan}, "repetition_penalty=nan must be above 0"),
         ({"top_k": 14}, "top_k=14 must be from 1 to the vocabulary's 13"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1e-50}, "top_p=0.0 must be above 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty=inf must be above 0 and finite"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
         ({"prompt_lengths": [4, 5]}, "prompt_lengths must be 2 numbers from 1 to 4"),
+        ({"prompt_tokens": PROMPTS / 2}, "prompt_tokens must be whole numbers, not float64"),
+        ({"prompt_tokens": PROMPTS.astype(int) + 2**32}, "do not fit a vocabulary of 13"),
         ({"prompt_tokens": PROMPTS[0]}, r"prompt_tokens must be \[B, P\], not of shape \(4,\)"),
         (
             {"prompt_tokens": PROMPTS + 9},

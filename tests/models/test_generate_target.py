@@ -97,3 +97,5 @@ def test_mistakes_are_refused():
         write(SOURCE)
     with pytest.raises(ValueError, match="beams=4 must be from 1 to half of the vocabulary"):
         beam_search(CONFIG, params(), SOURCE, max_new_tokens=2)
+    with pytest.raises(ValueError, match="length_penalty=nan must be a finite number"):
+        beam_search(CONFIG, params(), SOURCE, max_new_tokens=2, beams=2, length_penalty=np.nan)
