@@ -268,8 +268,7 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {experiment.name}", header)
-        train_most = next(iter(programs.values()))
-        journal.ready(start, header, memory_facts(experiment, mesh, state, train_most))
+        journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
         texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
         for name, text in (texts | dict(experiment.files)).items():
             if not (resume and (run_dir / name).exists()):

@@ -12,9 +12,12 @@ import threading
 import urllib.error
 import urllib.request
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.run.folder import claim_run_dir
 from jaxtrain.run.observe.report import (
@@ -28,6 +31,7 @@ from jaxtrain.run.observe.report import (
 )
 from jaxtrain.run.observe.report.records import Series
 from tests.run.observe.test_profile import HLO, write_trace
+from tests.run.test_loop import make_experiment
 
 START = 1_700_000_000.0
 
@@ -187,7 +191,7 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
 def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
     kinds = ("parameters", "optimizer_state", "gradients", "layers", "kept")
     parts = [
-        {"name": f"p{i}", **dict(zip(kinds, (30 - i, 2, 1, 0, 0), strict=True))} for i in range(20)
+        {"name": f"p{i}", **dict(zip(kinds, (30 - i, 2, 1, 0, 3), strict=True))} for i in range(20)
     ]
     run = write_run(tmp_path / "a", [line(1, memory__peak=3000.0), line(2, memory__peak=2000.0)])
     for told in ({"peak": 2500, "parts": "none"}, {"peak": 2500, "parts": parts}):
@@ -198,11 +202,33 @@ def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
             assert (drawn["memory"], tile["note"]) == (None, "")
     memory = drawn["memory"]
     assert tile["note"] == "compiled for 2.4 KiB"
-    assert memory["parts"][0] == ["p0", 0, 30, 2, 1]
-    assert memory["parts"][-1] == ["5 more", 0, sum(range(11, 16)), 10, 5]
+    assert memory["parts"][0] == ["p0", 0, 30, 2, 1, 3]
+    assert memory["parts"][-1] == ["5 more", 0, sum(range(11, 16)), 10, 5, 15]
     assert len(memory["parts"]) == page.MEMORY_PARTS
-    assert memory["rest"] == 2500 - sum(range(11, 31)) - 3 * 20
+    assert memory["rest"] == 2500 - sum(range(11, 31)) - 6 * 20
     assert (memory["peak"], memory["measured"]) == (2500, 3000.0)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_run_tells_what_its_layers_keep_for_the_backward_pass(tmp_path, steps_per_call):
+    layers, rows, width = 6, 8, 128
+
+    def loss_fn(params, batch, rng):
+        def block(x, w):
+            with jax.named_scope("blocks"):
+                return x @ w, None
+
+        x = jnp.tile(batch["x"], (1, width))[:, :width]
+        return jnp.square(jax.lax.scan(block, x, params["blocks"]["w"])[0]).mean()
+
+    init_fn = lambda rng: {"blocks": {"w": jax.random.normal(rng, (layers, width, width))}}  # noqa: E731
+    given = {"init_fn": init_fn, "loss_fn": loss_fn, "mesh": {"data": 2, "fsdp": -1}}
+    given |= {"optimizer": jt.make_optimizer("adamw", 1e-3), "steps_per_call": steps_per_call}
+    jt.fit(make_experiment(2, **given), jt.RunOptions(str(tmp_path)))
+    drawn = page._memory(records.read([tmp_path])[0])
+    (blocks,) = [part for part in drawn["parts"] if part[0] == "blocks"]
+    # Of every layer what goes into its product, for the gradient of its kernel.
+    assert blocks[-1] == layers * rows // 8 * width * 4
 
 
 def test_of_a_landscape_what_is_sound_is_drawn(tmp_path):
@@ -299,6 +325,7 @@ def test_a_browser_draws_every_chart(tmp_path):
         for name in "ab"
     ]
     part = {"name": "w", "layers": 2, "parameters": 512, "optimizer_state": 0, "gradients": 512}
+    part["kept"] = 1024
     lines = {"XLA Ops": [("%fusion.2 = f32[2]", 0, 3000), ("%adam = f32[2]", 4000, 5000)]}
     lines["XLA Modules"] = [("jit_step(7)", 0, 5000)]
     folder = runs[0] / "tensorboard/plugins/profile/steps-3-3"
@@ -336,7 +363,7 @@ def test_a_browser_draws_every_chart(tmp_path):
         "mlp 3 µs",
         "Held-out loss around checkpoint 40 · arandom direction",
         "two random directions, 2 to 4",
-        "w (2 layers)1 KiBactivations and what comes and goes3 KiBpeak, by the compiler4 KiB",
+        "w (2 layers)2 KiBwhat comes and goes2 KiBpeak, by the compiler4 KiB",
     ):
         assert title in drawn.text
 

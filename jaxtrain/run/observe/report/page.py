@@ -27,7 +27,7 @@ HISTOGRAM_BINS = 60
 EVENTS = 200
 # Parts of a model whose memory is drawn, and what of each is read.
 MEMORY_PARTS = 16
-PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients")
+PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients", "kept")
 
 
 def make_page(
@@ -204,8 +204,8 @@ def _goodput(record: Record) -> list[list]:
 
 def _memory(record: Record) -> dict[str, Any] | None:
     """The memory that the last attempt was compiled for, and what was measured; None where it has
-    not told. Of each part its name, its layers, and bytes of parameters, optimizer state and
-    gradients; ``rest`` is what else is in the peak."""
+    not told. Of each part its name, its layers, and bytes of parameters, optimizer state,
+    gradients and what it keeps for the backward pass; ``rest`` is what else is in the peak."""
     told = [line["memory"] for line in record.happened("ready") if line.get("memory")]
     measured = record.values("memory/peak")
     try:
