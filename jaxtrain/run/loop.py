@@ -194,6 +194,11 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    if options.profiled and options.profiled[0] > experiment.steps:
+        raise ValueError(
+            f"profile_steps is {options.profile_steps!r} and the run has {experiment.steps} steps: "
+            "give some of those"
+        )
     webhook()
     trackers.check_installed(trackers.parse(options.trackers))
     if options.early_stop_patience and not experiment.eval_sets:
@@ -396,7 +401,10 @@ def _train(
             ledger.timed("data", pace.timed(batches)),
             steps=run.experiment.steps,
             steps_per_call=run.experiment.steps_per_call,
-            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips, profiling],
+            hooks=[
+                *(run.watchdog, Logging(run, pace), profiling.ending),
+                *(*built_in, *hooks, skips, profiling),
+            ],
             ends=ends,
         )
     ledger.begin("finish")
