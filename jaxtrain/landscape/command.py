@@ -39,6 +39,7 @@ from jaxtrain.landscape.lines import (
     random_direction,
 )
 from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, largest_eigenvalue
+from jaxtrain.ops.attention import differentiated_twice
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.reader import Reader
@@ -210,7 +211,8 @@ class View:
         )
         at = Curvature(state, vector, vector)
         options = {"mesh": self.mesh, "rules": experiment.rules}
-        return compile_step(build_product(evaluation), at, self.batches[0], **options)
+        with differentiated_twice(True):
+            return compile_step(build_product(evaluation), at, self.batches[0], **options)
 
     def start(self, state: TrainState) -> PyTree:
         """Draws a vector like the parameters that train."""
