@@ -188,6 +188,29 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
     assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
 
 
+def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):
+    more = {"run__alerts": 1, "host__cpu": 0.5, "host__cpu_process": 3, "host__process_memory": 2e9}
+    run = write_run(tmp_path / "a", [line(1, **more), line(2, **more)])
+    told = [
+        {
+            "event": "alert",
+            "rule": "stall",
+            "step": 2,
+            "text": "<b>",
+            "time": "2026-01-01T00:00:02+00:00",
+        }
+    ]
+    told += [{"event": "alert", "step": "x"}, {"event": "checkpoint", "step": None}]
+    (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    drawn = data_of(page.make_page(records.read([run])))
+    (of,) = drawn["runs"]
+    assert (of["marks"]["alert"], of["checkpoints"]) == ([2], [])
+    assert of["events"][0] == ["2026-01-01 00:00:02", "", "", "alert stall in step 2: <b>"]
+    charts = {chart["title"]: chart for chart in drawn["charts"]}
+    assert charts.keys() == {"Loss", "Host cpu", "Host process memory"}
+    assert charts["Host process memory"]["unit"] == "bytes"
+
+
 def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
     kinds = ("parameters", "optimizer_state", "gradients", "layers", "kept")
     parts = [
@@ -316,7 +339,7 @@ def test_a_browser_draws_every_chart(tmp_path):
             tmp_path / name,
             [
                 # The last is constant, but for the rounding of what smoothes it.
-                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, host__part=0.98)
+                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, train__part=0.98)
                 | {"train/grad_norm/blocks": [1 / i, 0, "nan"], "train/grad_norm/head": 2.0}
                 for i in range(1, 40)
             ]
@@ -347,7 +370,7 @@ def test_a_browser_draws_every_chart(tmp_path):
     drawn.feed(done)
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
-    # Loss, norm and host/part as they are and smoothed; step time.
+    # Loss, norm and part as they are and smoothed; step time.
     assert len(lines) == 2 * (2 + 2 + 2 + 1)
     for title in (
         "Loss",
@@ -383,7 +406,7 @@ def test_runs_that_go_on_are_shown_in_the_terminal(tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path), "--terminal", "--once"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^bad +2/2 ", out, re.MULTILINE)
-    assert re.search(r"^good +2/2 +2\.985 .*█▁ *$", out, re.MULTILINE)  # the mean of both lines
+    assert re.search(r"^good +2/2 +2\.980 .*█▁ *$", out, re.MULTILINE)  # the mean of both lines
     verdicts = out.split("\n\n")[1]
     assert verdicts.startswith("bad: The loss is not finite in 1 logged step, first in step 2.")
     assert cli.main(["watch", str(tmp_path / "good"), "--terminal", "--once"]) == 0

@@ -90,13 +90,14 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         "marks": {
             "not finite": _marks(record, "train/skipped"),
             "spike": _marks(record, "train/spike"),
+            "alert": _thinned([e["step"] for e in record.happened("alert") if _is_step(e)]),
         },
         "histogram": _histogram(record),
         "goodput": _goodput(record),
         "profile": traced(record.path),
         "landscape": surroundings.found(record.path),
         "memory": _memory(record),
-        "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
+        "checkpoints": [e["step"] for e in record.happened("checkpoint") if _is_step(e)][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
         "conclusion": "\n".join(_conclusion(record)),
         "changes": [
@@ -114,6 +115,8 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
         "start": "started",
         "ready": f"goes on from step {step}" if step else "begins",
         "checkpoint": f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
+        "alert": f"alert {line.get('rule')} in step {step}: {line.get('text')}",
+        "alert not posted": f"alert {line.get('rule')} could not be posted: {line.get('why')}",
         "trace": f"steps {line.get('first')} to {line.get('last')} are traced",
         "save failed": f"a save failed: {line.get('error')}",
         "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
@@ -141,8 +144,15 @@ def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str,
 
 def _marks(record: Record, name: str) -> list[int]:
     series = record.series.get(name)
-    steps = [] if series is None else series.steps[series.values > 0].tolist()
+    return _thinned([] if series is None else series.steps[series.values > 0].tolist())
+
+
+def _thinned(steps: list[int]) -> list[int]:
     return steps[:: max(1, -(-len(steps) // MARKS))]
+
+
+def _is_step(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("step"), int)
 
 
 def _tiles(record: Record) -> list[dict[str, str]]:
@@ -247,14 +257,18 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
     known = {name for chart in charts for name in chart["series"]}
     known |= {"train/skipped", "train/spike", "train/weight"}
-    known |= {"run/restarts", "run/lost_steps", "run/failed_saves", "run/checkpoint_age_seconds"}
+    known |= {name for name in names if name.startswith("run/")}  # told in words
+    known |= {name for name in names if name.endswith("_process")}  # which one it was
     for name in names:
         # An evaluation goes with the same metric of training, where there is one.
         if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
             continue
-        pair = [name, f"eval/{name[6:]}"] if name.startswith("train/") else [name]
+        trained = name.startswith("train/")
+        pair = [name, f"eval/{name[6:]}"] if trained else [name]
         title = name.removeprefix("train/").replace("_", " ")
-        charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=True))
+        title = title if trained else title.replace("/", " ", 1)
+        options = {"unit": "bytes", "zero": True} if name.endswith("_memory") else {}
+        charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=trained, **options))
     there = set(names)
     for chart in charts:
         chart["series"] = [name for name in chart["series"] if name in there]
