@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -186,6 +187,21 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
     assert [run["name"] for run in data["runs"]] == ["a/r", "b/r"]
     (table,) = data["table"]
     assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
+
+
+def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
+    times = [f"2026-01-01T0{hour}:00:00+00:00" for hour in (1, 3, 2, 5)]
+    run = write_run(tmp_path / "a", [line(i, 2.0) | {"time": t} for i, t in enumerate(times, 1)])
+    part = dict.fromkeys(("layers", "parameters", "optimizer_state", "kept"), 1)
+    part |= {"name": "w", "gradients": math.inf}
+    told = [{"event": {}}, {"event": "ready", "memory": {"peak": 9, "parts": [part]}}]
+    (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    state = {"attempt": 1, "began": START, "first_step": 0, "step": 4, "time": START}
+    state |= {"seconds": {"step": math.inf}, "step_times": {"3": 1, "9" * 12: 1}}
+    (run / "heartbeat.json").write_text(json.dumps(state))
+    (drawn,) = data_of(page.make_page(records.read([run])))["runs"]
+    assert drawn["series"]["hours"]["y"] == [0, 2, 2, 4]
+    assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
 
 
 def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):

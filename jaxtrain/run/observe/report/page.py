@@ -78,7 +78,9 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
     }
     times = record.times
     if times.steps.size:
-        hours = Series(times.steps, (times.values - times.values[0]) / 3600)
+        # A clock that is set back must not draw a curve backwards.
+        passed = np.maximum.accumulate(times.values) - times.values[0]
+        hours = Series(times.steps, passed / 3600)
         series["hours"] = _packed(hours, buckets, shared)
     return {
         "name": record.name,
@@ -122,7 +124,7 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
         "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
         "end": f"ended after step {step}: {line.get('ended')}",
     }
-    if name not in told:
+    if not isinstance(name, str) or name not in told:
         return None
     at = str(line.get("time", ""))[:19].replace("T", " ")
     return [at, f"{line.get('attempt', '')}", f"{line.get('host', '')}", told[name]]
@@ -224,7 +226,7 @@ def _memory(record: Record) -> dict[str, Any] | None:
             for part in told[-1]["parts"]
         ]
         peak = int(told[-1]["peak"])
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if len(parts) > MEMORY_PARTS:
         more = parts[MEMORY_PARTS - 1 :]

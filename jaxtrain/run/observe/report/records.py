@@ -16,9 +16,12 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.folder import OWNER, STOPPED
 from jaxtrain.run.observe import goodput, journal
+from jaxtrain.run.observe.throughput import PARTS
 from jaxtrain.run.provenance import CHANGES, CONFIG, flatten
 
 LOG = "log.jsonl"
+# Of the counts of steps by their time, the key of 2^32 seconds.
+SLOWEST = 32 * PARTS
 # The entries of a line that are no metrics.
 _OWN = frozenset({"step", "time", "attempt", "host", "process"})
 
@@ -184,8 +187,10 @@ def _texts(path: epath.Path) -> dict[str, str]:
 def _step_times(states: Sequence[Mapping[str, Any]]) -> collections.Counter:
     times: collections.Counter = collections.Counter()
     for state in states:
-        with contextlib.suppress(AttributeError, TypeError, ValueError):
-            times.update({int(key): int(n) for key, n in state.get("step_times", {}).items()})
+        with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
+            told = {int(key): int(n) for key, n in state.get("step_times", {}).items()}
+            # What no step can have taken is damage; there would be no end to its histogram.
+            times.update({key: n for key, n in told.items() if abs(key) < SLOWEST and n > 0})
     return times
 
 
