@@ -191,7 +191,8 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
 
 def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
     times = [f"2026-01-01T0{hour}:00:00+00:00" for hour in (1, 3, 2, 5)]
-    run = write_run(tmp_path / "a", [line(i, 2.0) | {"time": t} for i, t in enumerate(times, 1)])
+    lines = [line(i, 2.0) | {"time": t} for i, t in enumerate(times, 1)]
+    run = write_run(tmp_path / "a", [*lines, lines[1] | {"train/loss": 7.0}])
     part = dict.fromkeys(("layers", "parameters", "optimizer_state", "kept"), 1)
     part |= {"name": "w", "gradients": math.inf}
     told = [{"event": {}}, {"event": "ready", "memory": {"peak": 9, "parts": [part]}}]
@@ -201,6 +202,7 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
     (run / "heartbeat.json").write_text(json.dumps(state))
     (drawn,) = data_of(page.make_page(records.read([run])))["runs"]
     assert drawn["series"]["hours"]["y"] == [0, 2, 2, 4]
+    assert drawn["series"]["train/loss"]["y"] == [2, 7, 2, 2]  # a later line of a step counts
     assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
 
 
