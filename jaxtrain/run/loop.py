@@ -456,7 +456,7 @@ def _told_of_end(
     if (best := checkpoints.best_step()) is not None:
         name = f"eval/{experiment.best_metric}"
         value = checkpoints.metrics(best)[name]
-        lines.append(f"best         {checkpoints.directory / str(best)}, {name} {value:.4f}")
+        lines.append(f"best saved   {checkpoints.directory / str(best)}, {name} {value:.4f}")
     return lines
 
 
