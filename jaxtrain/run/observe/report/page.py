@@ -269,7 +269,8 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         pair = [name, f"eval/{name[6:]}"] if trained else [name]
         title = name.removeprefix("train/").replace("_", " ")
         title = title if trained else title.replace("/", " ", 1)
-        options = {"unit": "bytes", "zero": True} if name.endswith("_memory") else {}
+        options = {"zero": True} if name.startswith(("host/", "device/")) else {}
+        options |= {"unit": "bytes"} if name.endswith("_memory") else {}
         charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=trained, **options))
     there = set(names)
     for chart in charts:
