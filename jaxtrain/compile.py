@@ -50,12 +50,14 @@ class CompiledStep:
       compile_seconds: wall time of lowering and compiling.
       told: what the step said of its program while it was traced (how gradients are reduced), which
         is among the checks too.
+      jaxpr: what was traced, closed.
     """
 
     def __init__(
-        self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds, told
+        self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds, told, jaxpr
     ):
         self.compiled = compiled
+        self.jaxpr = jaxpr
         self.checks = tuple(checks)
         self.compile_seconds = compile_seconds
         self.told: Mapping[str, str] = told
@@ -227,7 +229,9 @@ def compile_step(
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += [Check(what, found, True) for what, found in told.items()]
     checks += _check_products(traced.jaxpr.jaxpr)
-    result = CompiledStep(compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told)
+    result = CompiledStep(
+        compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told, traced.jaxpr
+    )
     if not all(check.holds for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result

@@ -19,6 +19,7 @@ from experiments.bench import (
     start,
     step,
     throughput,
+    trackers,
     watch,
 )
 
@@ -39,6 +40,7 @@ ROWS = {
     "torch": against_torch,
     "throughput": throughput,
     "watch": watch,
+    "trackers": trackers,
 }
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +14,9 @@ from rich.table import Table
 
 from jaxtrain.compare.turns import Result, compare, naming
 from jaxtrain.experiment import Experiment
-from jaxtrain.host import quiet
+from jaxtrain.host import distributed, quiet
 from jaxtrain.host.memory import human_bytes, human_count
-from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.run.main import load_config, load_experiment, simulate_devices
 
@@ -63,6 +61,12 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
     if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
         with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
             simulate_devices(count)
+    distributed.initialize()
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"jaxtrain compare takes turns in one process, and this is one of {processes}: start "
+            "one alone, or train each variant as a run of its own and overlay their reports"
+        )
     quiet.start()
     variants = make_variants(options.experiment, options.vary, rest)
     results = compare(
@@ -166,7 +170,7 @@ def to_json(results: Sequence[Result], options: CompareOptions, flags: Sequence[
         "jax": jax.__version__,
         "variants": [dataclasses.asdict(result) for result in results],
     }
-    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    return json_text(record)
 
 
 def save_png(results: Sequence[Result], path: str) -> None:
@@ -226,11 +230,3 @@ def _flag(module_name: str, base: Any, name: str, value: str) -> str:
             f"{module_name} --help"
         ) from None
     return word
-
-
-def _finite(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: None if isinstance(x, float) and not math.isfinite(x) else x,
-        tree,
-        is_leaf=lambda x: x is None,
-    )

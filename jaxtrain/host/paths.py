@@ -1,7 +1,11 @@
 """Folders on a disk or in a bucket."""
 
 import errno
+import json
+import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,6 +46,26 @@ def write_whole(path: epath.Path, text: str) -> None:
     partial.write_text(text)
     if partial != path:
         partial.replace(path)
+
+
+def json_text(tree: Any) -> str:
+    """Writes numbers, texts, arrays, and lists and mappings of such as JSON that any program reads:
+    what is not finite is null.
+
+    >>> json_text({"loss": np.array([2.5, np.nan])}).split()
+    ['{', '"loss":', '[', '2.5,', 'null', ']', '}']
+    """
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: plain(each) for name, each in x.items()}
+        if isinstance(x, np.ndarray | np.generic):
+            return plain(x.tolist())
+        if isinstance(x, list | tuple):
+            return [plain(each) for each in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(plain(tree), indent=2, allow_nan=False) + "\n"
 
 
 def absolute(path: epath.PathLike) -> epath.Path:

@@ -28,8 +28,8 @@ from jaxtrain.experiment import (
     to_checkpoint,
 )
 from jaxtrain.gradients import trainable
-from jaxtrain.host import memory, quiet
-from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.host import distributed, memory, quiet
+from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.landscape.lines import (
     Surroundings,
@@ -39,6 +39,7 @@ from jaxtrain.landscape.lines import (
     random_direction,
 )
 from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, largest_eigenvalue
+from jaxtrain.ops.attention import differentiated_twice
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.reader import Reader
@@ -103,6 +104,7 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
     _check(options)
     if options.png is not None:  # Where that cannot be, nothing is computed.
         new_figure(1, 1)
+    distributed.initialize()
     experiment = load_run(options.run, options.module, flags=rest)
     quiet.start()
     memory.keep_freed_memory()
@@ -113,8 +115,10 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
         kind, record = "between", find_between(view, options)
     else:
         kind, record = "plane" if options.two_d else "line", find_around(view, options)
+    if jax.process_index() != 0:
+        return 0
     path = as_path(options.run) / LANDSCAPE
-    write_whole(path, json.dumps(_kept(path) | {kind: _plain(record)}, indent=2) + "\n")
+    write_whole(path, json_text(_kept(path) | {kind: record}))
     terminal.print_lines([*describe(kind, record), str(path)])
     if options.png is not None:
         save_png(kind, record, options.png)
@@ -207,7 +211,8 @@ class View:
         )
         at = Curvature(state, vector, vector)
         options = {"mesh": self.mesh, "rules": experiment.rules}
-        return compile_step(build_product(evaluation), at, self.batches[0], **options)
+        with differentiated_twice(True):
+            return compile_step(build_product(evaluation), at, self.batches[0], **options)
 
     def start(self, state: TrainState) -> PyTree:
         """Draws a vector like the parameters that train."""
@@ -384,14 +389,3 @@ def _step_of(run: str, step: int | None) -> int:
             f"no checkpoint{f' of step {step}' if step else ''} in {run}: {has}"
         )
     return steps[-1] if step is None else step
-
-
-def _plain(tree: Any) -> Any:
-    """Arrays as lists, and None for what is no number, which JSON does not have."""
-    if isinstance(tree, Mapping):
-        return {name: _plain(x) for name, x in tree.items()}
-    if isinstance(tree, list | np.ndarray):
-        return [_plain(x) for x in tree]
-    if isinstance(tree, float):
-        return float(tree) if np.isfinite(tree) else None
-    return tree

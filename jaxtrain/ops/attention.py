@@ -27,6 +27,9 @@ FUSED = {"gpu": "cudnn", "tpu": "splash"}
 # trains afterwards is traced again.
 ahead_of_time = jax.make_user_context(False)
 
+# Entered with True where a gradient is differentiated again, which those of kernels cannot be.
+differentiated_twice = jax.make_user_context(False)
+
 # The scope, in the traced program, of what a chip's fused kernel computes without memory traffic
 # (planning reads it).
 KERNEL_SCOPE = "fused_attention"
@@ -393,6 +396,8 @@ def _choose_here(
         sizes=(B, H, k_BSGK.shape[1]),
         only_xla=only_xla,
     )
+    if chosen != "xla" and differentiated_twice.value:
+        chosen, reason = "xla", f"the gradient of {chosen} has no derivative"
     if reason:
         _say_once(f"attention: xla, because {reason}")
     if chosen == "cudnn" and (ahead_of_time.value or jax.default_backend() != "gpu"):

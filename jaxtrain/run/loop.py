@@ -194,6 +194,11 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    if options.profiled and options.profiled[0] > experiment.steps:
+        raise ValueError(
+            f"profile_steps is {options.profile_steps!r} and the run has {experiment.steps} steps: "
+            "give some of those"
+        )
     webhook()
     trackers.check_installed(trackers.parse(options.trackers))
     if options.early_stop_patience and not experiment.eval_sets:
@@ -268,8 +273,7 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {experiment.name}", header)
-        train_most = next(iter(programs.values()))
-        journal.ready(start, header, memory_facts(experiment, mesh, state, train_most))
+        journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
         texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
         for name, text in (texts | dict(experiment.files)).items():
             if not (resume and (run_dir / name).exists()):
@@ -397,7 +401,10 @@ def _train(
             ledger.timed("data", pace.timed(batches)),
             steps=run.experiment.steps,
             steps_per_call=run.experiment.steps_per_call,
-            hooks=[run.watchdog, Logging(run, pace), *built_in, *hooks, skips, profiling],
+            hooks=[
+                *(run.watchdog, Logging(run, pace), profiling.ending),
+                *(*built_in, *hooks, skips, profiling),
+            ],
             ends=ends,
         )
     ledger.begin("finish")
@@ -449,7 +456,7 @@ def _told_of_end(
     if (best := checkpoints.best_step()) is not None:
         name = f"eval/{experiment.best_metric}"
         value = checkpoints.metrics(best)[name]
-        lines.append(f"best         {checkpoints.directory / str(best)}, {name} {value:.4f}")
+        lines.append(f"best saved   {checkpoints.directory / str(best)}, {name} {value:.4f}")
     return lines
 
 

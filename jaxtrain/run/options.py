@@ -63,8 +63,8 @@ class RunOptions:
         variables), csv, prometheus or prometheus=PORT.
       sample_seconds: Between two readings of sensors: utilisation, temperature and power of
         devices, memory and CPU of the host; 0 reads none.
-      profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin; SIGUSR1 and
-        alerts trace some too.
+      profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin, or the
+        longest stretch of them without an evaluation; SIGUSR1 and alerts trace some too.
     """
 
     run_dir: str | None = None

@@ -1,6 +1,9 @@
 """The command against the run's own log, on any mesh, and what it refuses."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -83,6 +86,30 @@ def test_a_plane_crosses_its_lines(capsys, run_dir):
     np.testing.assert_allclose(plane[1], found["line"]["losses"], rtol=1e-6)
     assert not np.allclose(plane[:, 1], plane[1], rtol=1e-3)
     assert [len(line) for line in lines[1:4]] <= [8] * 3
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_does_and_write_it_once(capfd, run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    program = [sys.executable, "-m", "jaxtrain"]
+    common = ["--module", MODULE, "--points", "3", "--mesh.data", "2"]
+    for flags in (["--two-d"], ["--between", "3"], ["--sharpness", "--iterations", "8"]):
+        for ways, name in (([], "one"), ([*program, "launch", "--processes", "2", "--"], "two")):
+            run = tmp_path / name
+            shutil.copytree(run_dir, run, dirs_exist_ok=True)
+            more = ["--simulate-devices", "2"] if name == "one" else []
+            command = [*ways, *program, "landscape", str(run), *common, *flags, *more]
+            assert subprocess.run(command, timeout=300).returncode == 0
+    assert capfd.readouterr().out.count("of 4 held-out batches") == 6
+    one, two = (json.loads((tmp_path / name / LANDSCAPE).read_text()) for name in ("one", "two"))
+    for kind in ("plane", "between"):
+        np.testing.assert_allclose(two[kind]["losses"], one[kind]["losses"], rtol=1e-5)
+    values = [[x["value"] for x in found["sharpness"]["checkpoints"]] for found in (one, two)]
+    np.testing.assert_allclose(*values, rtol=1e-4)
+    command = ["launch", "--processes", "2", "--", *program, "compare", MODULE]
+    command += ["--vary", "precision=f32,bf16"]
+    assert subprocess.run([*program, *command], timeout=300).returncode == 2
+    assert "takes turns in one process, and this is one of 2: start one" in capfd.readouterr().err
 
 
 def test_sharpness_is_the_largest_eigenvalue_of_every_checkpoint(capsys, run_dir):

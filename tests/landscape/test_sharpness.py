@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from jaxtrain.experiment import make_state
 from jaxtrain.gradients import WeightedLoss
+from jaxtrain.landscape.command import View
 from jaxtrain.landscape.sharpness import Curvature, build_product, largest_eigenvalue
+from jaxtrain.ops import attention
 from jaxtrain.ops.norms import rms_norm
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_eval_step
 from tests import problems
+from tests.run.test_loop import make_experiment
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,34 @@ def test_batches_of_other_weights_have_the_hessian_of_their_mean():
     found = largest_eigenvalue(product, start, iterations=40, tolerance=1e-5)
     assert found.value == pytest.approx(expected, rel=2e-5)
     assert found.error <= 1e-5 * found.value
+
+
+def test_a_kernel_whose_gradient_has_no_derivative_makes_room_for_xla(monkeypatch, caplog):
+    splash = attention.KERNELS["splash"]
+    compute = functools.partial(splash.compute, interpret=True)
+    here = splash._replace(platform="cpu", compute=compute)
+    monkeypatch.setitem(attention.KERNELS, "splash", here)
+
+    def loss_fn(params, batch, rng, implementation="splash"):
+        q = (batch["x"] @ params["w"])[:, :, None]
+        out = attention.attention(q, q, q, implementation=implementation)
+        return jnp.square(out - batch["x"][:, :, None]).mean()
+
+    x = np.random.default_rng(0).normal(size=(8, 128, 8)).astype("f")
+    experiment = make_experiment(
+        init_fn=lambda rng: {"w": jax.random.normal(rng, (8, 8))},
+        loss_fn=loss_fn,
+        eval_batches=lambda sharding: iter([jax.device_put({"x": x}, sharding)]),
+        mesh={"data": 8},
+    )
+    view = View(experiment, 1)
+    state = make_state(experiment, view.mesh)
+    state = TrainState(None, state.params, (), None, None, None, None)
+    trained = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, {"x": x}, None)))
+    assert "pallas_call" in str(trained(state.params))
+    flat, unravel = ravel_pytree(jax.tree.map(np.array, state.params))
+    found = view.sharpness(view.compile_product(state), state, iterations=40, tolerance=1e-5)
+    assert "attention: xla, because the gradient of splash has no derivative" in caplog.text
+    plain = lambda flat: loss_fn(unravel(flat), {"x": x}, None, "xla")  # noqa: E731
+    values = np.linalg.eigvalsh(np.float64(jax.jit(jax.hessian(plain))(flat)))
+    assert found.value == pytest.approx(values[-1], rel=1e-4)

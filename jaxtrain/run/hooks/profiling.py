@@ -23,16 +23,24 @@ class Profiling(Hook):
 
     Steps that are named and alerts are traced by the first process, SIGUSR1 by the one that gets
     it. The devices are waited for before and after, so that the trace has these steps alone; their
-    times are left out of the throughput. A trace that fails is said, and the run goes on.
+    times are left out of the throughput. An evaluation would be in it too, and perhaps its
+    compilation, so a trace ends before one. A trace that fails is said, and the run goes on.
+
+    It is to come after all other hooks, and its :attr:`ending` before those that evaluate.
 
     Args:
       run: the run.
+
+    Attributes:
+      ending: the hook that ends a trace.
     """
 
     def __init__(self, run: Run):
         self.run = run
+        self.ending = _Ending(self)
         process = jax.process_index()
-        self._named = None if process else run.options.profiled
+        named = None if process else run.options.profiled
+        self._named = named and between_evaluations(*named, every=run.options.eval_every)
         self._of_process = f"-process-{process}" if process else ""
         self._signalled = threading.Event()
         self._steps: tuple[int, int] | None = None
@@ -55,16 +63,17 @@ class Profiling(Hook):
             self._end(self.run.journal.step)  # The run ends before the trace would have.
 
     def on_step(self, step: int, state: TrainState) -> None:
-        """Ends the trace that has come to its last step, or begins one that is asked for."""
-        if self._steps is not None:
-            if step >= self._steps[1]:
-                jax.block_until_ready(state)
-                self._end(step)
-            return
-        last = self._asked(step)
+        """Begins a trace that is asked for."""
+        last = None if self._steps is not None else self._asked(step)
         if last and step < self.run.experiment.steps:
             jax.block_until_ready(state)
             self._begin(step + 1, last)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Ends the trace that has come to its last step."""
+        if self._steps is not None and step >= self._steps[1]:
+            jax.block_until_ready(state)
+            self._end(step)
 
     def _asked(self, step: int) -> int | None:
         """The last step to trace from the next call on; None where nobody has asked."""
@@ -76,7 +85,8 @@ class Profiling(Hook):
         if self._signalled.is_set() or "trace" in wanted:
             self._signalled.clear()
             wanted.discard("trace")
-            return min(max(step + STEPS, next_end), experiment.steps)
+            every = self.run.options.eval_every or experiment.steps
+            return min(max(step + STEPS, next_end), step + every - step % every, experiment.steps)
         return None
 
     def _begin(self, first: int, last: int) -> None:
@@ -111,6 +121,22 @@ class Profiling(Hook):
     @property
     def _kept(self) -> epath.Path:
         return self.run.owner.path / "tensorboard"
+
+
+class _Ending(Hook):
+    def __init__(self, profiling: Profiling):
+        self.on_step = profiling.end
+
+
+def between_evaluations(first: int, last: int, *, every: int) -> tuple[int, int]:
+    """Returns the longest stretch of steps without an evaluation between two of them.
+
+    >>> between_evaluations(20, 25, every=20), between_evaluations(20, 25, every=0)
+    ((21, 25), (20, 25))
+    """
+    inner = range(first + -first % every, last, every) if every else ()
+    stretches = zip([first, *(step + 1 for step in inner)], [*inner, last], strict=True)
+    return max(stretches, key=lambda stretch: stretch[1] - stretch[0])
 
 
 def _move(folder: epath.Path, to: epath.Path) -> None:

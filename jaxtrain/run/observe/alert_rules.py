@@ -15,6 +15,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jaxtrain.host.memory import human_count
+
 # Lines that a median is taken over: what is usual, and what is of late.
 WINDOW, RECENT = 50, 10
 # Lines before which nothing is usual yet.
@@ -183,7 +185,8 @@ class Slow:
             self._window.append(value)
         if self._below < SLOW_LINES:
             return None
-        return f"{self._name} is {value:.4g}, {1 - value / usual:.0%} below its median"
+        part = f"{1 - value / usual:.0%} below its median"
+        return f"{self._name} is {human_count(value)}, {part}"
 
 
 class Rising:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import threading
 import time
@@ -127,9 +128,11 @@ def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """
     found = []
     for state in states:
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             seconds = {str(k): float(v) for k, v in state["seconds"].items()}
             began = float(state["began"])
+            if not all(map(math.isfinite, (began, *seconds.values()))):
+                continue
             # One that has not come to its first step has neither kept nor lost any.
             before = found[-1].last if found else 0
             first = before if state["first_step"] is None else int(state["first_step"])

@@ -102,6 +102,9 @@ class Journal:
             self._file.append(b"\n")
         if last and _of(last) not in map(_of, states(before, {})):
             # It ended without a word; what was last heard of it would be overwritten now.
+            # Its log may know of steps since the last heartbeat.
+            logged = storage.retrying(lambda: _last_logged(owner.path), f"the log of {owner.path}")
+            last["step"] = max(last.get("step") or 0, logged)
             killed = {k: v for k, v in last.items() if k in _STATE}
             self.event(
                 "killed", **{f"of_{k}" if k == "attempt" else k: v for k, v in killed.items()}
@@ -207,6 +210,13 @@ def read_heartbeat(run_dir: epath.Path) -> dict[str, Any]:
     """Reads the last sign of life; empty where there is none."""
     path = run_dir / HEARTBEAT
     return _json(path.read_bytes().decode(errors="replace")) if path.exists() else {}
+
+
+def _last_logged(run_dir: epath.Path) -> int:
+    path = run_dir / "log.jsonl"
+    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    steps = (_json(line).get("step") for line in reversed(text.split("\n")))
+    return next((step for step in steps if isinstance(step, int)), 0)
 
 
 def states(events: list[dict[str, Any]], heartbeat: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -1,5 +1,6 @@
 """What a run says of itself: before it starts, and when it is over."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +9,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, build_step
 from jaxtrain.host import distributed, memory
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import by_layer
+from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report.command import leave_report
@@ -54,17 +56,31 @@ def header_facts(
 
 
 def memory_facts(
-    experiment: Experiment, mesh: Mesh, state: TrainState, train: CompiledStep
+    experiment: Experiment,
+    mesh: Mesh,
+    state: TrainState,
+    programs: Mapping[int, CompiledStep],
 ) -> dict[str, Any]:
     """What a compiled step's memory is made of, for the report.
 
+    Args:
+      experiment, mesh, state, programs: as for :func:`header_facts`.
+
     Returns:
       Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of what
-      :class:`jaxtrain.planning.by_layer.Part` has, without what layers keep: that would take a walk
-      through the traced step.
+      :class:`jaxtrain.planning.by_layer.Part` has; of a step that the estimate cannot follow,
+      without what layers keep.
     """
-    parts = by_layer.parts_of(state, layers=by_layer.layers_per_device(experiment, state, mesh))
-    return {"peak": train.memory_bytes, "parts": [dataclasses.asdict(part) for part in parts]}
+    train, kept = next(iter(programs.values())), {}
+    given = (state, experiment.batch, mesh, experiment.rules)
+    with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
+        traced = train.jaxpr
+        if experiment.steps_per_call > 1:
+            traced = trace_step(build_step(experiment, state, mesh), *given)
+        kept = estimate_traced(traced, *given, kind=mesh.devices.flat[0].platform).kept
+    layers = by_layer.layers_per_device(experiment, state, mesh)
+    parts = [dataclasses.asdict(part) for part in by_layer.parts_of(state, kept, layers)]
+    return {"peak": train.memory_bytes, "parts": parts}
 
 
 def _on_host(state: TrainState) -> str:

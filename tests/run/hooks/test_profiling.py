@@ -1,6 +1,7 @@
 """Profiles on demand: the steps that were asked for, and what the journal says of them."""
 
 import collections
+import dataclasses
 import os
 import signal
 import statistics
@@ -48,7 +49,7 @@ def test_steps_are_traced_that_are_named_alarming_and_signalled(tmp_path, monkey
     events = read_events(epath.Path(run))
     traces = [x for x in events if x["event"] == "trace"]
     # The alert of step 1 waits for the trace of the steps that are named.
-    assert [(x["first"], x["last"]) for x in traces] == [(3, 4), (6, 7), (10, 10)]
+    assert [(x["first"], x["last"]) for x in traces] == [(3, 4), (5, 6), (10, 10)]
     assert [steps_in(x["folder"]) for x in traces] == [2, 2, 1]
     folder = run / "tensorboard/plugins/profile/steps-3-4"
     assert traces[0]["folder"] == str(folder)
@@ -58,6 +59,32 @@ def test_steps_are_traced_that_are_named_alarming_and_signalled(tmp_path, monkey
     assert 0 < held < plan["peak"]
     jt.fit(make_experiment(2), jt.RunOptions(str(run), overwrite=True))
     assert not folder.exists()
+
+
+def test_no_evaluation_is_traced(tmp_path, monkeypatch):
+    going_on = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: going_on.append(True))
+    monkeypatch.setattr(jax.profiler, "stop_trace", going_on.clear)
+    monkeypatch.setattr(profiling, "is_remote", lambda path: False)
+    evaluated = []
+    experiment = make_experiment(12)
+
+    def eval_batches(sharding):
+        evaluated.append(bool(going_on))
+        return experiment.eval_batches(sharding)
+
+    options = jt.RunOptions(str(tmp_path), profile_steps="4:7", eval_every=4)
+    changed = dataclasses.replace(experiment, eval_batches=eval_batches)
+    jt.fit(changed, options, hooks=[Signal(9)])
+    traces = [x for x in read_events(epath.Path(tmp_path)) if x["event"] == "trace"]
+    assert [(x["first"], x["last"]) for x in traces] == [(5, 7), (10, 12)]
+    assert evaluated == [False] * 3
+
+
+def test_steps_that_the_run_has_not_are_refused(tmp_path):
+    options = jt.RunOptions(str(tmp_path), profile_steps="13:14")
+    with pytest.raises(ValueError, match="profile_steps is '13:14' and the run has 12 steps"):
+        jt.fit(make_experiment(12), options)
 
 
 @pytest.mark.parametrize("asked", ["20", "5:4", "0:4", "a:b"])

@@ -1,18 +1,21 @@
 """Where traced time goes: exact on timelines made by hand, and told of a real trace."""
 
 import collections
+import io
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from rich.console import Console
 
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.planning.hlo import COLLECTIVES
-from jaxtrain.run.observe.profile import programs, trace
+from jaxtrain.run.observe.profile import command, programs, trace
 from jaxtrain.run.observe.profile.timeline import Event, covered, divide, innermost
 from jaxtrain.run.observe.profile.trace import add_up, part_of
 from jaxtrain.run.observe.report import flame
@@ -206,7 +209,7 @@ def test_a_core_and_what_goes_on_meanwhile_add_up_exactly(tmp_path):
     (device,) = found.devices
     assert [round(2e9 * x) for x in (device.busy, device.exposed, device.idle)] == [770, 80, 150]
     assert round(1e9 * device.longest) == 100
-    drawn = flame.flame(found)
+    drawn = flame.drawn(found)["flame"]
     assert drawn[:2] == ["step", 5e-4]
     sizes = {name: round(2e6 * ms) for name, ms, _ in drawn[2]}
     assert sizes == {"block": 555, "optimizer": 200, "idle": 150, "other": 95}
@@ -217,6 +220,32 @@ def test_a_core_and_what_goes_on_meanwhile_add_up_exactly(tmp_path):
     assert kinds == [["matrix products", ms, []]]
     (copy,) = (each for each in found.shares if each.name == "copy.8")
     assert copy == ("copies", "forward", ("block",), "copy.8", "jit_step(7)")
+
+
+def test_the_widest_branches_are_told_in_lines_each_within_its_own(tmp_path, monkeypatch):
+    lines = {
+        "XLA Modules": [("jit_step(7)", 0, 1000)],
+        "XLA Ops": [
+            ("%fusion.2 = f32[2]", 0, 500),  # the product of block/mlp, backward
+            ("%copy.8 = f32[2]", 500, 600),  # of block, forward
+            ("%adam = f32[2]", 700, 1000),
+        ],
+    }
+    found = write_trace(tmp_path / "steps-1-1", lines, plane="/device:TPU:0", hlo=HLO)
+    monkeypatch.setattr(command, "BRANCHES", 7)
+    command.draw(found, console := Console(width=100, file=io.StringIO()))
+    told = console.file.getvalue().partition("widest branches")[2].split("longest operations")[0]
+    rows = [re.fullmatch(r"( *\S.*?)  +\S+ \S+ +([\d.]+)% *(█*) *", x) for x in told.split("\n")]
+    assert [(row[1], float(row[2]), len(row[3])) for row in rows if row] == [
+        ("step", 100.0, 24),
+        ("  block", 60.0, 14),
+        ("    mlp", 50.0, 12),
+        ("      backward", 50.0, 12),
+        ("        matrix products", 50.0, 12),
+        # The copy in the block is shorter than these.
+        ("  optimizer", 30.0, 7),
+        ("    look-ups and sorts", 30.0, 7),
+    ]
 
 
 def test_streams_of_a_gpu_share_their_time_and_hide_each_other(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -12,9 +13,12 @@ import threading
 import urllib.error
 import urllib.request
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.run.folder import claim_run_dir
 from jaxtrain.run.observe.report import (
@@ -28,6 +32,7 @@ from jaxtrain.run.observe.report import (
 )
 from jaxtrain.run.observe.report.records import Series
 from tests.run.observe.test_profile import HLO, write_trace
+from tests.run.test_loop import make_experiment
 
 START = 1_700_000_000.0
 
@@ -184,10 +189,50 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
     assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
 
 
+def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
+    times = [f"2026-01-01T0{hour}:00:00+00:00" for hour in (1, 3, 2, 5)]
+    lines = [line(i, 2.0) | {"time": t} for i, t in enumerate(times, 1)]
+    run = write_run(tmp_path / "a", [*lines, lines[1] | {"train/loss": 7.0}])
+    part = dict.fromkeys(("layers", "parameters", "optimizer_state", "kept"), 1)
+    part |= {"name": "w", "gradients": math.inf}
+    told = [{"event": {}}, {"event": "ready", "memory": {"peak": 9, "parts": [part]}}]
+    (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    state = {"attempt": 1, "began": START, "first_step": 0, "step": 4, "time": START}
+    state |= {"seconds": {"step": math.inf}, "step_times": {"3": 1, "9" * 12: 1}}
+    (run / "heartbeat.json").write_text(json.dumps(state))
+    (drawn,) = data_of(page.make_page(records.read([run])))["runs"]
+    assert drawn["series"]["hours"]["y"] == [0, 2, 2, 4]
+    assert drawn["series"]["train/loss"]["y"] == [2, 7, 2, 2]  # a later line of a step counts
+    assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
+
+
+def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):
+    more = {"run__alerts": 1, "host__cpu": 0.5, "host__cpu_process": 3, "host__process_memory": 2e9}
+    run = write_run(tmp_path / "a", [line(1, **more), line(2, **more)])
+    told = [
+        {
+            "event": "alert",
+            "rule": "stall",
+            "step": 2,
+            "text": "<b>",
+            "time": "2026-01-01T00:00:02+00:00",
+        }
+    ]
+    told += [{"event": "alert", "step": "x"}, {"event": "checkpoint", "step": None}]
+    (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    drawn = data_of(page.make_page(records.read([run])))
+    (of,) = drawn["runs"]
+    assert (of["marks"]["alert"], of["checkpoints"]) == ([2], [])
+    assert of["events"][0] == ["2026-01-01 00:00:02", "", "", "alert stall in step 2: <b>"]
+    charts = {chart["title"]: chart for chart in drawn["charts"]}
+    assert charts.keys() == {"Loss", "Host cpu", "Host process memory"}
+    assert charts["Host process memory"]["unit"] == "bytes"
+
+
 def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
     kinds = ("parameters", "optimizer_state", "gradients", "layers", "kept")
     parts = [
-        {"name": f"p{i}", **dict(zip(kinds, (30 - i, 2, 1, 0, 0), strict=True))} for i in range(20)
+        {"name": f"p{i}", **dict(zip(kinds, (30 - i, 2, 1, 0, 3), strict=True))} for i in range(20)
     ]
     run = write_run(tmp_path / "a", [line(1, memory__peak=3000.0), line(2, memory__peak=2000.0)])
     for told in ({"peak": 2500, "parts": "none"}, {"peak": 2500, "parts": parts}):
@@ -198,11 +243,33 @@ def test_memory_is_told_by_part_against_what_was_measured(tmp_path):
             assert (drawn["memory"], tile["note"]) == (None, "")
     memory = drawn["memory"]
     assert tile["note"] == "compiled for 2.4 KiB"
-    assert memory["parts"][0] == ["p0", 0, 30, 2, 1]
-    assert memory["parts"][-1] == ["5 more", 0, sum(range(11, 16)), 10, 5]
+    assert memory["parts"][0] == ["p0", 0, 30, 2, 1, 3]
+    assert memory["parts"][-1] == ["5 more", 0, sum(range(11, 16)), 10, 5, 15]
     assert len(memory["parts"]) == page.MEMORY_PARTS
-    assert memory["rest"] == 2500 - sum(range(11, 31)) - 3 * 20
+    assert memory["rest"] == 2500 - sum(range(11, 31)) - 6 * 20
     assert (memory["peak"], memory["measured"]) == (2500, 3000.0)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_run_tells_what_its_layers_keep_for_the_backward_pass(tmp_path, steps_per_call):
+    layers, rows, width = 6, 8, 128
+
+    def loss_fn(params, batch, rng):
+        def block(x, w):
+            with jax.named_scope("blocks"):
+                return x @ w, None
+
+        x = jnp.tile(batch["x"], (1, width))[:, :width]
+        return jnp.square(jax.lax.scan(block, x, params["blocks"]["w"])[0]).mean()
+
+    init_fn = lambda rng: {"blocks": {"w": jax.random.normal(rng, (layers, width, width))}}  # noqa: E731
+    given = {"init_fn": init_fn, "loss_fn": loss_fn, "mesh": {"data": 2, "fsdp": -1}}
+    given |= {"optimizer": jt.make_optimizer("adamw", 1e-3), "steps_per_call": steps_per_call}
+    jt.fit(make_experiment(2, **given), jt.RunOptions(str(tmp_path)))
+    drawn = page._memory(records.read([tmp_path])[0])
+    (blocks,) = [part for part in drawn["parts"] if part[0] == "blocks"]
+    # Of every layer what goes into its product, for the gradient of its kernel.
+    assert blocks[-1] == layers * rows // 8 * width * 4
 
 
 def test_of_a_landscape_what_is_sound_is_drawn(tmp_path):
@@ -290,7 +357,7 @@ def test_a_browser_draws_every_chart(tmp_path):
             tmp_path / name,
             [
                 # The last is constant, but for the rounding of what smoothes it.
-                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, host__part=0.98)
+                line(i, train__grad_norm=1 / i, time__step_seconds=0.1, train__part=0.98)
                 | {"train/grad_norm/blocks": [1 / i, 0, "nan"], "train/grad_norm/head": 2.0}
                 for i in range(1, 40)
             ]
@@ -299,6 +366,7 @@ def test_a_browser_draws_every_chart(tmp_path):
         for name in "ab"
     ]
     part = {"name": "w", "layers": 2, "parameters": 512, "optimizer_state": 0, "gradients": 512}
+    part["kept"] = 1024
     lines = {"XLA Ops": [("%fusion.2 = f32[2]", 0, 3000), ("%adam = f32[2]", 4000, 5000)]}
     lines["XLA Modules"] = [("jit_step(7)", 0, 5000)]
     folder = runs[0] / "tensorboard/plugins/profile/steps-3-3"
@@ -320,7 +388,7 @@ def test_a_browser_draws_every_chart(tmp_path):
     drawn.feed(done)
     assert "NaN" not in "".join(drawn.paths)
     lines = [d for d in drawn.paths if d.count("L") >= 38]
-    # Loss, norm and host/part as they are and smoothed; step time.
+    # Loss, norm and part as they are and smoothed; step time.
     assert len(lines) == 2 * (2 + 2 + 2 + 1)
     for title in (
         "Loss",
@@ -336,7 +404,7 @@ def test_a_browser_draws_every_chart(tmp_path):
         "mlp 3 µs",
         "Held-out loss around checkpoint 40 · arandom direction",
         "two random directions, 2 to 4",
-        "w (2 layers)1 KiBactivations and what comes and goes3 KiBpeak, by the compiler4 KiB",
+        "w (2 layers)2 KiBwhat comes and goes2 KiBpeak, by the compiler4 KiB",
     ):
         assert title in drawn.text
 
@@ -356,7 +424,7 @@ def test_runs_that_go_on_are_shown_in_the_terminal(tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path), "--terminal", "--once"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^bad +2/2 ", out, re.MULTILINE)
-    assert re.search(r"^good +2/2 +2\.985 .*█▁ *$", out, re.MULTILINE)  # the mean of both lines
+    assert re.search(r"^good +2/2 +2\.980 .*█▁ *$", out, re.MULTILINE)  # the mean of both lines
     verdicts = out.split("\n\n")[1]
     assert verdicts.startswith("bad: The loss is not finite in 1 logged step, first in step 2.")
     assert cli.main(["watch", str(tmp_path / "good"), "--terminal", "--once"]) == 0

@@ -45,7 +45,9 @@ class Kept:
         self.closed += 1
 
 
-def test_a_tracker_that_hangs_costs_the_step_nothing_and_what_it_missed_is_counted(caplog):
+def test_a_tracker_that_hangs_costs_the_step_nothing_and_what_it_missed_is_counted(
+    caplog, monkeypatch
+):
     hang = threading.Event()
     kept = Kept(lambda step: step == 3 and hang.wait(60))
     tracker = Queued("slow", lambda: kept, lines=10)
@@ -60,16 +62,21 @@ def test_a_tracker_that_hangs_costs_the_step_nothing_and_what_it_missed_is_count
     for step in range(4, 1004):
         tracker.write(step, values)
     assert time.thread_time() - began < 0.05  # of a thousand steps
+    assert "has ended no line" not in caplog.text
+    monkeypatch.setattr(queued, "SILENT_SECONDS", 0.0)
+    for step in range(1004, 1006):
+        tracker.write(step, values)
+    assert caplog.text.count("tracker slow has ended no line for 0 s, and 10 wait; the run") == 1
     facts = tracker.close(until=time.monotonic() + 0.1)
     # 3 is being written, 10 wait, and the others found no room.
     assert facts == {
         "tracker": "slow",
         "written": 2,
-        "dropped": 1001,
+        "dropped": 1003,
         "why": "10 lines were waiting; it did not end in time",
     }
     assert caplog.text.count("tracker slow drops lines (10 lines were waiting); the run") == 1
-    assert "tracker slow: 1001 of 1003 lines dropped: 10 lines were waiting; it" in caplog.text
+    assert "tracker slow: 1003 of 1005 lines dropped: 10 lines were waiting; it" in caplog.text
     hang.set()
 
 

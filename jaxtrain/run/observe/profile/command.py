@@ -10,6 +10,7 @@ from rich.table import Table
 from jaxtrain.host.memory import human_seconds
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.profile.branches import Branch, branches
 from jaxtrain.run.observe.profile.programs import IDLE, OTHER
 from jaxtrain.run.observe.profile.trace import (
     Device,
@@ -21,8 +22,10 @@ from jaxtrain.run.observe.profile.trace import (
     read_trace,
 )
 
-# Rows of a table at most; operations that are listed one by one, and devices.
-ROWS, LONGEST, DEVICES = 24, 10, 8
+# Rows of a table at most; branches, operations that are listed one by one, and devices; and the
+# width of a whole step.
+ROWS, BRANCHES, LONGEST, DEVICES = 24, 20, 10, 8
+BAR = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +59,9 @@ def draw(profile: Profile, console: Console) -> None:
     per = "" if steps is None else f" per step, mean of {steps}" if steps > 1 else " of one step"
     on = f"{devices} devices" if devices > 1 else profile.devices[0].name
     console.print(f"{profile.name}: {human_seconds(profile.seconds)}{per}, on {on}", style="bold")
-    for table in (_kinds(profile), _parts(profile), _longest(profile), _devices(profile)):
+    for make in (_kinds, _parts, _widest, _longest, _devices):
         console.print()
-        console.print(table)
+        console.print(make(profile))
 
 
 def _kinds(profile: Profile) -> Table:
@@ -78,6 +81,26 @@ def _parts(profile: Profile) -> Table:
         found = [sums[part, direction] for direction in used]
         _row(table, profile, part, seconds, *(human_seconds(x) if x else "" for x in found))
     return _closed(table, profile)
+
+
+def _widest(profile: Profile) -> Table:
+    """The flame graph of the report, in lines: its widest branches, each within its own."""
+    table = _table("widest branches", "time", "share", "")
+    table.columns[0].no_wrap, table.columns[3].justify = True, "left"
+    rows: list[tuple[int, Branch]] = []
+
+    def walk(branch: Branch, depth: int) -> None:
+        rows.append((depth, branch))
+        for each in branch.inner:
+            walk(each, depth + 1)
+
+    walk(branches(profile), 0)
+    # What is within another is no wider and comes later, so none is shown without it.
+    shown = sorted(range(len(rows)), key=lambda i: -rows[i][1].seconds)[:BRANCHES]
+    for depth, branch in (rows[i] for i in sorted(shown)):
+        bar = "█" * round(BAR * branch.seconds / profile.seconds)
+        _row(table, profile, "  " * depth + branch.name, branch.seconds, bar)
+    return table
 
 
 def _longest(profile: Profile) -> Table:

@@ -162,7 +162,7 @@ def _held_out(record: Record) -> list[Finding]:
 
 def recent(lines: int) -> int:
     """How many of so many lines are the last part of a run."""
-    return max(min(5, lines), int(RECENT * lines))
+    return max(min(5, -(-lines // 4)), int(RECENT * lines))
 
 
 def held_out_losses(record: Record) -> list[str]:

@@ -27,7 +27,7 @@ HISTOGRAM_BINS = 60
 EVENTS = 200
 # Parts of a model whose memory is drawn, and what of each is read.
 MEMORY_PARTS = 16
-PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients")
+PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients", "kept")
 
 
 def make_page(
@@ -78,7 +78,9 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
     }
     times = record.times
     if times.steps.size:
-        hours = Series(times.steps, (times.values - times.values[0]) / 3600)
+        # A clock that is set back must not draw a curve backwards.
+        passed = np.maximum.accumulate(times.values) - times.values[0]
+        hours = Series(times.steps, passed / 3600)
         series["hours"] = _packed(hours, buckets, shared)
     return {
         "name": record.name,
@@ -90,13 +92,14 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         "marks": {
             "not finite": _marks(record, "train/skipped"),
             "spike": _marks(record, "train/spike"),
+            "alert": _thinned([e["step"] for e in record.happened("alert") if _is_step(e)]),
         },
         "histogram": _histogram(record),
         "goodput": _goodput(record),
         "profile": traced(record.path),
         "landscape": surroundings.found(record.path),
         "memory": _memory(record),
-        "checkpoints": [e["step"] for e in record.happened("checkpoint") if "step" in e][-MARKS:],
+        "checkpoints": [e["step"] for e in record.happened("checkpoint") if _is_step(e)][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
         "conclusion": "\n".join(_conclusion(record)),
         "changes": [
@@ -114,12 +117,14 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
         "start": "started",
         "ready": f"goes on from step {step}" if step else "begins",
         "checkpoint": f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
+        "alert": f"alert {line.get('rule')} in step {step}: {line.get('text')}",
+        "alert not posted": f"alert {line.get('rule')} could not be posted: {line.get('why')}",
         "trace": f"steps {line.get('first')} to {line.get('last')} are traced",
         "save failed": f"a save failed: {line.get('error')}",
         "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
         "end": f"ended after step {step}: {line.get('ended')}",
     }
-    if name not in told:
+    if not isinstance(name, str) or name not in told:
         return None
     at = str(line.get("time", ""))[:19].replace("T", " ")
     return [at, f"{line.get('attempt', '')}", f"{line.get('host', '')}", told[name]]
@@ -141,8 +146,15 @@ def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str,
 
 def _marks(record: Record, name: str) -> list[int]:
     series = record.series.get(name)
-    steps = [] if series is None else series.steps[series.values > 0].tolist()
+    return _thinned([] if series is None else series.steps[series.values > 0].tolist())
+
+
+def _thinned(steps: list[int]) -> list[int]:
     return steps[:: max(1, -(-len(steps) // MARKS))]
+
+
+def _is_step(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("step"), int)
 
 
 def _tiles(record: Record) -> list[dict[str, str]]:
@@ -204,8 +216,8 @@ def _goodput(record: Record) -> list[list]:
 
 def _memory(record: Record) -> dict[str, Any] | None:
     """The memory that the last attempt was compiled for, and what was measured; None where it has
-    not told. Of each part its name, its layers, and bytes of parameters, optimizer state and
-    gradients; ``rest`` is what else is in the peak."""
+    not told. Of each part its name, its layers, and bytes of parameters, optimizer state,
+    gradients and what it keeps for the backward pass; ``rest`` is what else is in the peak."""
     told = [line["memory"] for line in record.happened("ready") if line.get("memory")]
     measured = record.values("memory/peak")
     try:
@@ -214,7 +226,7 @@ def _memory(record: Record) -> dict[str, Any] | None:
             for part in told[-1]["parts"]
         ]
         peak = int(told[-1]["peak"])
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if len(parts) > MEMORY_PARTS:
         more = parts[MEMORY_PARTS - 1 :]
@@ -247,14 +259,19 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
     known = {name for chart in charts for name in chart["series"]}
     known |= {"train/skipped", "train/spike", "train/weight"}
-    known |= {"run/restarts", "run/lost_steps", "run/failed_saves", "run/checkpoint_age_seconds"}
+    known |= {name for name in names if name.startswith("run/")}  # told in words
+    known |= {name for name in names if name.endswith("_process")}  # which one it was
     for name in names:
         # An evaluation goes with the same metric of training, where there is one.
         if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
             continue
-        pair = [name, f"eval/{name[6:]}"] if name.startswith("train/") else [name]
+        trained = name.startswith("train/")
+        pair = [name, f"eval/{name[6:]}"] if trained else [name]
         title = name.removeprefix("train/").replace("_", " ")
-        charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=True))
+        title = title if trained else title.replace("/", " ", 1)
+        options = {"zero": True} if name.startswith(("host/", "device/")) else {}
+        options |= {"unit": "bytes"} if name.endswith("_memory") else {}
+        charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=trained, **options))
     there = set(names)
     for chart in charts:
         chart["series"] = [name for name in chart["series"] if name in there]

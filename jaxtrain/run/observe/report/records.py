@@ -1,12 +1,13 @@
 """What the folder of a run says of it, read as it is: cut off, half written, or still growing."""
 
+import array
 import collections
 import contextlib
 import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.folder import OWNER, STOPPED
 from jaxtrain.run.observe import goodput, journal
+from jaxtrain.run.observe.throughput import PARTS
 from jaxtrain.run.provenance import CHANGES, CONFIG, flatten
 
 LOG = "log.jsonl"
+# Of the counts of steps by their time, the key of 2^32 seconds.
+SLOWEST = 32 * PARTS
 # The entries of a line that are no metrics.
 _OWN = frozenset({"step", "time", "attempt", "host", "process"})
 
@@ -123,18 +127,19 @@ def holds_run(path: epath.Path) -> bool:
 def read_run(path: epath.Path, name: str) -> Record:
     """Reads one folder; see :func:`read`."""
     texts = storage.retrying(lambda: _texts(path), f"the run {path}")
-    lines, unreadable = _lines(texts[LOG])
-    # A later line of a step has other names, or is of a later attempt and comes in its place.
-    points: dict[str, dict[int, float]] = {}
+    points: dict[str, _Points] = collections.defaultdict(_Points)
     vectors: dict[str, dict[int, np.ndarray]] = {}
-    times: dict[int, float] = {}
-    for line in lines:
+    times, unreadable = _Points(), 0
+    for line in _lines(texts.pop(LOG)):
+        if line is None:
+            unreadable += 1
+            continue
         step = line["step"]
         if (when := _time(line.get("time"))) is not None:
-            times[step] = when
+            times.add(step, when)
         for key, value in line.items():
             if key not in _OWN and (number := _number(value)) is not None:
-                points.setdefault(key, {})[step] = number
+                points[key].add(step, number)
             elif (vector := _vector(value)) is not None:
                 vectors.setdefault(key, {})[step] = vector
     config = _json(texts[CONFIG])
@@ -153,9 +158,9 @@ def read_run(path: epath.Path, name: str) -> Record:
     return Record(
         path=str(path),
         name=name or str(path),
-        series={key: _series(each) for key, each in sorted(points.items())},
+        series={key: each.series() for key, each in sorted(points.items())},
         vectors={key: _vectors(each) for key, each in sorted(vectors.items())},
-        times=_series(times),
+        times=times.series(),
         config=flatten({k: v for k, v in flags.items() if k != "provenance"}),
         environment=flatten(config.get("provenance", {})),
         changes=changes,
@@ -184,22 +189,41 @@ def _texts(path: epath.Path) -> dict[str, str]:
 def _step_times(states: Sequence[Mapping[str, Any]]) -> collections.Counter:
     times: collections.Counter = collections.Counter()
     for state in states:
-        with contextlib.suppress(AttributeError, TypeError, ValueError):
-            times.update({int(key): int(n) for key, n in state.get("step_times", {}).items()})
+        with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
+            told = {int(key): int(n) for key, n in state.get("step_times", {}).items()}
+            # What no step can have taken is damage; there would be no end to its histogram.
+            times.update({key: n for key, n in told.items() if abs(key) < SLOWEST and n > 0})
     return times
 
 
-def _lines(text: str) -> tuple[list[dict[str, Any]], int]:
-    """The records in a log, and how many lines before the last one are none."""
-    records, unreadable = [], 0
+def _lines(text: str) -> Iterator[dict[str, Any] | None]:
+    """The records in a log one by one, and None for each line before the last that is none."""
     lines = text.split("\n")
     for i, line in enumerate(lines):
         record = _json(line)
-        if isinstance(record.get("step"), int):
-            records.append(record)
-        elif line.strip():
-            unreadable += i < len(lines) - 1
-    return records, unreadable
+        step = record.get("step")
+        if isinstance(step, int) and 0 <= step < 2**63:
+            yield record
+        elif line.strip() and i < len(lines) - 1:
+            yield None
+
+
+class _Points:
+    """A metric as it is read; a log of a hundred thousand lines has millions of numbers."""
+
+    def __init__(self):
+        self.steps, self.values = array.array("q"), array.array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def series(self) -> Series:
+        """In the order of steps. A later line of a step has other names, or is of a later attempt
+        and comes in its place."""
+        steps, values = (np.array(each)[::-1] for each in (self.steps, self.values))
+        steps, last = np.unique(steps, return_index=True)
+        return Series(steps, values[last])
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -227,11 +251,6 @@ def _time(text: Any) -> float | None:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):
         return None
-
-
-def _series(points: dict[int, float]) -> Series:
-    steps = np.array(sorted(points), np.int64)
-    return Series(steps, np.array([points[step] for step in steps.tolist()], float))
 
 
 def _vectors(points: dict[int, np.ndarray]) -> Series:

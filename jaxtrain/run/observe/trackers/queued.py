@@ -19,6 +19,9 @@ WAITING_LINES = 1_000
 # Seconds before each try of a line, and how long the end of a run waits for what is still waiting;
 # a host that is taken away may leave no more than half a minute.
 PAUSES, CLOSE_SECONDS = (0.0, 1.0, 5.0), 10.0
+# After so long without a line's end it is said, once: a client may look for its server for minutes
+# before it says that there is none.
+SILENT_SECONDS = 60.0
 
 
 class Queued:
@@ -53,7 +56,8 @@ class Queued:
         self._open, self._pauses = open, pauses
         self._error: BaseException | None = None
         self._writer: Writer | None = None
-        self._closing = self._left = False
+        self._closing = self._left = self._silent = False
+        self._ended_at = time.monotonic()
         self._lines, self._waiting = lines, queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"jaxtrain-{name}", daemon=True)
         self._thread.start()
@@ -61,7 +65,16 @@ class Queued:
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Hands a line on; returns at once."""
         self._given += 1
-        if self._waiting.qsize() >= self._lines:
+        waiting = self._waiting.qsize()
+        if not waiting:
+            self._ended_at = time.monotonic()
+        elif not self._silent and (seconds := time.monotonic() - self._ended_at) > SILENT_SECONDS:
+            self._silent = True
+            logger.warning(
+                "tracker %s has ended no line for %.0f s, and %d wait; the run goes on",
+                *(self.name, seconds, waiting),
+            )
+        if waiting >= self._lines:
             self._lose(f"{self._lines:,} lines were waiting")
         else:
             self._waiting.put((step, values))
@@ -113,6 +126,7 @@ class Queued:
                 self._lose(failed)
             elif not self._left:
                 self.written += 1
+            self._ended_at = time.monotonic()
         if self._writer is not None:
             if hasattr(self._writer, "error"):
                 self._writer.error = self._error
