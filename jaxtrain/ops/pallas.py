@@ -1,12 +1,14 @@
 """JAX's Pallas attention for GPUs, for what cuDNN does not take and for packed rows.
 
 cuDNN is given the mask of packed documents as an array [B, 1, T, T]; this kernel takes document
-numbers and makes its mask tile by tile.
+numbers and makes its mask tile by tile. JAX 0.12 deprecates it (for tokamax); where it is gone,
+asking for it by name is refused, and nothing else chooses it.
 
 Shapes: B batch, T positions, H query heads, G key and value heads, K features.
 """
 
 import importlib.util
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +73,9 @@ def pallas_attention(
       interpret: True runs the kernel's arithmetic without a GPU, slowly.
     """
     del window, softcap
-    from jax.experimental.pallas.ops.gpu import attention as library
+    with warnings.catch_warnings():  # of its end, in jax 0.12
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention as library
 
     blocks = library.BlockSizes(
         block_q=BLOCK,
