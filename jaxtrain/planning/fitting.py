@@ -191,6 +191,12 @@ def walk_schedules(
             reason = "waits in its pipeline: takes at least # x the best's time"
             rejections.add(reason, ways[0].mesh_name, len(ways), least / best)
             continue
+        try:
+            estimator.outline(ways[0])
+        except ValueError as error:  # more chunks than layers
+            reason = f"does not divide: {family_of(str(error))}"
+            rejections.add(reason, ways[0].mesh_name, len(ways))
+            continue
         if rows:
             fastest = min(rows, key=lambda row: row.prediction.step_seconds).candidate
             tried = [c for c in ways if _but_for_schedule(c) == _but_for_schedule(fastest)]

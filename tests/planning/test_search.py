@@ -488,6 +488,18 @@ def test_the_schedule_is_the_fastest_of_all_that_fit():
         assert f"--pipeline.schedule={min(priced)[1]} --pipeline.virtual={min(priced)[2]}" in flags
 
 
+def test_more_chunks_than_layers_are_refused_by_schedule():
+    config = dataclasses.replace(CONFIG, layers=6)
+    mesh = {"data": 1, "fsdp": 2, "tensor": 1, "pipe": 2}
+    estimator, rejections = Estimator(gpt.outline, config, parse_target("v5e:2x2")), Rejections()
+    ways = {"gathers": ("step",), "schedules": [("interleaved", 4)]}
+    candidates = list(make_candidates(config, mesh, **ways))
+    assert walk_schedules(estimator, candidates, estimator.target, rejections) == []
+    (family,) = rejections.families()
+    assert family.count == len(candidates)
+    assert "6 layers, not divisible by virtual=4" in family.reason
+
+
 def test_flags_that_were_typed_fix_the_schedule(monkeypatch):
     def pipeline(**own):
         return dataclasses.replace(CONFIG, pipeline=options.PipelineOptions(**own))
