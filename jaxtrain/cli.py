@@ -280,12 +280,14 @@ def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
     quiet.start()
     module, config = load_config(options.experiment, rest, command="plan")
     build = getattr(module, "outline", module.build)
+    flags = (flag[2:].split("=")[0] for flag in rest if flag.startswith("--"))
     result = search.run_search(
         build,
         config,
         target,
         compile_best=options.compile_best,
         seconds=options.search_seconds,
+        typed={flag.replace("_", "-") for flag in flags},
         tokens=options.tokens,
         price=options.price,
         as_json=options.json,

@@ -212,6 +212,23 @@ def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:
     return dataclasses.replace(rules, params=type(rules.params)((*parts, *kept)))
 
 
+def copies(kernel: Any, count: int, *, axes: Axes) -> Any:
+    """Returns a kernel so many times, stacked: one for each shard of the batch.
+
+    Args:
+      kernel: [..., D, F], an array or a :class:`Kernel`.
+      count: how many.
+      axes: the logical axes of the whole; what they leave out is gathered.
+    """
+    rules = _rules_of("", kernel, axes)
+
+    def stack(name: str, part: jax.Array) -> jax.Array:
+        of = next(of for pattern, of in rules if re.search(pattern, name and f"/{name}"))
+        return constrain(jnp.broadcast_to(part, (count, *part.shape)), "batch", *of)
+
+    return map_named(stack, kernel)
+
+
 def _rules_of(name: str, kernel: Any, axes: Axes) -> list[Rule]:
     if not axes or not _is_kernel(kernel):
         return [(f"^{re.escape(name)}(/|$)", axes)]

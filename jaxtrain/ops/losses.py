@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.linear import Kernel, matmul, matmul_float32
+from jaxtrain.ops.linear import Kernel, copies, matmul, matmul_float32
 from jaxtrain.ops.numerics import MASKED, soft_cap, soft_cap_slope, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.parallel.placement import constrain, scatter_sequence, splits_residual
@@ -108,10 +108,17 @@ class _Form(NamedTuple):
 
 
 def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
+    shards = _batch_shards(x_BTD.shape[0])
+    # One copy per shard of the batch: what fsdp splits is gathered before the tiles, and a copy's
+    # gradient is summed over the tiles before it is reduced over devices.
+    kernel_SDV = copies(kernel_DV, shards, axes=(None, "vocab"))
+
     @functools.partial(jax.checkpoint, prevent_cse=form.tiles == 1)
     def tile(_, parts):
         x_ND, targets_N = _gathered(parts)
-        logits_NV = _logits(form, matmul_float32(x_ND, kernel_DV), bias_V)
+        x_SMD = x_ND.reshape(shards, -1, x_ND.shape[1])
+        product_SMV = jax.vmap(matmul_float32)(x_SMD, kernel_SDV)
+        logits_NV = _logits(form, product_SMV.reshape(len(x_ND), -1), bias_V)
         return None, _in_rows(_token_losses(form.vocab_size, logits_NV, targets_N)[0], parts)
 
     return _over_tiles(tile, None, form.tiles, x_BTD, targets_BT)[1]

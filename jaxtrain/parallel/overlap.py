@@ -1,9 +1,9 @@
 """Compiler options that hide communication behind compute, by what a program is compiled for.
 
-They were chosen by what the compiled program of llama-70b on 128 hosts of H100 leaves exposed
-(planning's README); no GPU has timed them. TPUs have none: their compiler hides collectives by
-itself. Within one host NVLink is fast enough for XLA's defaults. The loop of a pipeline is left as
-it is, for its branches must not be copied.
+They were chosen by what the compiled programs of llama-70b on 128 hosts of H100, and on 1,024 chips
+of v5p, leave exposed (planning's README); no GPU and no TPU has timed them. Within one host NVLink
+is fast enough for XLA's defaults. The loop of a pipeline is left as it is, for its branches must
+not be copied.
 """
 
 import re
@@ -34,6 +34,30 @@ GPU_HOSTS = {
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
 
+V5P = {
+    # SparseCores gather and reduce while the TensorCore multiplies, which by default does one after
+    # the other. Its own way to do both is refused on v5p, for wrong results.
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_all_gather_offload_tracing": True,
+    "xla_tpu_enable_reduce_scatter_offload_tracing": True,
+    "xla_tpu_enable_all_reduce_offload_tracing": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+    "xla_sc_enable_instruction_fusion": False,
+    # A long axis of the mesh lies along two or three of the torus.
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    # A gradient whose part of a device is no whole tile is scattered, not summed whole.
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+    "xla_tpu_assign_all_reduce_scatter_layout": True,
+}
+
 
 def overlap_options(mesh: Mesh | None) -> dict[str, Any]:
     """Returns XLA options, by their flag's name, for a program on a mesh.
@@ -44,6 +68,8 @@ def overlap_options(mesh: Mesh | None) -> dict[str, Any]:
     if mesh is None or mesh.shape.get("pipe", 1) > 1:
         return {}
     devices = mesh.devices.flat
+    if devices[0].device_kind == "TPU v5" and len(devices) > 1:
+        return dict(V5P)
     hosts = {device.process_index for device in devices}
     return dict(GPU_HOSTS) if devices[0].platform in ("gpu", "cuda") and len(hosts) > 1 else {}
 

@@ -6,8 +6,10 @@ Everything starts from shapes: nothing is allocated, and no data is read.
 import dataclasses
 import math
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +47,9 @@ PyTree = Any
 # Without a device XLA takes 95 % of 80 % of its memory for the limit up to which it may schedule
 # collectives ahead. Of a device whose memory JAX has 95 % of, it takes 95 % of that.
 GPU_MEMORY = {"xla_gpu_memory_limit_slop_factor": round(95 * 0.95 / 0.8)}
+# The compiler of TPUs is to write its program down. To print it, JAX makes a module of it, which
+# fails for what a SparseCore does meanwhile if it takes several operands, as a lookup of tokens.
+TPU_TEXT = {"xla_dump_hlo_as_text": True}
 
 
 def explain(compiled: Any, mesh: Mesh | None = None, *, params: PyTree = None) -> Explanation:
@@ -170,14 +175,20 @@ def plan_step(
     called, given = step, batch
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
-    with ahead_of_time(True), warnings.catch_warnings(record=True) as caught:
+    with (
+        ahead_of_time(True),
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         for category in TRACE_WARNINGS:
             warnings.simplefilter("always", category)
         shortage, train = 0, None
+        options = {"gpu": GPU_MEMORY, "tpu": TPU_TEXT | {"xla_dump_to": folder}}
         try:
-            options = GPU_MEMORY if target.chip.kind == "gpu" else None
             train = compile_step(
-                called, state, given, mesh=mesh, rules=rules, compiler_options=options
+                *(called, state, given),
+                **{"mesh": mesh, "rules": rules},
+                compiler_options=options.get(target.chip.kind),
             )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -185,6 +196,7 @@ def plan_step(
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
         traced = trace_step(step, state, batch, mesh, rules)
+        dumped = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
     flops = count_jaxpr(traced)
     estimated, unread = _walk(traced, state, batch, mesh, rules, kind=target.chip.kind)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
@@ -208,7 +220,7 @@ def plan_step(
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
     notes += [f"{what} {found}" for what, found in train.told.items()]
-    program, text, unread = read_compiled(train.compiled, mesh)
+    program, text, unread = read_compiled(train.compiled, mesh, *dumped)
     program = program.per_step(steps_per_call)
     kept = estimated.kept if estimated else {}
     memory = split_memory(train, state, given, target.chip, sum(kept.values()))
@@ -261,11 +273,18 @@ def _walk(traced: Any, *step: Any, kind: str) -> tuple[Estimate | None, tuple[st
         return None, (f"the step's time is not predicted: its trace was not understood ({reason})",)
 
 
-def read_compiled(compiled: Any, mesh: Mesh | None) -> tuple[Program, str, tuple[str, ...]]:
-    """The program, its text, and what is to be said where XLA's text says nothing."""
-    text = ""
+def read_compiled(
+    compiled: Any, mesh: Mesh | None, text: str = ""
+) -> tuple[Program, str, tuple[str, ...]]:
+    """The program, its text, and what is to be said where XLA's text says nothing.
+
+    Args:
+      compiled: by JAX.
+      mesh: that it is for.
+      text: of the program, as its compiler wrote it; without it JAX is asked.
+    """
     try:
-        text = compiled.as_text()
+        text = text or compiled.as_text()
         return read_program(text, mesh), text, ()
     except Exception as error:  # XLA fails to print some, and its text is no stable interface
         what = "its text was not understood" if text else "XLA cannot print the program"

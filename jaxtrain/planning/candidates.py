@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.models import remat as rematerialisation
@@ -18,6 +18,10 @@ AXES = ("data", "fsdp", "tensor", "pipe")
 # Least work first: the order in which they are tried until one fits. Offloading is left to who asks
 # for it: the traffic to the host's memory is not in the estimate.
 REMAT = tuple(name for name in rematerialisation.REMAT if name != "offload")
+
+# Schedules of a pipeline, and into how many chunks a device's layers are cut. GPipe is left to who
+# asks for it: it takes no less time than 1F1B in any table, and holds as many inputs or more.
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Candidate:
       accumulates: whether the config has ``accumulate``.
       gather: when weights are gathered, "layer" or "step"; None leaves it to the config.
       sequence_parallel: whether the residual stream is split over tensor; None leaves it likewise.
+      schedule, virtual: of a pipeline; None leaves them likewise.
     """
 
     mesh: Mapping[str, int]
@@ -42,6 +47,8 @@ class Candidate:
     accumulates: bool = True
     gather: str | None = None
     sequence_parallel: bool | None = None
+    schedule: str | None = None
+    virtual: int | None = None
 
     @property
     def mesh_name(self) -> str:
@@ -56,6 +63,12 @@ class Candidate:
         return f"{name}, whole" if self.sequence_parallel is False else name
 
     @property
+    def microbatches_name(self) -> str:
+        """How many, and of a pipeline whose layers are cut in chunks how many of those."""
+        chunks = f" x {self.virtual}" if (self.virtual or 1) > 1 else ""
+        return f"{self.microbatches}{chunks}"
+
+    @property
     def changes(self) -> dict[str, Any]:
         """What of the config makes this layout: values by the path of their field."""
         changes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
@@ -64,6 +77,9 @@ class Candidate:
         if self.stage_remat is not None:
             changes["pipeline.microbatches"] = self.microbatches
             changes["pipeline.remat"] = self.stage_remat
+            if self.schedule is not None:
+                changes["pipeline.schedule"] = self.schedule
+                changes["pipeline.virtual"] = self.virtual
         for name in ("remat", "gather", "sequence_parallel"):
             if getattr(self, name) is not None:
                 changes[name] = getattr(self, name)
@@ -148,7 +164,11 @@ def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def make_candidates(
-    config: Any, mesh: Mapping[str, int], *, gathers: Sequence[str] = ()
+    config: Any,
+    mesh: Mapping[str, int],
+    *,
+    gathers: Sequence[str] = (),
+    schedules: Sequence[tuple[str | None, int | None]] = ((None, None),),
 ) -> Iterator[Candidate]:
     """The layouts of one mesh: rematerialisation from none to full, microbatches from few to many.
 
@@ -159,6 +179,7 @@ def make_candidates(
       config: the experiment's.
       mesh: sizes of its axes.
       gathers: when weights that fsdp splits may be gathered; none leaves it to the config.
+      schedules: of a pipeline, each with its chunks (:func:`open_schedules`).
     """
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
@@ -176,10 +197,35 @@ def make_candidates(
     if mesh.get("tensor", 1) > 1 and getattr(config, "sequence_parallel", False):
         splits = [True, False]
     gathers = gathers if mesh.get("fsdp", 1) > 1 and gathers else [None]
-    for split, gather, (remat, stage_remat) in itertools.product(splits, gathers, kinds):
-        for count in counts:
-            accumulates = hasattr(config, "accumulate")
-            yield Candidate(mesh, count, remat, stage_remat, accumulates, gather, split)
+    schedules = schedules if stages > 1 else [(None, None)]
+    accumulates = hasattr(config, "accumulate")
+    for way in itertools.product(splits, gathers, schedules, kinds, counts):
+        split, gather, (schedule, virtual), (remat, stage_remat), count = way
+        own = (mesh, count, remat, stage_remat, accumulates, gather, split)
+        yield Candidate(*own, schedule, virtual)
+
+
+def open_schedules(
+    config: Any, typed: Collection[str] = ()
+) -> Sequence[tuple[str | None, int | None]]:
+    """The schedules and chunks that a config leaves open: all, but for what it or a flag says.
+
+    Args:
+      config: the experiment's. What differs from its default is said.
+      typed: names of flags that are said too.
+    """
+    options = getattr(config, "pipeline", None)
+    if not (hasattr(options, "schedule") and hasattr(options, "virtual")):
+        return ((None, None),)
+    own, usual = ((x.schedule, x.virtual) for x in (options, type(options)()))
+    names = ("pipeline.schedule", "pipeline.virtual")
+    said = [x in typed or a != b for x, a, b in zip(names, own, usual, strict=True)]
+    fitting = [
+        pair
+        for pair in SCHEDULES
+        if all(a == b for a, b, fixed in zip(pair, own, said, strict=True) if fixed)
+    ]
+    return tuple(fitting) or (own,)
 
 
 def with_candidate(config: Any, candidate: Candidate) -> Any:

@@ -102,12 +102,14 @@ class _Timeline:
                 self._loop(instruction, times)
             elif op == "conditional":
                 self._longest(self.program.branches[instruction.name], times)
-            elif collective := self._collective(instruction):
+            elif op == "async-update" and instruction.operands[0] in under_way:
+                under_way[instruction.name] = under_way.pop(instruction.operands[0])
+            elif collective := self._collective(computation, instruction):
                 axes = "+".join(collective.axes)
                 end = self._send(self.seconds(collective))
                 if channel := self._channel(instruction, "AsyncCollectiveStart"):
                     under_way[channel] = axes, end
-                elif op.endswith("-start"):
+                elif op.endswith(("-start", "-update")):
                     under_way[instruction.name] = axes, end
                 else:
                     self._wait(axes, end, times)
@@ -156,14 +158,20 @@ class _Timeline:
             ends.append((self.now, self.links, self.waits))
         self.now, self.links, self.waits = max(ends, key=lambda end: end[0], default=begun)
 
-    def _collective(self, instruction: Instruction) -> Collective | None:
+    def _collective(self, computation: Computation, instruction: Instruction) -> Collective | None:
         """What an instruction sends, itself or in the fusion or the computation that it calls."""
+        if instruction.op == "async-start" and not instruction.operands:
+            return None  # a SparseCore is made ready; what it sends comes with the update
+        if instruction.op == "async-update":
+            instruction = computation.instructions[instruction.operands[0]]
         if found := self.named.get(instruction.name):
             return found
-        called = self.computations.get(instruction.attribute("calls") or "")
-        if called is None or instruction.op not in ("fusion", "async-start"):
+        of = {"custom-call": "called_computations", "fusion": "calls", "async-start": "calls"}
+        name = instruction.op in of and instruction.attribute(of[instruction.op])
+        called = self.computations.get(name or "")
+        if called is None:
             return None
-        inside = map(self._collective, called.instructions.values())
+        inside = (self._collective(called, i) for i in called.instructions.values())
         return next((found for found in inside if found is not None), None)
 
     def _channel(self, instruction: Instruction, mark: str) -> str | None:

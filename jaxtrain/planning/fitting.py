@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.experiment import Experiment, why_not_once
@@ -14,6 +14,7 @@ from jaxtrain.planning.candidates import (
     AXES,
     Candidate,
     make_placements,
+    open_schedules,
     with_candidate,
     within_one_network,
 )
@@ -26,10 +27,18 @@ from jaxtrain.state import TrainState, gradient_shardings, local_bytes
 class Estimator:
     """Estimates layouts of one experiment; a trace serves all meshes that it can stand for."""
 
-    def __init__(self, build: Callable[[Any], Experiment], config: Any, target: Target):
+    def __init__(
+        self,
+        build: Callable[[Any], Experiment],
+        config: Any,
+        target: Target,
+        *,
+        typed: Collection[str] = (),
+    ):
         # Where a mesh crosses the slow network changes nothing but the price.
         self.build, self.config, self.target = build, within_one_network(config), target
         self.placements = functools.partial(make_placements, config, target=target)
+        self.schedules = open_schedules(config, typed)
         self.where = {"devices": target.size, "kind": target.chip.kind}
         self.states: dict[str, TrainState] = {}
         self.traces: dict[str, Any] = {}
@@ -78,7 +87,7 @@ class Estimator:
         stages, options = candidate.mesh.get("pipe", 1), getattr(self.config, "pipeline", None)
         if stages == 1 or math.isinf(self.least_compute):
             return 0.0
-        units = candidate.microbatches * getattr(options, "virtual", 1)
+        units = candidate.microbatches * (candidate.virtual or getattr(options, "virtual", 1))
         return self.least_compute * (units + stages - 1) / units
 
     def kept_bytes(self, candidate: Candidate) -> int:
@@ -147,7 +156,10 @@ def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
     if rows is not None and rows % (shards * mesh.get("pipe", 1)):
         return "the global batch does not divide over data x fsdp (x pipe, for its microbatches)"
     stages = mesh.get("pipe", 1)
-    first = Candidate(mesh, stages, stage_remat="full") if stages > 1 else Candidate(mesh)
+    first = Candidate(mesh)
+    if stages > 1:
+        schedule, virtual = estimator.schedules[0]
+        first = Candidate(mesh, stages, stage_remat="full", schedule=schedule, virtual=virtual)
     try:
         state = local_bytes(estimator.outline(first)[1])
     except ValueError as error:
@@ -158,18 +170,62 @@ def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
     return None
 
 
+def walk_schedules(
+    estimator: "Estimator",
+    candidates: Sequence[Candidate],
+    target: Target,
+    rejections: Rejections,
+    *,
+    best: float = math.inf,
+) -> list[Row]:
+    """Estimates the layouts of one mesh (:func:`walk_mesh`), schedule by schedule of a pipeline.
+
+    A schedule whose stages wait for so long that it takes more than ``best`` seconds is left out.
+    Once something fits, other schedules are tried of what is fastest so far.
+    """
+    rows: list[Row] = []
+    for schedule in dict.fromkeys((c.schedule, c.virtual) for c in candidates):
+        ways = [c for c in candidates if (c.schedule, c.virtual) == schedule]
+        tried = ways
+        if (least := estimator.least_seconds(ways[-1])) > best:
+            reason = "waits in its pipeline: takes at least # x the best's time"
+            rejections.add(reason, ways[0].mesh_name, len(ways), least / best)
+            continue
+        try:
+            estimator.outline(ways[0])
+        except ValueError as error:  # more chunks than layers
+            reason = f"does not divide: {family_of(str(error))}"
+            rejections.add(reason, ways[0].mesh_name, len(ways))
+            continue
+        if rows:
+            fastest = min(rows, key=lambda row: row.prediction.step_seconds).candidate
+            tried = [c for c in ways if _but_for_schedule(c) == _but_for_schedule(fastest)]
+        if others := len(ways) - len(tried):
+            reason = "another schedule, of what is slower than the best of its mesh"
+            rejections.add(reason, ways[0].mesh_name, others)
+        rows += walk_mesh(estimator, tried, target, rejections)
+    return rows
+
+
+def _but_for_schedule(candidate: Candidate) -> tuple:
+    return candidate.gather, candidate.remat, candidate.stage_remat, candidate.microbatches
+
+
 def walk_mesh(
     estimator: "Estimator",
     candidates: Sequence[Candidate],
     target: Target,
     rejections: Rejections,
 ) -> list[Row]:
-    """Estimates the layouts of one mesh as far as is needed; returns those that fit.
+    """Estimates the layouts of one mesh, and of a pipeline one schedule, as far as is needed.
 
     More microbatches than the fewest that fit only repeat the traffic of weights, so they are not
     walked (a pipeline has a smaller bubble with more: its largest number is). With as many
     microbatches, rematerialisation is only walked where less of it does not fit. All of that is
     done for each way to gather weights. The stream is whole over tensor only in what fits split.
+
+    Returns:
+      Those that fit.
     """
     limit = target.chip.memory_bytes or math.inf
     placements = estimator.placements(candidates[0].mesh)

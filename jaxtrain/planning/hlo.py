@@ -160,8 +160,8 @@ class _Reader:
                 self._add(instruction, kind, times, conditional)
             elif op == "send" and (kind := _between_slices(instruction)):
                 self._add_between_slices(instruction, kind, times, conditional)
-            elif op == "call" or op == "async-start":
-                for called in self._called(instruction, "calls", "to_apply"):
+            elif op in ("call", "async-start", "custom-call"):
+                for called in self._called(instruction, "calls", "to_apply", "called_computations"):
                     self._walk(called, times, conditional)
 
     def _fused(self, called: Computation, times, conditional, channels) -> None:

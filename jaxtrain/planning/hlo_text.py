@@ -19,8 +19,8 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        """The word after ``name=``, or None."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        """The word after ``name=`` (the first of several), or None."""
+        found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.attributes)
         return found and found[1]
 
 

@@ -227,7 +227,7 @@ def print_search(
         table.add_row(
             "-" if bad else str(rank),
             row.candidate.mesh_name,
-            str(row.candidate.microbatches),
+            row.candidate.microbatches_name,
             row.candidate.remat_name,
             row.candidate.gather or "-",
             f"{row.estimated_bytes / unit:.2f}",

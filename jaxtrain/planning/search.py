@@ -2,16 +2,17 @@
 
 A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches, a choice of
 rematerialisation, when weights are gathered (layer by layer, or once per step), whether the
-residual stream is split over tensor, and which axes cross the slow network between slices or hosts
-(``dcn_data``, ``dcn_fsdp``, ``dcn_pipe``). All that divide the target's devices are looked at:
+residual stream is split over tensor, a pipeline's schedule and chunks, and which axes cross the
+slow network between slices or hosts (``dcn_data``, ``dcn_fsdp``, ``dcn_pipe``). All that divide the
+target's devices are looked at:
 
 1. what the library itself refuses, or would put a tensor axis across hosts, or holds more state
    than the memory, with weights that are gathered once, is rejected by shapes alone; so is a
    pipeline that waits so long for its stages that the best takes less;
-2. the others are walked (:mod:`.estimate`): for either way to gather, with the fewest microbatches
-   that fit, and with as little rematerialisation as fits; the stream is whole in those alone that
-   fit where it is split. Of the ways to cross the slow network, which change nothing but the price
-   of its traffic, the fastest is taken;
+2. the others are walked (:mod:`.estimate`): for either way to gather and each schedule, with the
+   fewest microbatches that fit (a pipeline: the most), and with as little rematerialisation as
+   fits; the stream is whole in those alone that fit where it is split. Of the ways to cross the
+   slow network, which change nothing but the price of its traffic, the fastest is taken;
 3. those that fit are ranked by their predicted step time, and the best few are compiled by the
    target's own compiler, whose memory stands beside the estimate.
 
@@ -30,7 +31,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.candidates import Candidate, given_parts, make_candidates, make_meshes
-from jaxtrain.planning.fitting import Estimator, Rejections, refuse_mesh, walk_mesh
+from jaxtrain.planning.fitting import Estimator, Rejections, refuse_mesh, walk_schedules
 from jaxtrain.planning.ranking import WIDTH, Row, SearchResult, cost, print_search, rank
 from jaxtrain.planning.targets import Target
 
@@ -59,6 +60,7 @@ def search(
     *,
     compile_best: int | None = None,
     seconds: float = math.inf,
+    typed: Collection[str] = (),
     progress: Callable[[str], None] = lambda line: None,
     watch: Callable[[Callable[[], SearchResult]], None] = lambda so_far: None,
 ) -> SearchResult:
@@ -68,13 +70,15 @@ def search(
       build: ``config -> Experiment``, called once per layout: an outline that reads no data.
       config: the experiment's, a frozen dataclass. Varied are its ``mesh``, ``accumulate``,
         ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them, and
-        ``gather`` and ``sequence_parallel`` where they are left to the framework; all else (global
-        batch, precision, optimizer, zero, schedule) stays.
+        ``gather`` and ``sequence_parallel`` where they are left to the framework, and
+        ``pipeline.schedule`` and ``pipeline.virtual`` where they have their defaults; all else
+        (global batch, precision, optimizer, zero) stays.
       target: what to run on. Its compiler is needed unless ``compile_best`` is 0.
       compile_best: how many layouts to compile, the fastest by prediction first; None compiles as
         many as :data:`COMPILE_SECONDS` hold, and at least one.
       seconds: of the whole search. After :data:`WALKING` of them, as soon as some layout fits, no
         further mesh is looked at; after all of them the compiler is no longer waited for.
+      typed: flags that were typed: ``pipeline.schedule`` or ``pipeline.virtual`` among them stay.
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.
@@ -104,7 +108,7 @@ def search(
         # What is not installed is better known now than in a minute.
         target.devices()
     walking = seconds if compile_best == 0 else WALKING * seconds
-    rejections, estimator = Rejections(), Estimator(build, config, target)
+    rejections, estimator = Rejections(), Estimator(build, config, target, typed=typed)
     rows: list[Row] = []
 
     def found(complete: bool) -> SearchResult:
@@ -134,14 +138,14 @@ def search(
     watch(lambda: found(complete=False))
     meshes = list(make_meshes(config, target.size))
     meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
-    gathers = estimator.gathers
+    open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules}
     for i, mesh in enumerate(meshes):
-        best = min((row.prediction.step_seconds for row in rows), default=0)
+        best = min((row.prediction.step_seconds for row in rows), default=math.inf)
         progress(
             f"mesh {i + 1} of {len(meshes)}: {Candidate(mesh).mesh_name}"
             + (f"; {len(rows)} fit, the best takes {1000 * best:,.0f} ms" if rows else "")
         )
-        candidates = list(make_candidates(config, mesh, gathers=gathers))
+        candidates = list(make_candidates(config, mesh, **open_ways))
         if rows and time.perf_counter() - start > walking:
             reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
@@ -149,11 +153,7 @@ def search(
         if reason := refuse_mesh(estimator, mesh):
             rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
             continue
-        if best and (least := estimator.least_seconds(candidates[-1])) > best:
-            reason = "waits in its pipeline: takes at least # x the best's time"
-            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates), least / best)
-            continue
-        rows += walk_mesh(estimator, candidates, target, rejections)
+        rows += walk_schedules(estimator, candidates, target, rejections, best=best)
     rows.sort(key=lambda row: row.prediction.step_seconds)
     in_time = compile_rows(estimator, rows, compile_best, progress, deadline=start + seconds)
     return found(complete=in_time)
@@ -242,6 +242,7 @@ def run_search(
     *,
     compile_best: int | None = None,
     seconds: float = math.inf,
+    typed: Collection[str] = (),
     tokens: float | None = None,
     price: float | None = None,
     as_json: bool = False,
@@ -251,7 +252,7 @@ def run_search(
     A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
 
     Args:
-      build, config, target, compile_best, seconds: as for :func:`search`.
+      build, config, target, compile_best, seconds, typed: as for :func:`search`.
       tokens, price: as for :func:`cost`.
       as_json: prints one JSON object instead of tables.
     """
@@ -287,6 +288,7 @@ def run_search(
             target,
             compile_best=compile_best,
             seconds=seconds,
+            typed=typed,
             progress=status.update if live else errors.print,
             watch=so_far.append,
         )

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.ops import losses
-from jaxtrain.ops.losses import cross_entropy, matmul_float32
+from jaxtrain.ops.linear import LowRank, merge
+from jaxtrain.ops.losses import cross_entropy, log_probs, matmul_float32
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.planning.hlo import read_program
 
@@ -207,6 +208,43 @@ def test_what_fsdp_splits_of_a_kernel_is_gathered_once_for_all_tiles(tied):
     gathered, reduced = moved
     assert (gathered.kind, gathered.payload) == ("all-gather", columns)
     assert columns <= reduced.payload <= columns + 4  # the loss may go with it
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_losses_by_token_and_kernels_that_are_no_array_gather_and_reduce_once_too(low_rank):
+    x, kernel, targets, mask = arrays(B=4, T=8)
+    a, b = np.random.default_rng(1).standard_normal((2, 4, 2))
+    added = LowRank(0 * kernel[:4], a, np.tile(b.T, 4), scale=0.5)
+    x, base = x[..., :4], kernel[:4]
+    whole = base + merge(added) if low_rank else base
+    loss, (d_x, d_whole, _), _ = definition(x, whole, targets, mask)
+    mesh = make_mesh(fsdp=4, tensor=2)
+    by = {"": ("fsdp", "tensor"), "/a": ("fsdp", None), "/b": (None, "tensor"), "x": ("fsdp",)}
+    at = {name: NamedSharding(mesh, P(*spec)) for name, spec in by.items()}
+
+    def value(x, trained, base, targets, mask):
+        kernel = LowRank(base, *trained, scale=0.5) if low_rank else trained
+        found = log_probs(x, kernel, targets, vocab_size=VOCAB, chunk=2)
+        return -(found * mask).sum()
+
+    trained, split = (added.a, added.b), (at["/a"], at["/b"])
+    trained, split = (trained, split) if low_rank else (base, at[""])
+    given = jax.tree.map(jnp.asarray, (x, trained, base, targets, mask))
+    places = (at["x"], split, at[""], at["x"], at["x"])
+    with jax.set_mesh(mesh):
+        given = jax.device_put(jax.tree.map(lambda a: float32(a)[0], given), places)
+        gradient = jax.jit(jax.value_and_grad(value, (0, 1)), out_shardings=(None, places[:2]))
+        compiled = gradient.lower(*given).compile()
+        got = compiled(*given)
+    d_low = (0.5 * d_whole @ added.b.T, 0.5 * added.a.T @ d_whole)
+    expected = loss, (d_x, d_low if low_rank else d_whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, expected)
+    moved = read_program(compiled.as_text(), mesh).collectives
+    moved = [c for c in moved if "fsdp" in c.axes and c.payload > 4]
+    assert {c.executions for c in moved} == {1}
+    # The kernel's half that a device needs, and that of the low rank's a.
+    gathers = sorted(c.payload for c in moved if c.kind == "all-gather")
+    assert gathers == [4 * 2 * 4] * low_rank + [4 * PADDED // 2 * 4]
 
 
 def test_it_maps_over_kernels():

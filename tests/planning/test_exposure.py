@@ -103,6 +103,31 @@ ENTRY %main (a: f32[8,8]) -> f32[16,8] {{
     assert waits(text, products=2.0, gather=3.0) == {"tensor": 2.0}
 
 
+def test_a_sparse_core_gathers_from_the_update_that_gives_it_what_to_send():
+    text = f"""{HEADER}%inner (p: f32[8,8]) -> f32[16,8] {{
+  %p = f32[8,8] parameter(0)
+  ROOT %g = f32[16,8] all-gather(%p), channel_id=1, replica_groups=[4,2]<=[8], dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+%outer (q: f32[8,8]) -> f32[16,8] {{
+  %q = f32[8,8] parameter(0)
+  ROOT %c = f32[16,8] custom-call(%q), custom_call_target="x", called_computations={{%inner}}
+}}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8,8]) -> f32[16,8] {{
+  %a = f32[8,8]{{1,0}} parameter(0)
+  %s = ((), (), s32[8]) async-start(), async_execution_thread="sparsecore", calls=%outer
+  %d.1 = {DOT}
+  %u = ((f32[8,8]), f32[16,8], s32[8]) async-update(%s, %a)
+  %d.2 = {DOT}
+  %e = f32[16,8]{{1,0}} async-done(%u)
+  ROOT %d.3 = {DOT}
+}}
+"""
+    # Begun after the first product; of its three seconds the second one hides one.
+    assert waits(text, products=3.0, gather=3.0) == {"tensor": 2.0}
+
+
 def test_a_program_that_is_not_scheduled_says_nothing():
     text = f"{HEADER}ENTRY %main (a: f32[8,8]) -> f32[8,8] {{\n{BODY}  ROOT %d.3 = {DOT}\n}}\n"
     assert waits(text.replace("is_scheduled=true, ", ""), products=3.0, gather=3.0) is None

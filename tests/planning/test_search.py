@@ -1,5 +1,6 @@
 """The search: what it enumerates, why layouts lose, how the rest is ranked; nothing is compiled."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -14,19 +15,24 @@ import time
 import types
 
 import jax
+import numpy as np
 import pytest
 import tyro
 from rich.console import Console
 
 import jaxtrain as jt
 from experiments import gpt
+from jaxtrain import cli
 from jaxtrain.parallel.mesh import simulated_hosts, slow_parts
+from jaxtrain.parallel.pipeline.tables import make_table, makespan, peak_stash
 from jaxtrain.planning import search as module
 from jaxtrain.planning.candidates import (
+    SCHEDULES,
     Candidate,
     make_candidates,
     make_meshes,
     make_placements,
+    open_schedules,
     with_candidate,
 )
 from jaxtrain.planning.estimate import estimate, predict
@@ -37,6 +43,7 @@ from jaxtrain.planning.fitting import (
     make_row,
     refuse_mesh,
     walk_mesh,
+    walk_schedules,
 )
 from jaxtrain.planning.ranking import cost, print_search, rank
 from jaxtrain.planning.search import search
@@ -451,3 +458,73 @@ def test_numbers_that_vary_are_left_out_of_a_family():
         for n in (4, 8)
     )
     assert family_of(one) == family_of(two)
+
+
+def test_the_schedule_is_the_fastest_of_all_that_fit():
+    shape = {"width": 512, "heads": 4, "seq_len": 512, "layers": 8, "global_batch": 16}
+    config = dataclasses.replace(CONFIG, **shape)
+    mesh = {"data": 2, "fsdp": 1, "tensor": 1, "pipe": 2}
+    target = parse_target("v5e:2x2")
+    estimator = Estimator(gpt.outline, config, target)
+    candidates = make_candidates(config, mesh, schedules=estimator.schedules)
+    candidates = [c for c in candidates if c.remat == "none" and c.microbatches == 8]
+    assert {(c.schedule, c.virtual) for c in candidates} == set(SCHEDULES)
+    fewest = min(
+        c.estimated_bytes for c in walk_schedules(estimator, candidates, target, Rejections())
+    )
+    for memory in (target.chip.memory_bytes, fewest):
+        rejections = Rejections()
+        rows = walk_schedules(estimator, candidates, shrunk("v5e:2x2", memory), rejections)
+        assert len(rows) + rejections.count == len(candidates)
+        found = min(rows, key=lambda row: row.prediction.step_seconds)
+        priced = []
+        for schedule, virtual in SCHEDULES:
+            own = dataclasses.replace(found.candidate, schedule=schedule, virtual=virtual)
+            estimated = estimator(own)[1]
+            if estimated.peak_bytes <= memory:
+                priced.append((predict(estimated, target).step_seconds, schedule, virtual))
+        assert min(priced)[1:] == (found.candidate.schedule, found.candidate.virtual)
+        flags = " ".join(found.candidate.flags)
+        assert f"--pipeline.schedule={min(priced)[1]} --pipeline.virtual={min(priced)[2]}" in flags
+
+
+def test_more_chunks_than_layers_are_refused_by_schedule():
+    config = dataclasses.replace(CONFIG, layers=6)
+    mesh = {"data": 1, "fsdp": 2, "tensor": 1, "pipe": 2}
+    estimator, rejections = Estimator(gpt.outline, config, parse_target("v5e:2x2")), Rejections()
+    ways = {"gathers": ("step",), "schedules": [("interleaved", 4)]}
+    candidates = list(make_candidates(config, mesh, **ways))
+    assert walk_schedules(estimator, candidates, estimator.target, rejections) == []
+    (family,) = rejections.families()
+    assert family.count == len(candidates)
+    assert "6 layers, not divisible by virtual=4" in family.reason
+
+
+def test_flags_that_were_typed_fix_the_schedule(monkeypatch):
+    def pipeline(**own):
+        return dataclasses.replace(CONFIG, pipeline=options.PipelineOptions(**own))
+
+    assert open_schedules(pipeline()) == SCHEDULES
+    assert open_schedules(pipeline(), {"pipeline.schedule"}) == (("1f1b", 1),)
+    assert open_schedules(pipeline(virtual=4)) == (("interleaved", 4),)
+    assert open_schedules(pipeline(schedule="interleaved", virtual=3)) == (("interleaved", 3),)
+    assert open_schedules(pipeline(schedule="gpipe")) == (("gpipe", 1),)
+    asked = {}
+    monkeypatch.setattr(module, "run_search", lambda *_, **given: asked.update(given))
+    with contextlib.suppress(AttributeError):  # there is no result
+        flags = ["--target", "v5e:2x2", "--search", "--pipeline.schedule", "1f1b"]
+        cli.main(["plan", "experiments.gpt", *flags])
+    assert "pipeline.schedule" in asked["typed"]
+
+
+def test_gpipe_which_is_not_searched_is_no_faster_than_1f1b_and_holds_no_less():
+    rng = np.random.default_rng(0)
+    for stages, microbatches in itertools.product((2, 3, 4, 8), (1, 2, 4, 8, 16)):
+        forward, backward = rng.uniform(0.5, 2, (2, stages))
+        tables = [
+            make_table(name, stages=stages, microbatches=microbatches) for name in ("1f1b", "gpipe")
+        ]
+        ours, gpipe = (makespan(t, forward=forward, backward=backward) for t in tables)
+        assert ours <= gpipe + 1e-9
+        ours, gpipe = map(peak_stash, tables)
+        assert (ours <= gpipe).all()
