@@ -163,6 +163,7 @@ def compile_step(
     rules: Rules | Sequence[Rule] | None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    hide_communication: bool = True,
 ) -> CompiledStep:
     """Compiles ``step(state, batch)`` for the shardings that ``state`` has.
 
@@ -180,7 +181,8 @@ def compile_step(
         activations over, and their ``batch`` how the batch lies.
       donate: False for a step that only reads the state and returns no new one (evaluation).
       compiler_options: XLA options for this program alone, by their flag's name. They take
-        precedence over those that hide communication (:mod:`jaxtrain.parallel.overlap`).
+        precedence over those that hide communication.
+      hide_communication: False leaves those out (:mod:`jaxtrain.parallel.overlap`).
 
     Returns:
       A function like ``step`` that cannot recompile: other shapes are errors.
@@ -221,7 +223,9 @@ def compile_step(
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
-        compiled, hiding = compile_hiding(traced.lower(), mesh, compiler_options)
+        compiled, hiding = compile_hiding(
+            traced.lower(), mesh, compiler_options, hide=hide_communication
+        )
         if hiding:
             tell("communication is hidden", f"by XLA's {', '.join(hiding)}")
     seconds = time.perf_counter() - start

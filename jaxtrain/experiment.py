@@ -92,6 +92,7 @@ class Experiment:
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
       offload_optimizer: as in :func:`jaxtrain.init_state`; with ``steps_per_call`` 1.
+      hide_communication: as for :func:`jaxtrain.compile_step`.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
       engine: makes the gradient engine of a loss, as for :func:`jaxtrain.build_train_step`: what
@@ -141,6 +142,7 @@ class Experiment:
     steps_per_call: int = 1
     zero: int = 0
     offload_optimizer: bool = False
+    hide_communication: bool = True
     stages: Stages | None = None
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Callable[[LossFn], GradientEngine] = plain
@@ -260,6 +262,7 @@ def compile_train(
         mesh=mesh,
         rules=experiment.rules,
         compiler_options=compiler_options,
+        hide_communication=experiment.hide_communication,
     )
 
 
@@ -446,8 +449,13 @@ def compile_loop(
         return train, {1: train}
     lengths = call_lengths(start, steps, experiment.steps_per_call)
     many = scan_steps(build_step(experiment, state, mesh))
+    how = {
+        "mesh": mesh,
+        "rules": experiment.rules,
+        "hide_communication": experiment.hide_communication,
+    }
     programs = {
-        n: compile_step(many, state, [experiment.batch] * n, mesh=mesh, rules=experiment.rules)
+        n: compile_step(many, state, [experiment.batch] * n, **how)
         for n in lengths or [experiment.steps_per_call]
     }
 
@@ -505,6 +513,7 @@ def compile_eval(
         rules=experiment.rules,
         donate=False,
         compiler_options=compiler_options,
+        hide_communication=experiment.hide_communication,
     )
 
 

@@ -231,6 +231,8 @@ def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
     train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
     hides = "by XLA's xla_gpu_enable_latency_hiding_scheduler"
     assert train.told["communication is hidden"] == hides
+    alone = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh, hide_communication=False)
+    assert "communication is hidden" not in alone.told
     own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
         jt.compile_step(STEP, state, problems.make_batch(), **own)

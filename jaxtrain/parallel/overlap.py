@@ -75,7 +75,11 @@ def overlap_options(mesh: Mesh | None) -> dict[str, Any]:
 
 
 def compile_hiding(
-    lowered: jax.stages.Lowered, mesh: Mesh | None, own: Mapping[str, Any] | None
+    lowered: jax.stages.Lowered,
+    mesh: Mesh | None,
+    own: Mapping[str, Any] | None,
+    *,
+    hide: bool = True,
 ) -> tuple[jax.stages.Compiled, list[str]]:
     """Compiles a program with :func:`overlap_options`, but those that this version of XLA lacks.
 
@@ -83,11 +87,12 @@ def compile_hiding(
       lowered: the program.
       mesh: that it is for.
       own: options that take precedence.
+      hide: False compiles with those alone.
 
     Returns:
       The compiled program, and the names of the options that hide communication in it.
     """
-    options, own = overlap_options(mesh), own or {}
+    options, own = overlap_options(mesh) if hide else {}, own or {}
     while True:
         try:
             compiled = lowered.compile({**options, **own} or None)

@@ -163,11 +163,12 @@ def plan_step(
 
     Args:
       step, state, batch, mesh, target, name: what to compile.
-      experiment: whose step it is: its rules, the model's FLOPs by its formula, its layers, its
-        pipeline, and how many steps the compiled call runs, each with such a batch.
+      experiment: whose step it is: its rules and options, the model's FLOPs by its formula, its
+        layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
     """
-    rules, formula, layers, steps_per_call = None, None, None, 1
+    rules, formula, layers, steps_per_call, hide = None, None, None, 1, True
     if experiment is not None:
+        hide = experiment.hide_communication
         rules, steps_per_call = experiment.rules, experiment.steps_per_call
         layers = experiment.stages.stacked.key if experiment.stages else None
         if experiment.flops_per_step is not None:
@@ -187,7 +188,7 @@ def plan_step(
         try:
             train = compile_step(
                 *(called, state, given),
-                **{"mesh": mesh, "rules": rules},
+                **{"mesh": mesh, "rules": rules, "hide_communication": hide},
                 compiler_options=options.get(target.chip.kind),
             )
         except jax.errors.JaxRuntimeError as error:

@@ -69,6 +69,8 @@ class Config:
     """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
     offload_optimizer: bool = False
     """Keep the optimizer state in the memory of the host, but for the update of each step."""
+    hide_communication: bool = True
+    """Compile with the options that hide communication behind compute, on targets that have any."""
     gather: Literal["layer", "step"] | None = None
     """When weights that fsdp splits (or data, with --zero 3) are made whole: layer by layer in each
     microbatch, or once per step for all of them; left out, once per step where memory allows."""
@@ -123,6 +125,7 @@ class Config:
             "steps_per_call": self.steps_per_call,
             "zero": self.zero,
             "offload_optimizer": self.offload_optimizer,
+            "hide_communication": self.hide_communication,
             "seed": self.seed,
             "items_per_step": self.global_batch,
             "item": "rows",

@@ -22,6 +22,7 @@ MAY_CHANGE = {
     "pipeline.*": ROUNDED,
     "steps_per_call": ROUNDED,
     "offload_optimizer": SAME,
+    "hide_communication": ROUNDED,
 }
 
 

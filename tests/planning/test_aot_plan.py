@@ -1,5 +1,6 @@
 """Plans through the real TPU and GPU compilers, on a machine that has neither chip."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -183,14 +184,14 @@ def test_seven_billion_parameters_on_256_chips(capsys):
 
 
 @pytest.mark.slow
-def test_options_for_gpu_hosts_hide_more_than_those_of_xla(monkeypatch):
+def test_options_for_gpu_hosts_hide_more_than_those_of_xla():
     need("h100:1x8")
     target = parse_target("h100:4x8")
     flags = "--model llama-7b --layers 8 --global-batch 32 --mesh.fsdp 32 --mesh.data 1"
     flags += " --remat dots --precision bf16 --tokenizer 32000 --optimizer.name adamw"
     config = tyro.cli(gpt.Config, args=flags.split())
     ours = plan_experiment(gpt.outline(config), target)
-    monkeypatch.setattr("jaxtrain.parallel.overlap.overlap_options", lambda mesh: {})
+    config = dataclasses.replace(config, hide_communication=False)
     alone = plan_experiment(gpt.outline(config), target)
     links = [(plan.roofline.interconnect, plan.roofline.network) for plan in (ours, alone)]
     sent = [inside["fsdp"] + across["fsdp"] for inside, across in links]
@@ -215,14 +216,14 @@ def test_options_for_v5p_are_known_to_its_compiler_and_for_it_alone():
 
 
 @pytest.mark.slow
-def test_options_for_v5p_hide_more_than_those_of_its_compiler(monkeypatch):
+def test_options_for_v5p_hide_more_than_those_of_its_compiler():
     need("v5p:4x4x4")
     target = parse_target("v5p:4x4x4")
     flags = "--model llama-7b --layers 4 --global-batch 32 --mesh.fsdp 32 --mesh.tensor 2"
     flags += " --mesh.data 1 --remat dots --precision bf16 --tokenizer 32000"
     config = tyro.cli(gpt.Config, args=[*flags.split(), "--optimizer.name", "adamw"])
     ours = plan_experiment(gpt.outline(config), target)
-    monkeypatch.setattr("jaxtrain.parallel.overlap.overlap_options", lambda mesh: {})
+    config = dataclasses.replace(config, hide_communication=False)
     alone = plan_experiment(gpt.outline(config), target)
     exposed = [plan.roofline.exposed for plan in (ours, alone)]
     assert exposed[0] < 0.8 * exposed[1]
