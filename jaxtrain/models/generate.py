@@ -68,12 +68,14 @@ class Prompts:
       lengths: int32 [B], tokens of each.
       rng: a key; None where nothing is drawn.
       sampling: how tokens are chosen.
+      max_new_tokens: for how many new ones the prompts were checked; None for any number.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     rng: jax.Array | None = None
     sampling: Sampling | None = None
+    max_new_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +181,7 @@ def prompts(
             f"a prompt of {P} tokens and {max_new_tokens} new ones exceed the {config.seq_len} "
             "learned positions; shorten either"
         )
-    return Prompts(tokens_BP, lengths_B, rng, chosen)
+    return Prompts(tokens_BP, lengths_B, rng, chosen, max_new_tokens)
 
 
 def check_rows(
@@ -212,6 +214,11 @@ def check_rows(
 
 
 def _continued(config: GPTConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
+    if batch.max_new_tokens not in (None, count):
+        raise ValueError(
+            f"a step that writes {count} new tokens has prompts for {batch.max_new_tokens}: give "
+            "both the same max_new_tokens"
+        )
     (B, P), lengths_B = batch.tokens.shape, batch.lengths
     params = gather_around(state.params, "blocks")
     logits_BV, cache = prefill(config, params, batch.tokens, lengths_B, cache_len=P + count)

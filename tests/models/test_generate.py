@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.models import gpt
-from jaxtrain.models.generate import decode_step, generate, penalise, prefill, truncate
+from jaxtrain.models.generate import (
+    Weights,
+    decode_step,
+    generate,
+    generate_step,
+    penalise,
+    prefill,
+    prompts,
+    truncate,
+)
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.tree import map_named
 
@@ -183,6 +192,10 @@ def test_rotary_positions_may_exceed_the_training_length():
     assert run(FORMS["llama"], params_of("llama")).shape == (2, 9)
     with pytest.raises(ValueError, match="4 tokens and 9 new ones exceed the 12 learned positions"):
         run(FORMS["gpt2"], params_of("gpt2"))
+    batch = prompts(FORMS["gpt2"], PROMPTS, max_new_tokens=8, temperature=0.0)
+    step = generate_step(FORMS["gpt2"], max_new_tokens=9)
+    with pytest.raises(ValueError, match="writes 9 new tokens has prompts for 8: give both the sa"):
+        step(Weights(params_of("gpt2")), batch)
 
 
 @pytest.mark.parametrize(
