@@ -90,7 +90,8 @@ def init_state(
         the devices for the update alone; with a mesh.
 
     Returns:
-      The state. On every mesh the same ``rng`` gives the same bits.
+      The state. On every mesh the same ``rng`` gives the same numbers (the last bit of normal ones
+      is rounded by the shape of a shard, as of jax 0.12).
 
     Raises:
       ValueError: for a parameter that its rule does not fit, or that would stay whole by accident;

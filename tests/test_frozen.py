@@ -18,6 +18,7 @@ from jaxtrain import gradients
 from jaxtrain.agreement import record_gradients, worst
 from jaxtrain.parallel.pipeline import pipeline
 from jaxtrain.parallel.placement import constrain_tree
+from jaxtrain.planning.walk import scan_operands
 from jaxtrain.precision import equations
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
@@ -153,7 +154,10 @@ def weight_gradients(jaxpr):
     found = []
     for equation in equations(jaxpr):
         kind = equation.primitive.name
-        count = {"dot_general": 1, "scan": equation.params.get("num_carry")}.get(kind, 0)
+        count = {"dot_general": 1}.get(kind, 0)
+        if kind == "scan":
+            first_carried, first_x = scan_operands(equation)
+            count = first_x - first_carried
         shapes = [v.aval.shape for v in equation.outvars[:count]]
         found += [(kind, shape) for shape in shapes if set(shape[-2:]) == {WIDTH, HIDDEN}]
     return found

@@ -221,7 +221,7 @@ def plan_step(
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
     notes += [f"{what} {found}" for what, found in train.told.items()]
-    program, text, unread = read_compiled(train.compiled, mesh, *dumped)
+    program, text, unread = read_compiled(train.compiled, mesh, max(dumped, key=len, default=""))
     program = program.per_step(steps_per_call)
     kept = estimated.kept if estimated else {}
     memory = split_memory(train, state, given, target.chip, sum(kept.values()))
