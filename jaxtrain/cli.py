@@ -21,7 +21,7 @@ from jaxtrain.compare import command as compare
 from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
-from jaxtrain.host import quiet
+from jaxtrain.host import output, quiet
 from jaxtrain.landscape import command as landscape
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
@@ -312,6 +312,7 @@ COMMANDS = {
 }
 
 
+@output.ending_unread()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status; a refusal raises ``SystemExit``.
 

@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT as a request: the first asks for an orderly end, the second ends at once."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -82,5 +83,6 @@ class SignalWatch:
 def say(line: str) -> None:
     """Writes a line to standard error past every buffer and lock, from any thread."""
     data = (line + "\n").encode()
-    while data:
-        data = data[os.write(2, data) :]
+    with contextlib.suppress(OSError):  # nobody reads it, and what follows must happen
+        while data:
+            data = data[os.write(2, data) :]

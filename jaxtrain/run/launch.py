@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, TextIO
 
-from jaxtrain.host import distributed, exit_codes
+from jaxtrain.host import distributed, exit_codes, output
 
 _POLL_SECONDS = 0.05
 # How long the last output of a process that has ended is waited for.
@@ -102,7 +102,7 @@ def run_launch(
     """
     check(options, command)
     count, first = 0, options.host_index * options.processes
-    with _Signals() as signals:
+    with output.lasting(), _Signals() as signals:
         while True:
             environments = [os.environ | own for own in process_settings(options, os.environ)]
             started = clock()

@@ -26,7 +26,7 @@ from jaxtrain.experiment import (
     make_state,
     restore_state,
 )
-from jaxtrain.host import distributed, readings, storage
+from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared
 from jaxtrain.optim import averaged
@@ -206,7 +206,7 @@ def fit(
             f"early_stop_patience is {options.early_stop_patience} and experiment "
             f"{experiment.name!r} has no eval_batches: there is nothing to go by"
         )
-    with Journal(began) as journal:
+    with output.lasting(), Journal(began) as journal:
         return _fit(experiment, options, hooks, writers, journal)
 
 

@@ -20,7 +20,7 @@ import tyro
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment
-from jaxtrain.host import distributed, exit_codes, quiet
+from jaxtrain.host import distributed, exit_codes, output, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
 from jaxtrain.precision import POLICIES
@@ -184,7 +184,7 @@ def main(
     Ends the process with the codes of :mod:`jaxtrain.host.exit_codes`: what cannot be is one
     sentence and ``REFUSED``.
     """
-    with refusing(config_type), contextlib.ExitStack() as stack:
+    with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())

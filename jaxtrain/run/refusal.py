@@ -43,6 +43,8 @@ def refusing(*config_types: type) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # nobody reads the output of a command
+        raise
     except (ValueError, OSError, ImportError) as error:
         # A failed import statement is a bug, or a broken installation.
         failed_import = isinstance(error, ImportError) and error.name is not None

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxtrain.host import storage
+from jaxtrain.host import output, storage
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.host.paths import is_remote, write_whole
 from jaxtrain.run.folder import Ownership
@@ -67,6 +67,7 @@ class Journal:
         self._lost_steps = self._failed_saves = self._alerts = 0
         self._checkpoint_at: float | None = None
         self._earlier: list[goodput.Attempt] = []
+        self._told: set[str] = set()  # of the streams in output.lost
 
     def __enter__(self) -> "Journal":
         return self
@@ -75,6 +76,7 @@ class Journal:
         if self._file is None:
             return
         self._closed.set()
+        self._tell_lost_output()
         code = error.code if isinstance(error, Ended) else None
         ended = "done" if error is None else f"exit {code}" if code else kind.__name__
         self.event("end", **self._state(), ended=ended)
@@ -180,7 +182,15 @@ class Journal:
         remote = is_remote(self._owner.path)
         pause = self._beat_seconds or (REMOTE_BEAT_SECONDS if remote else BEAT_SECONDS)
         while not self._closed.wait(pause):
+            self._tell_lost_output()
             self.beat()
+
+    def _tell_lost_output(self) -> None:
+        # Not where it is found out: what is written here may say a word to the very same stream.
+        for stream, why in dict(output.lost).items():
+            if stream not in self._told:
+                self._told.add(stream)
+                self.event("output lost", stream=stream, why=why)
 
     def beat(self, **more: Any) -> None:
         """Writes the heartbeat now."""

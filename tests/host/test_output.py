@@ -1,0 +1,71 @@
+"""Output that nobody reads: a run trains on, says so once in its journal, and a command ends."""
+
+import json
+import os
+import sys
+
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import cli
+from jaxtrain.host import output, signals
+from tests.run.test_loop import make_experiment
+
+
+@pytest.fixture
+def unread(request, monkeypatch):
+    """Makes a stream of this process one that nobody reads: a pipe, or the end of a terminal."""
+    monkeypatch.setattr(output, "lost", {})
+    opened = []
+
+    def make(name, pair):
+        near, far = pair()
+        os.close(near)
+        opened.append(os.fdopen(far, "w"))
+        monkeypatch.setattr(sys, name, opened[-1])
+
+    yield make
+    for stream in opened:
+        stream.close()
+
+
+def test_a_run_whose_output_nobody_reads_trains_and_saves_and_tells_its_journal_once(
+    tmp_path, unread
+):
+    run = tmp_path / "run"
+    unread("stdout", os.pipe)
+    unread("stderr", os.pipe)
+    jt.fit(make_experiment(4), jt.RunOptions(run_dir=str(run), save_every=2, log_every=1))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    told = [(x["stream"], x["why"]) for x in events if x["event"] == "output lost"]
+    assert told == [("standard output", "Broken pipe")]
+    assert events[-1]["ended"] == "done"
+
+
+def test_a_terminal_that_has_hung_up_ends_nothing(unread):
+    unread("stderr", os.openpty)
+    with output.lasting():
+        print("to nobody", file=sys.stderr, flush=True)
+        print("again", file=sys.stderr, flush=True)
+    assert output.lost == {"standard error": "Input/output error"}
+
+
+def test_a_signal_is_heeded_though_nobody_reads_what_is_said_of_it():
+    read, write = os.pipe()
+    os.close(read)
+    kept = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        signals.say("SIGTERM")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(write)
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(unread, capfd):
+    unread("stdout", os.pipe)
+    with pytest.raises(SystemExit, match="141"):
+        cli.main(["--help"])
+    assert capfd.readouterr().err == ""
