@@ -234,11 +234,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop):
     jt.fit(make_experiment(steps=stop), parts)
     resumed = jt.fit(make_experiment(), dataclasses.replace(parts, resume=True))
     assert digest(resumed.state) == digest(whole.state)
-    losses = [
-        [(x["step"], x["train/loss"]) for x in lines(tmp_path / name) if "train/loss" in x]
-        for name in ("whole", "parts")
-    ]
+    losses, weights = (
+        [
+            [(x["step"], x[name]) for x in lines(tmp_path / run) if name in x]
+            for run in ("whole", "parts")
+        ]
+        for name in ("train/loss", "train/weight")
+    )
     assert losses[0] == losses[1]
+    # Step n takes batch n - 1, whichever run makes it.
+    batches = data.Batches(Rows(), global_batch=8, seed=0)
+    expected = [(n + 1, batches.batch(n)["mask"].sum()) for n in range(12)]
+    assert weights == [expected, expected]
 
 
 def test_a_library_run_is_resumed_with_its_own_seed_and_batch(tmp_path):

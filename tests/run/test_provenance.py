@@ -65,6 +65,12 @@ def test_every_kind_of_change_has_its_meaning(now, name, meaning):
         check([change], accepted, run_dir="r")
 
 
+def test_one_accepted_change_accepts_no_other():
+    changes = compare(record(), record(changed(seed=1, global_batch=32)), MAY_CHANGE)
+    with pytest.raises(ValueError, match=r"the run in r had global-batch 16 \(now 32\): leave"):
+        check(changes, ["seed"], run_dir="r")
+
+
 def test_a_name_to_accept_that_no_run_has_is_refused_with_the_nearest():
     then, now = record(fields="a"), record(changed(seed=1))
     check_accepted(

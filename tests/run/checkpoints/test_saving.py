@@ -100,6 +100,12 @@ def test_several_processes_look_at_one_clock_now_and_then(monkeypatch, each, loo
     assert looked == [True] * len(looks)
 
 
+def test_a_checkpoint_has_the_evaluation_of_its_own_step_alone():
+    stub = Stub({2: 3.0, 6: 2.0, 8: 1.0})
+    drive(stub, jt.RunOptions(save_every=4))
+    assert stub.saved == [(4, None), (8, {"eval/loss": 1.0})]
+
+
 def test_by_steps_by_minutes_and_on_the_best():
     def saved(losses=(), **options):
         stub = Stub(losses)
