@@ -49,6 +49,7 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    rows_of,
     why_not_once,
 )
 from jaxtrain.parallel.mesh import AXES, SLOW_AXES, fill_sizes, simulated_hosts
@@ -355,7 +356,7 @@ def _compile(experiment: Experiment, devices: Sequence[jax.Device]) -> Program:
     batches = next(iter(experiment.eval_sets.values()), None)
     if batches is None:
         return Program(experiment, shapes, train, lambda state: {})
-    held_out = jax.device_get(next(iter(batches(batch_sharding(mesh)))))
+    held_out = jax.device_get(rows_of(next(iter(batches(batch_sharding(mesh))))))
     step = compile_eval(experiment, shapes, held_out, mesh, **options)
     means = lambda state: jax.device_get(step(state, held_out)).means()  # noqa: E731
     return Program(experiment, shapes, train, means)

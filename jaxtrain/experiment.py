@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -49,8 +49,20 @@ class BatchStream(Protocol):
         ...
 
 
+class Repeated(NamedTuple):
+    """A held-out batch in which every row is equally often, to be as large as the others.
+
+    Args:
+      batch: the rows.
+      share: how many rows it stands for, as a share of those that it has.
+    """
+
+    batch: PyTree
+    share: float
+
+
 Step = Callable[[TrainState, PyTree], tuple[TrainState, Any]]
-EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree]]
+EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
 
 
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
@@ -74,8 +86,9 @@ class Experiment:
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
-      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices; or
-        several of them by name, whose metrics are ``NAME/loss``; None for no evaluation.
+      eval_batches: ``sharding -> batches``, one pass over the held-out ones, placed on devices, of
+        which some may be :class:`Repeated`; or several passes by name, whose metrics are
+        ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
       params: returns weights to begin with, such as a file's, which :func:`jaxtrain.init_state` is
@@ -517,13 +530,20 @@ def compile_eval(
     )
 
 
+def rows_of(batch: PyTree | Repeated) -> PyTree:
+    """The rows of a held-out batch."""
+    return batch.batch if isinstance(batch, Repeated) else batch
+
+
 def evaluate(
-    step: CompiledStep, state: TrainState, batches: Iterable[PyTree]
+    step: CompiledStep, state: TrainState, batches: Iterable[PyTree | Repeated]
 ) -> dict[str, jax.Array]:
     """Runs the evaluation over all batches and returns means weighted over all of them."""
     total: WeightedLoss | None = None
     for batch in batches:
-        part = step(state, batch)
+        part = step(state, rows_of(batch))
+        if isinstance(batch, Repeated):
+            part = part.times(batch.share)
         # Never far ahead of the devices: who is asked to stop has little to wait for.
         jax.block_until_ready(total)
         total = part if total is None else total + part

@@ -116,6 +116,16 @@ class WeightedLoss:
                 )
         return jax.tree.map(lambda a, b: a + b, self, other, is_leaf=_is_reduction)
 
+    def times(self, share: float) -> "WeightedLoss":
+        """Returns the sums of this share of the same data; a ``Max`` or ``Last`` stays."""
+
+        def scaled(x):
+            if not _is_reduction(x):
+                return x * share
+            return Sum(x.value * share, x.parts) if isinstance(x, Sum) else x
+
+        return jax.tree.map(scaled, self, is_leaf=_is_reduction)
+
     def means(self) -> dict[str, jax.Array]:
         """Returns ``loss`` and every metric, divided by its weight or reduced."""
 

@@ -28,6 +28,7 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    rows_of,
 )
 from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
@@ -206,7 +207,7 @@ class _Run(Hook):
         if not batches:
             return None
         state = jax.device_put(self._state, self._places)
-        step = compile_eval(self.experiment, state, batches[0], self.mesh)
+        step = compile_eval(self.experiment, state, rows_of(batches[0]), self.mesh)
         return float(evaluate(step, state, batches)["loss"])
 
 

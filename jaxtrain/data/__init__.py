@@ -3,7 +3,7 @@
 Four pieces, each usable without the others: documents (`python_stdlib`, `text_folder`, or any
 iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows (`tokenize`, or
 `write_store` and `open_store` for text of any size; `PackedTokens` or `FittedTokens`) and batches
-(`Batches`, `eval_batches`; of several sources by a `Mixture`).
+(`Batches`, `eval_batches`, `whole_batches`; of several sources by a `Mixture`).
 
 >>> tokenizer = ByteTokenizer()
 >>> documents = [Document("a", b"Some text."), Document("b", b"Some more.")]
@@ -21,6 +21,7 @@ from jaxtrain.data.loader import (
     BatchStream,
     RowSource,
     eval_batches,
+    whole_batches,
 )
 from jaxtrain.data.masking import (
     CorruptedSpans,
@@ -126,5 +127,6 @@ __all__ = [
     "tokenizer_of_stores",
     "trained_kind",
     "waste",
+    "whole_batches",
     "write_store",
 ]

@@ -248,7 +248,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Yields every row of a source once, in order; the last batch is filled up with rows of zeros.
 
-    A row of zeros has mask 0 and segment 0, so a sum weighted by the mask is that of the source.
+    A row of zeros has mask 0 and segment 0, so a sum weighted by the mask is that of the source. A
+    loss that is weighted differently counts these rows: give it :func:`whole_batches`.
 
     Args:
       source: random access to rows.
@@ -260,8 +261,44 @@ def eval_batches(
     [[1, 2], [3, 0]]
     """
     padded = _PaddedRows(source, global_batch)
-    batches = Batches(padded, global_batch=global_batch, seed=0, shuffle=False)
-    steps = range(len(padded) // global_batch)
+    return _in_order(padded, global_batch, len(padded) // global_batch, sharding)
+
+
+def whole_batches(
+    source: RowSource, global_batch: int, *, sharding: jax.sharding.Sharding | None = None
+) -> Iterator[tuple[Batch, int]]:
+    """Yields every row of a source, in order, in batches of one size that hold nothing else.
+
+    The rows that fill no batch come in parts whose sizes divide it, repeated to the size of a
+    batch: that leaves a mean over rows as it is, whatever the loss looks like.
+
+    Args:
+      source, global_batch, sharding: as for :func:`eval_batches`.
+
+    Yields:
+      A batch, and how many rows it stands for: each of them is in it equally often.
+
+    >>> rows = [{"x": np.full(2, i + 1)} for i in range(7)]
+    >>> [(batch["x"][:, 0].tolist(), count) for batch, count in whole_batches(rows, 4)]
+    [([1, 2, 3, 4], 4), ([5, 6, 5, 6], 2), ([7, 7, 7, 7], 1)]
+    """
+    _check(source, global_batch)
+    whole, left = divmod(len(source), global_batch)
+    for batch in _in_order(source, global_batch, whole, sharding):
+        yield batch, global_batch
+    while left:
+        count = next(n for n in range(left, 0, -1) if global_batch % n == 0)
+        part = _Part(source, len(source) - left, count)
+        (batch,) = _in_order(part, global_batch, 1, sharding)
+        yield batch, count
+        left -= count
+
+
+def _in_order(
+    source: RowSource, global_batch: int, count: int, sharding: jax.sharding.Sharding | None
+) -> Iterator[Batch]:
+    batches = Batches(source, global_batch=global_batch, seed=0, shuffle=False)
+    steps = range(count)
     return (batches.batch(n) if sharding is None else batches.sharded(n, sharding) for n in steps)
 
 
@@ -305,6 +342,19 @@ class _PaddedRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._source[index] if index < len(self._source) else self._zeros
+
+
+class _Part:
+    """Some rows of a source that follow each other."""
+
+    def __init__(self, source: RowSource, start: int, count: int):
+        self._source, self._start, self._count = source, start, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._source[self._start + index]
 
 
 def _check(source: RowSource, global_batch: int) -> None:

@@ -20,11 +20,13 @@ from etils import epath
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.experiment import (
     Experiment,
+    Repeated,
     build_evaluation,
     evaluate,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    rows_of,
     to_checkpoint,
 )
 from jaxtrain.gradients import trainable
@@ -188,7 +190,7 @@ class View:
         at_once: int,
     ) -> np.ndarray:
         """Returns the loss at every point, [P], in the precision of the run."""
-        around, first = Surroundings(state, tuple(directions)), self.batches[0]
+        around, first = Surroundings(state, tuple(directions)), rows_of(self.batches[0])
         evaluation = build_evaluation(self.experiment, first, self.mesh)
         step = compile_step(
             build_losses(evaluation, points_PK, at_once=at_once),
@@ -212,7 +214,7 @@ class View:
         at = Curvature(state, vector, vector)
         options = {"mesh": self.mesh, "rules": experiment.rules}
         with differentiated_twice(True):
-            return compile_step(build_product(evaluation), at, self.batches[0], **options)
+            return compile_step(build_product(evaluation), at, rows_of(self.batches[0]), **options)
 
     def start(self, state: TrainState) -> PyTree:
         """Draws a vector like the parameters that train."""
@@ -229,8 +231,13 @@ class View:
             copy = jax.tree.map(jnp.copy, vector)
             at, weights = Curvature(state, copy, jax.tree.map(jnp.zeros_like, vector)), []
             for batch in self.batches:
-                at, weight = step(at, batch)
-                weights.append(weight)
+                share = batch.share if isinstance(batch, Repeated) else 1.0
+                # The step adds a whole batch to the product.
+                before = jax.tree.map(lambda x, share=share: x / share, at.product)
+                at, weight = step(dataclasses.replace(at, product=before), rows_of(batch))
+                product = jax.tree.map(lambda x, share=share: x * share, at.product)
+                at = dataclasses.replace(at, product=product)
+                weights.append(weight * share)
             state, total = at.state, sum(map(float, weights))
             return jax.tree.map(lambda x: x / total, at.product)
 

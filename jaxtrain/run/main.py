@@ -19,7 +19,7 @@ import tyro
 
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
-from jaxtrain.experiment import EvalBatches, Experiment
+from jaxtrain.experiment import EvalBatches, Experiment, Repeated
 from jaxtrain.host import distributed, exit_codes, output, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
@@ -141,12 +141,16 @@ class Config:
 
         Args:
           train: rows to train on, in an order by ``seed`` (:class:`jaxtrain.data.Batches`).
-          held_out: rows to evaluate on, or several sets of them by name; their arrays ``mask``
-            weight them.
+          held_out: rows to evaluate on, or several sets of them by name. The loss weights them; if
+            it is a scalar, all weigh the same.
         """
 
         def passes(rows: data.RowSource) -> EvalBatches:
-            return lambda sharding: data.eval_batches(rows, self.global_batch, sharding=sharding)
+            size = self.global_batch
+            return lambda sharding: (
+                batch if count == size else Repeated(batch, count / size)
+                for batch, count in data.whole_batches(rows, size, sharding=sharding)
+            )
 
         batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
         ahead = max(2, min(self.steps_per_call, self.steps))

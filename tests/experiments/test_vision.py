@@ -10,7 +10,7 @@ from PIL import Image
 
 from experiments.vision import Config, build
 from jaxtrain import hf
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, make_state, rows_of
 from jaxtrain.models import vit
 from jaxtrain.run import trained
 from jaxtrain.run.loop import RunOptions, fit
@@ -130,7 +130,7 @@ def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, ca
     expected, found = (hf.load(each.params()) for each in begun)
     jax.tree.map(np.testing.assert_array_equal, expected, found)
     assert hf.pixels(out) == trained.pixels(run) == PIXELS
-    rows = [next(iter(each.eval_batches(None)))["image"] for each in begun]
+    rows = [rows_of(next(iter(each.eval_batches(None))))["image"] for each in begun]
     np.testing.assert_array_equal(*rows)
     pixels = np.load(pretrained / "images.npz")["images"] / 255
     normalized = (pixels - PIXELS["mean"]) / PIXELS["std"]

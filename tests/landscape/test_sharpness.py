@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from jaxtrain.experiment import make_state
+from jaxtrain.experiment import Repeated, make_state
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.landscape.command import View
 from jaxtrain.landscape.sharpness import Curvature, build_product, largest_eigenvalue
@@ -106,14 +106,15 @@ def test_a_kernel_whose_gradient_has_no_derivative_makes_room_for_xla(monkeypatc
         out = attention.attention(q, q, q, implementation=implementation)
         return jnp.square(out - batch["x"][:, :, None]).mean()
 
-    x = np.random.default_rng(0).normal(size=(8, 128, 8)).astype("f")
+    x = np.random.default_rng(0).normal(size=(10, 128, 8)).astype("f")
+    parts = {"x": x[:8]}, Repeated({"x": np.tile(x[8:], (4, 1, 1))}, 0.25)
     experiment = make_experiment(
         init_fn=lambda rng: {"w": jax.random.normal(rng, (8, 8))},
         loss_fn=loss_fn,
-        eval_batches=lambda sharding: iter([jax.device_put({"x": x}, sharding)]),
+        eval_batches=lambda sharding: iter(parts),
         mesh={"data": 8},
     )
-    view = View(experiment, 1)
+    view = View(experiment, 2)
     state = make_state(experiment, view.mesh)
     state = TrainState(None, state.params, (), None, None, None, None)
     trained = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, {"x": x}, None)))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import compile_eval, evaluate
+from jaxtrain.experiment import compile_eval, evaluate, rows_of
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook, Value, as_value
@@ -62,7 +62,7 @@ class Evaluation(Hook):
             for prefix, opened in sets.items():
                 batches = opened(batch_sharding(run.mesh))
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
-                found = evaluate(self._step_for(state, first), state, batches)
+                found = evaluate(self._step_for(state, rows_of(first)), state, batches)
                 means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
         if shape := np.shape(means.get(name := run.experiment.best_metric)):
             raise ValueError(f"best_metric {name!r} has shape {shape}: name a metric of one number")

@@ -1,15 +1,21 @@
 """Evaluation sets by name, and the evaluation before the first step."""
 
 import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
 from jaxtrain import data
+from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
+from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.hooks import evaluation
+from jaxtrain.run.options import MeshOptions
 from tests import problems
 from tests.run.test_loop import ROWS, Rows, lines, make_experiment
 
@@ -102,6 +108,64 @@ def test_flags_take_held_out_rows_by_name():
     found = config.batches_of(Rows(), {"a": Rows(1), "b": Rows(2)})["eval_batches"]
     for name, seed in (("a", 1), ("b", 2)):
         assert np.array_equal(next(iter(found[name](None)))["x"], Rows(seed).batch["x"][:4])
+
+
+def mean_loss(params, batch, rng):
+    return jnp.square(batch["x"] * params["blocks"]["w"].sum() - 1).mean()
+
+
+def every_row_counts(params, batch, rng):
+    """Each row has a weight, whatever the mask says, and so has one of zeros."""
+    error = jnp.square(batch["x"] * params["blocks"]["w"].sum() - 1)
+    weight = batch["x"] + 1
+    metrics = {"largest": jt.Max((-batch["x"]).max()), "rows": jt.Sum(jnp.ones_like(error).sum())}
+    return jt.WeightedLoss((error * weight).sum(), weight.sum(), metrics)
+
+
+STAGES = jt.Stages(
+    embed=lambda params, batch, rng: batch["x"],
+    block=lambda layer, x, batch, rng: x + layer["w"],
+    head_loss=lambda params, x, batch: jnp.square(x).mean(),
+)
+HELD_OUT_CASES = {
+    "scalar": (mean_loss, {"data": 4}),
+    "scalar, 8 devices": (mean_loss, {"data": 2, "fsdp": 4}),
+    "weight of its own": (every_row_counts, {"data": 8}),
+    "pipeline": (jt.loss_from_stages(STAGES), {"pipe": 2, "data": 2}),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT_CASES)
+def test_held_out_means_are_of_the_rows_that_there_are(case):
+    loss_fn, axes = HELD_OUT_CASES[case]
+    piped = {"stages": STAGES, "pipeline": {"microbatches": 2}} if "pipe" in axes else {}
+    config = jt.Config(global_batch=8, steps=1, mesh=MeshOptions(**axes))
+    rows = [{"x": np.float32(n + 1), "mask": np.float32(n % 2)} for n in range(24)]
+    weights = np.array([0.01, 0.02], np.float32)
+
+    def experiment(count):
+        return config.experiment(
+            "held_out",
+            init_fn=lambda rng: {"blocks": {"w": jnp.asarray(weights)}},
+            loss_fn=loss_fn,
+            optimizer=optax.sgd(1.0),
+            **config.batches_of(rows, rows[:count]),
+            **piped,
+        )
+
+    mesh = make_experiment_mesh(experiment(24), jax.devices()[: math.prod(axes.values())])
+    state = make_state(experiment(24), mesh)
+    step = compile_eval(experiment(24), state, experiment(24).batch, mesh)
+    for count in range(1, 25):
+        batches = experiment(count).eval_batches(batch_sharding(mesh))
+        means = evaluate(step, state, batches)
+        x = np.arange(1.0, count + 1)
+        moved = x + np.float64(weights).sum() if piped else x * np.float64(weights).sum() - 1
+        each = x + 1 if loss_fn is every_row_counts else np.ones(count)
+        expected = (np.square(moved) * each).sum() / each.sum()
+        assert means["loss"] == pytest.approx(expected, rel=2e-6), count
+        if loss_fn is every_row_counts:
+            assert (means["largest"], means["rows"]) == (-1, count), count
 
 
 def test_what_cannot_be_evaluated_is_named(tmp_path):
