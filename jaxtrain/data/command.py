@@ -15,6 +15,7 @@ from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
 from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
+from jaxtrain.host.memory import human_bytes
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -94,6 +95,8 @@ class DataOptions:
     """Its tokens per row."""
     samples: int = 3
     """How many documents to show the beginning of."""
+    verify: bool = False
+    """Only read all of it, as after a copy, and compare every file with its checksum."""
 
 
 def run_data(options: DataOptions, rest: list[str]) -> int:
@@ -103,6 +106,9 @@ def run_data(options: DataOptions, rest: list[str]) -> int:
         if (value := getattr(options, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give more")
     store = open_store(options.store)
+    if options.verify:
+        print(f"{store.path}: {human_bytes(store.verify())}, all as it was written")
+        return 0
     lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
     print("\n".join([*lines, "", *_samples(store, options.samples), ""]))
     print("\n".join(_epochs(store, options)))  # which may refuse what the lengths above explain

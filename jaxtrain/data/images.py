@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.sources import hash_fraction
+from jaxtrain.host.memory import human_bytes
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
@@ -244,9 +245,13 @@ def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
     if size is not None:
         raise ValueError(f"image_size is {size}: the arrays of '{path}' have a size of their own")
     try:
+        with zipfile.ZipFile(path) as packed:
+            size = sum(each.file_size for each in packed.infolist())
+        if size > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(there)} here")
         with np.load(path, allow_pickle=False) as arrays:
             images, labels = arrays["images"], arrays["labels"]
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(f"'{path}' cannot be read: it needs images and labels ({error})") from None
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
         raise ValueError(

@@ -16,6 +16,7 @@ the pages it lies on. Formats of records (ArrayRecord, TFRecord) read and unpack
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -41,6 +42,12 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
 COUNTS = ".counts"  # the ending of files that say which tokens count
+SUMS = "sha256"  # of every shard and array, by name, in the manifest
+# What a manifest holds, and its tokenizer and sets.
+_KINDS = {"tokenizer": dict, "source": dict, "dtype": str}
+_TOKENIZER_KINDS = {"fingerprint": str, "vocab_size": int, "eod": int}
+_SET_KINDS = {"bytes": int, "documents": int, "tokens": int, "longest": int, "text": str}
+_SET_KINDS |= {"lengths": list, "shards": list}
 # Of all stores together: each stays open, of which systems allow a process 256 or 1024.
 _MAPPED_FILES = 128
 
@@ -64,7 +71,7 @@ class Store:
             return ByteTokenizer()
         path = self.path / TOKENIZER
         with naming_damage(path):
-            tokenizer = SubwordTokenizer.from_json(path.read_text(), about["eod"])
+            tokenizer = SubwordTokenizer.from_json(path.read_text(), about["eod"], f"'{path}'")
             if tokenizer.fingerprint != about["fingerprint"]:
                 raise ValueError("it is not that of the store")
         return tokenizer
@@ -80,8 +87,14 @@ class Store:
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
         corpus = Corpus(
-            MappedTokens(paths, counts, np.dtype(self.manifest["dtype"]), owner=self),
-            self._array(name, "starts"),
+            tokens := MappedTokens(
+                paths,
+                counts,
+                self._dtype,
+                owner=self,
+                below=self.manifest["tokenizer"]["vocab_size"],
+            ),
+            self._starts(name, len(tokens)),
             about["bytes"],
             about["text"],
             pairs=self.pairs,
@@ -89,7 +102,8 @@ class Store:
         if "counted" not in about:
             return corpus
         paths = [path.with_suffix(COUNTS) for path in paths]
-        return dataclasses.replace(corpus, counts=MappedTokens(paths, counts, np.dtype(np.uint8)))
+        marks = MappedTokens(paths, counts, np.dtype(np.uint8), below=2)
+        return dataclasses.replace(corpus, counts=marks)
 
     def held_out(self, num_bytes: int) -> Corpus:
         """Returns whole held-out documents of up to so many bytes together, in memory.
@@ -155,9 +169,51 @@ class Store:
                 chat=ChatTemplate(**source["chat"]) if "chat" in source else None,
             )
             stamps = {name: side.files.stamp() for name, side in split._asdict().items()}
-        except (OSError, ValueError, ImportError):
+        except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError):
             return " (not here any more)"
-        return " (unchanged)" if stamps == source["stamps"] else " (changed since)"
+        return " (unchanged)" if stamps == source.get("stamps") else " (changed since)"
+
+    def verify(self) -> int:
+        """Compares every file with the SHA-256 that was taken as it was written.
+
+        Returns:
+          The bytes that were compared.
+
+        Raises:
+          ValueError: files differ, or an earlier version wrote them without a checksum.
+        """
+        sums, size, names = self.manifest.get(SUMS, {}), self._dtype.itemsize, []
+        for name, about in self.manifest["sets"].items():
+            names += [*shard_files(about, size), f"{name}.starts.npy"]
+        names += [f"held_out.{what}.npy" for what in ("sizes", "ranks")]
+        if missing := [name for name in names if name not in sums]:
+            raise ValueError(
+                f"'{self.path}' has no checksum of '{missing[0]}': an earlier version wrote it; "
+                "make the store again to have them"
+            )
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            found = pool.map(_digest, [self.path / name for name in names])
+        differ = [name for name, now in zip(names, found, strict=True) if now != sums[name]]
+        if differ:
+            raise ValueError(
+                f"'{self.path}' is damaged: {', '.join(differ)} "
+                f"({len(differ)} of {len(names)} files); copy it or make it again"
+            )
+        return sum((self.path / name).stat().st_size for name in names)
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(self.manifest["dtype"])
+
+    def _starts(self, name: str, tokens: int) -> np.ndarray:
+        """Where documents begin; the ends are looked at, what lies between is for `verify`."""
+        starts = self._array(name, "starts")
+        if len(starts) and not (starts[0] == 0 <= starts[-1] < tokens):
+            raise ValueError(
+                f"'{self.path / name}.starts.npy' is damaged (documents begin from {starts[0]} to "
+                f"{starts[-1]} of {tokens} tokens); {make_again(self.path)}"
+            )
+        return starts
 
     def _array(self, name: str, what: str) -> np.ndarray:
         path = self.path / f"{name}.{what}.npy"
@@ -165,10 +221,10 @@ class Store:
             # Not np.load, which leaves a damaged file open.
             load = functools.partial(np.lib.format.open_memmap, path, "r")
             array = storage.retrying(load, f"'{path}'")
-        if len(array) != self.manifest["sets"][name]["documents"]:
-            raise ValueError(
-                f"'{path}' is damaged ({len(array)} documents); {make_again(self.path)}"
-            )
+            if array.shape != (count := self.manifest["sets"][name]["documents"],):
+                raise ValueError(f"its shape is {array.shape}, of {count} documents")
+            if array.dtype.kind != ("f" if what == "ranks" else "i"):
+                raise ValueError(f"its dtype is {array.dtype}")
         return np.asarray(array)  # still mapped, without the overhead of np.memmap
 
 
@@ -183,12 +239,20 @@ class MappedTokens:
       counts: the tokens in each.
       dtype: of a token.
       owner: is kept as long as this, such as a store whose files go with it.
+      below: what every token must be less than; a slice of others is a ValueError.
     """
 
     def __init__(
-        self, paths: Sequence[Path], counts: Sequence[int], dtype: np.dtype, *, owner: Any = None
+        self,
+        paths: Sequence[Path],
+        counts: Sequence[int],
+        dtype: np.dtype,
+        *,
+        owner: Any = None,
+        below: int | None = None,
     ):
         self.dtype, self.owner = dtype, owner
+        self._most = np.iinfo(dtype).max if below is None else below - 1
         self._paths = paths
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
 
@@ -218,7 +282,13 @@ class MappedTokens:
         first = start * size // mmap.PAGESIZE * mmap.PAGESIZE
         if stop * size - first > mmap.PAGESIZE and hasattr(mapped, "madvise"):
             mapped.madvise(mmap.MADV_WILLNEED, first, stop * size - first)
-        return tokens[start:stop]
+        found = tokens[start:stop]
+        if self._most < np.iinfo(self.dtype).max and (most := found.max(initial=0)) > self._most:
+            raise ValueError(
+                f"'{self._paths[shard]}' is damaged ({most} is among tokens {start} to {stop}, and "
+                f"{self._most} the highest there is); {make_again(self._paths[shard].parent)}"
+            )
+        return found
 
 
 @functools.lru_cache(_MAPPED_FILES)
@@ -306,14 +376,39 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads(storage.retrying(path.read_text, f"'{path}'"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
-        names = ("tokenizer", "source", "dtype")
-        if missing := [name for name in names if name not in manifest]:
-            raise ValueError(f"it has no {missing[0]}")
+        _check(manifest, _KINDS, "it")
+        _check(manifest["tokenizer"], _TOKENIZER_KINDS, "its tokenizer")
+        if manifest["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"its dtype is {manifest['dtype']!r}")
+        if "sets" in manifest:
+            _check(manifest, {"sets": dict} | ({SUMS: dict} if SUMS in manifest else {}), "it")
+            _check(manifest["sets"], {"train": dict, "held_out": dict}, "it")
+        for name, about in manifest.get("sets", {}).items():
+            counted = {"counted": int} if "counted" in about else {}
+            _check(about, _SET_KINDS | counted, f"its {name}")
+            numbers = [*about["lengths"], *(count for _, count in about["shards"])]
+            texts = [name for name, _ in about["shards"]]
+            if any(type(n) is not int for n in numbers) or any(type(t) is not str for t in texts):
+                raise ValueError(f"its {name} has a shard or a length that is none")
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"'{path}' is damaged ({error}); {make_again(folder)}") from None
+
+
+def _check(found: Any, kinds: dict[str, type], what: str) -> None:
+    """Sees that a JSON object has fields of these kinds."""
+    for name, kind in kinds.items():
+        if name not in found:
+            raise ValueError(f"{what} has no {name}")
+        if not isinstance(found[name], kind):
+            raise ValueError(f"{what} has a {name} that is {found[name]!r}")
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -187,7 +187,8 @@ class SubwordTokenizer(_BytePieces):
     'the thesis'
     """
 
-    def __init__(self, tokenizer: Any, eod: int):
+    def __init__(self, tokenizer: Any, eod: int, name: str = "the tokenizer"):
+        self._name = name  # for what is said of it
         # Files may carry a maximum length and padding for some model's sake; both lose text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -198,7 +199,7 @@ class SubwordTokenizer(_BytePieces):
             self._inside = _import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
             self._inside.encode_special_tokens = True
             self._inside.pre_tokenizer.prepend_scheme = "never"
-        super().__init__(_pieces(tokenizer, eod), eod)
+        super().__init__(_pieces(tokenizer, eod, name), eod)
         found = tokenizer.encode("x", add_special_tokens=False).ids
         words = "WordPiece" in repr(tokenizer.decoder)
         self._adds_space = words or super().decode_bytes(found) == b" x"
@@ -304,7 +305,7 @@ class SubwordTokenizer(_BytePieces):
         if isinstance(tokenizer.normalizer, library.normalizers.NFC):
             tokenizer.normalizer = None
         try:
-            self = cls(tokenizer, tokenizer.token_to_id(eod))
+            self = cls(tokenizer, tokenizer.token_to_id(eod), f"'{path}'")
             self._check_lossless(path)
         except (ValueError, Warning):
             raise
@@ -315,18 +316,22 @@ class SubwordTokenizer(_BytePieces):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled as it is, a tokenizer forgets to encode what spells a special token as text.
-        return self.from_json, (self.to_json(), self.eod)
+        return self.from_json, (self.to_json(), self.eod, self._name)
 
     @classmethod
-    def from_json(cls, text: str, eod: int) -> "SubwordTokenizer":
+    def from_json(cls, text: str, eod: int, name: str = "the tokenizer") -> "SubwordTokenizer":
         """Makes the tokenizer again of what `to_json` returned and of its end-of-document id.
+
+        Args:
+          text, eod: those.
+          name: what errors call it.
 
         Raises:
           ValueError: the text is something else.
         """
         library = _import_tokenizers()
         try:
-            return cls(library.Tokenizer.from_str(text), eod)
+            return cls(library.Tokenizer.from_str(text), eod, name)
         # tokenizers raises bare Exception for a file that it cannot parse.
         except Exception as error:
             raise ValueError(f"it is not a tokenizer.json ({error})") from None
@@ -336,7 +341,7 @@ class SubwordTokenizer(_BytePieces):
         library = _import_tokenizers()
         tokenizer = library.Tokenizer.from_str(self.to_json())
         tokenizer.add_special_tokens([library.AddedToken(each, special=True) for each in tokens])
-        return type(self)(tokenizer, self.eod)
+        return type(self)(tokenizer, self.eod, self._name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes ``tokenizer.json``, readable by `load` and by Hugging Face `tokenizers`."""
@@ -394,7 +399,15 @@ class SubwordTokenizer(_BytePieces):
             for text in texts
         ]
         valid = [part for parts in split for part in parts[::2]]
-        encodings = tokenizer.encode_batch_fast(valid, add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch_fast(valid, add_special_tokens=False)
+        except BaseException as error:  # what a panic of its Rust becomes is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"{self._name} cannot cut a text into words ({error}): its pattern may backtrack "
+                "without end; use another tokenizer"
+            ) from None
         ids = iter([self._as_text(np.array(encoding.ids, np.int32)) for encoding in encodings])
         return [
             np.concatenate(
@@ -486,14 +499,20 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def _pieces(tokenizer: Any, eod: int) -> list[bytes]:
+def _pieces(tokenizer: Any, eod: int, name: str) -> list[bytes]:
     """Returns the bytes each id stands for; ids that no token has, and `eod`, stand for none."""
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     decoder = repr(tokenizer.decoder)
     byte_of = _byte_alphabet() if "ByteLevel" in decoder else {}
     prefix = tokenizer.decoder.prefix if "WordPiece" in decoder else None
-    pieces = [b""] * (max(vocabulary.values()) + 1)
+    most = max(vocabulary.values())
+    if most >= 4 * len(vocabulary) + 100_000:  # a few may be left out, and tables have rows for all
+        raise ValueError(
+            f"{name} has {len(vocabulary):,} tokens and an id of {most:,}, for which a model would "
+            "need as many rows: number them from 0"
+        )
+    pieces = [b""] * (most + 1)
     for token, id in vocabulary.items():
         if id in added:
             pieces[id] = token.encode("utf-8")

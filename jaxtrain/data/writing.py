@@ -30,6 +30,7 @@ from jaxtrain.data.store import (
     COUNTS,
     FORMAT,
     MANIFEST,
+    SUMS,
     TOKENIZER,
     Noted,
     Store,
@@ -40,7 +41,7 @@ from jaxtrain.data.store import (
     read_manifest,
     shard_files,
 )
-from jaxtrain.data.tokenizers import SubwordTokenizer, Tokenizer
+from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
@@ -210,8 +211,9 @@ def _make(
     noted = {part.name: _load_npz(folder / f"{part.name}.npz") for part in parts}
     if len(kinds := {bool(note["pairs"]) for note in noted.values() if "pairs" in note}) > 1:
         raise ValueError(_MIXED)
-    sets = {name: _join(folder, name, parts, noted) for name in sides}
-    about |= {"sets": sets} | ({"pairs": True} if True in kinds else {})
+    sums: dict[str, str] = {}
+    sets = {name: _join(folder, name, parts, noted, sums) for name in sides}
+    about |= {"sets": sets, SUMS: sums} | ({"pairs": True} if True in kinds else {})
     with _whole(folder / MANIFEST) as sink:
         sink.write(json.dumps(about, indent=1).encode())
 
@@ -268,6 +270,7 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
     """Writes the files of a part; the last, ``.npz``, says that it is done."""
     texts = Noted(part.documents if part.num_bytes <= 2 * SHARD_BYTES else _told(part.documents))
     with _whole(folder / f"{part.name}.tokens") as sink:
+        sink = _Summed(sink)
         lengths, counts, pairs = _write_tokens(texts, tokenizer, sink)
         if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
             raise ValueError(
@@ -275,13 +278,26 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
                 "when they are as they should be"
             )
     noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
+    sums = [sink.sum.hexdigest()]
     noted |= {"sizes": np.array(texts.sizes, np.int64), "lengths": np.array(lengths, np.int64)}
     if counts is not None:
         with _whole(folder / f"{part.name}{COUNTS}") as sink:
             sink.write(counts)
+        sums.append(hashlib.sha256(counts).hexdigest())
         noted |= {"counted": counts.sum(), "pairs": pairs}
     with _whole(folder / f"{part.name}.npz") as sink:
-        np.savez(sink, text=texts.fingerprint(), **noted)
+        np.savez(sink, text=texts.fingerprint(), sums=sums, **noted)
+
+
+class _Summed:
+    """A file to write to, and the SHA-256 of what has been written."""
+
+    def __init__(self, sink: BinaryIO):
+        self._sink, self.sum = sink, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sum.update(data)
+        return self._sink.write(data)
 
 
 def _told(files: Files) -> Iterator[Document]:
@@ -319,9 +335,14 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _join(
-    folder: Path, name: str, parts: list[_Part], notes: dict[str, dict[str, np.ndarray]]
+    folder: Path,
+    name: str,
+    parts: list[_Part],
+    notes: dict[str, dict[str, np.ndarray]],
+    sums: dict[str, str],
 ) -> dict[str, Any]:
-    """Joins what the parts of a set noted, writes its arrays, and returns its statistics."""
+    """Joins what the parts of a set noted, writes its arrays, and returns its statistics; adds to
+    the checksums of files."""
     mine = [part for part in parts if part.set == name]
     noted = [notes[part.name] for part in mine]
     shards = [
@@ -342,7 +363,11 @@ def _join(
     counted = [note["counted"] for note in noted if "counted" in note]
     for what, array in arrays.items():
         with _whole(folder / f"{name}.{what}.npy") as sink:
-            np.save(sink, array)
+            np.save(summed := _Summed(sink), array)
+            sums[f"{name}.{what}.npy"] = summed.sum.hexdigest()
+    for part, note in zip(mine, noted, strict=True):  # an earlier version noted none
+        for ending, each in zip((".tokens", COUNTS), note.get("sums", ()), strict=False):
+            sums[f"{part.name}{ending}"] = str(each)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
@@ -453,8 +478,14 @@ def _write_tokens(
     lengths, counted, sided, dtype = [], [], 0, _dtype(tokenizer)
     eod = np.array([tokenizer.eod], dtype).tobytes()
     for chunk in _chunks(documents):
-        for document, (ids, counts) in zip(chunk, encode_marked(chunk, tokenizer), strict=True):
-            sink.write(ids.astype(dtype).tobytes())
+        # Bytes are ids already: those of a long text would take four times its size.
+        if type(tokenizer) is ByteTokenizer and all(type(each) is Document for each in chunk):
+            encoded = ((np.frombuffer(each.text, np.uint8), None) for each in chunk)
+        else:
+            encoded = encode_marked(chunk, tokenizer)
+        for document, (ids, counts) in zip(chunk, encoded, strict=True):
+            for start in range(0, len(ids), _ENCODE_BYTES):
+                sink.write(ids[start : start + _ENCODE_BYTES].astype(dtype).tobytes())
             sink.write(eod)
             lengths.append(len(ids) + 1)
             if counts is not None:

@@ -179,6 +179,17 @@ def structs(root, column):
     return root / "a.parquet"
 
 
+def test_arrays_that_do_not_fit_the_memory_are_refused_before_they_are_unpacked(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, images=np.zeros((20, 1024, 1024), np.uint8), labels=np.arange(20) % 2)
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 12)  # 4,096 pages of 4 KiB
+    with pytest.raises(ValueError, match=r"a.npz' cannot be read: .*20.0 MiB, of 16.0 MiB here"):
+        open_images(path)
+
+
 def test_hidden_files_and_folders_are_no_images(tmp_path):
     by_class(tmp_path, [Image.new("L", (4, 4))] * 4)
     write(tmp_path / ".ipynb_checkpoints" / "0.png", b"")

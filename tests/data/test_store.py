@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gzip
+import hashlib
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -28,6 +30,7 @@ from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, store, tokenize
 from jaxtrain.data.sources import Documents, Split
 from jaxtrain.data.tokenizers import EOD
 from jaxtrain.host import storage
+from jaxtrain.host.memory import human_bytes
 from tests.commands import run as command
 
 BYTES = ByteTokenizer()
@@ -395,6 +398,84 @@ def test_bad_stores_are_named(texts, tmp_path, monkeypatch):
         data.write_store(Split(split.train, []), BYTES, tmp_path / "b" / "store").held_out(9)
 
 
+def test_a_damaged_store_is_named_and_never_trained_on(texts, tmp_path, capsys):
+    path = tmp_path / "store"
+    about = data.write_store(data.text_folder(texts), BYTES, path).manifest
+    status, said, _ = command(capsys, "data", str(path), "--verify")
+    assert (status, said.count("\n")) == (0, 1)
+    size = sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tokens", ".npy"))
+    assert f"{human_bytes(size)}, all as it was written" in said
+    shard = path / about["sets"]["train"]["shards"][0][0]
+    sha = hashlib.sha256(shard.read_bytes()).hexdigest()
+    assert about["sha256"][shard.name] == sha  # what sha256sum says of it
+
+    for file in (shard, path / "held_out.ranks.npy"):  # one flipped bit
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        status, _, error = command(capsys, "data", str(path), "--verify")
+        assert (status, error.count("\n")) == (2, 1)
+        assert f"is damaged: {file.name} (1 of " in error
+        file.write_bytes(whole)
+
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:2000] + np.uint16(60000).tobytes() + whole[2002:])
+    store._mapped.cache_clear()
+    rows = data.PackedTokens(data.open_store(path).corpus(), 64)
+    rows[0]
+    with pytest.raises(ValueError, match=rf"{shard.name}' is damaged \(60000 is among tokens"):
+        rows[1000 // 64]
+    shard.write_bytes(whole)
+
+    for what, value, dtype in (
+        ("starts", 10**12, np.int64),
+        ("starts", -5, np.int64),
+        ("starts", 0, np.float64),
+        ("sizes", 0, bool),
+        ("ranks", 0, np.int64),
+    ):
+        file = path / f"held_out.{what}.npy"
+        kept = file.read_bytes()
+        np.save(file, np.full(len(np.load(file)), value, dtype))
+        with pytest.raises(ValueError, match=rf"{what}.npy' is damaged .*; delete"):
+            data.open_store(path).held_out(10**6)
+        file.write_bytes(kept)
+
+    del about["sha256"]  # as an earlier version wrote it
+    (path / "manifest.json").write_text(json.dumps(about))
+    data.PackedTokens(data.open_store(path).corpus(), 64)[0]
+    status, _, error = command(capsys, "data", str(path), "--verify")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "has no checksum of" in error
+
+
+def test_a_manifest_with_anything_in_any_place_is_read_or_refused(texts, tmp_path):
+    path = tmp_path / "store"
+    manifest = data.write_store(data.text_folder(texts), BYTES, path).manifest
+
+    def changed(found):
+        """Yields an object with something else in the place of each of its parts."""
+        for other in (None, -1, 1.5, "x", [1], {}):
+            yield other
+        for key in found if isinstance(found, dict) else range(min(len(found), 1)):
+            for other in () if isinstance(found, str) else changed_part(found[key]):
+                copy = dict(found) if isinstance(found, dict) else list(found)
+                copy[key] = other
+                yield copy
+
+    def changed_part(part):
+        return changed(part if isinstance(part, (dict, list, tuple)) else "")
+
+    refused = 0
+    for content in changed(manifest):
+        (path / "manifest.json").write_text(json.dumps(content))
+        try:
+            found = data.open_store(path)
+            found.corpus(), found.held_out(100), found.source_state(), found.tokenizer
+        except ValueError as error:
+            refused += "manifest.json' is damaged" in str(error)
+    assert refused > 60
+
+
 def test_a_source_that_is_bad_or_empty_leaves_nothing(texts, tmp_path):
     path = tmp_path / "store"
     with pytest.raises(ValueError, match="there are no documents to tokenize; check the source"):
@@ -487,6 +568,19 @@ def test_a_killed_worker_is_said(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "ProcessPoolExecutor", Killed)
     with pytest.raises(OSError, match=r"tokenized into '.*store' was killed, as where memory runs"):
         data.write_store(data.text_folder(texts), BYTES, tmp_path / "store", workers=2)
+
+
+def test_a_long_text_of_bytes_takes_no_memory_for_its_ids():
+    class Nowhere:
+        def write(self, data):
+            return len(data)
+
+    documents = [Document("long", bytes(1 << 26))]
+    tracemalloc.start()
+    writing._write_tokens(documents, BYTES, Nowhere())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 26
 
 
 def test_documents_are_encoded_in_chunks(monkeypatch):

@@ -1,6 +1,7 @@
 """Tokenizers: nothing is lost, and the count of bytes is exact."""
 
 import json
+import pickle
 import sys
 import time
 
@@ -224,10 +225,26 @@ def test_bpe_load_refusals(bpe, tmp_path):
     unigram.save(str(tmp_path / "unigram.json"))  # without an id of what is unknown
     with pytest.raises(ValueError, match=r"unigram.json' cannot encode every text \(.*unk_id"):
         SubwordTokenizer.load(tmp_path / "unigram.json")
+    content = json.loads(changed(bpe, tmp_path).read_text())
+    content["model"]["vocab"]["zz"] = 4_294_967_294  # a list of so many pieces takes 34 GB
+    (tmp_path / "bomb.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"bomb.json' has 3\d\d tokens and an id of 4,294,967,294"):
+        BPETokenizer.load(tmp_path / "bomb.json")
     for kind in ("Lowercase", "NFKC", "NFD", "NFKD"):
         path = changed(bpe, tmp_path, normalizer={"type": kind})
         with pytest.raises(ValueError, match=r"of 1 Line .* into .*no normalizer"):
             BPETokenizer.load(path)
+
+
+def test_a_pattern_that_backtracks_without_end_is_one_sentence_in_every_process(bpe, tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level["use_regex"] = False
+    both = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, byte_level]}
+    loaded = BPETokenizer.load(changed(bpe, tmp_path, pre_tokenizer=both))
+    for each in (loaded, pickle.loads(pickle.dumps(loaded))):
+        with pytest.raises(ValueError, match=r"\.json' cannot cut a text into words \(.*another"):
+            each.encode("a" * 60 + "b")
 
 
 def test_a_space_in_front_of_texts_without_one_is_refused(bpe, tmp_path):
