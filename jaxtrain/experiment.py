@@ -130,7 +130,9 @@ class Experiment:
       counts: ``step -> numbers`` that are logged with the metrics of a step, such as the epochs of
         each source of its data.
       conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
-        what is evaluated in ``params`` (:func:`jaxtrain.averaged`).
+        what is evaluated in ``params`` (:func:`jaxtrain.averaged`). Of a run that was stopped early
+        while it kept its best checkpoint, they are that one's, without optimizer state and metrics
+        of several numbers.
       best_metric: the evaluation metric that decides which checkpoint is best; ``NAME/loss`` with
         ``eval_batches`` by name.
       best_mode: ``"min"`` or ``"max"``.
@@ -257,6 +259,26 @@ def restore_state(
         to_checkpoint(experiment, abstract),
         base=lambda: to_checkpoint(experiment, make_state(experiment, mesh)),
     )
+
+
+def restore_evaluated(
+    experiment: Experiment, abstract: TrainState, reader: Any, step: int
+) -> TrainState:
+    """Reads what an evaluation takes of a checkpoint and no more: parameters (averages where the
+    optimizer keeps any) and model state.
+
+    Args:
+      experiment, abstract: as for :func:`restore_state`.
+      reader: of the checkpoints (:class:`jaxtrain.run.checkpoints.reader.Reader`).
+      step: which one.
+    """
+    wanted, mesh = to_checkpoint(experiment, abstract), abstract.step.sharding.mesh
+    base = lambda: to_checkpoint(experiment, make_state(experiment, mesh)).params  # noqa: E731
+    params = reader.restore_params(wanted.params, step, base=base)
+    kept = {"model_state": wanted.model_state}
+    if wanted.model_state is not None:
+        kept = reader.restore_part(kept, step)
+    return dataclasses.replace(TrainState(None, params, (), None, None, None, None), **kept)
 
 
 def compile_train(

@@ -25,9 +25,8 @@ from jaxtrain.experiment import (
     evaluate,
     make_abstract_state,
     make_experiment_mesh,
-    make_state,
+    restore_evaluated,
     rows_of,
-    to_checkpoint,
 )
 from jaxtrain.gradients import trainable
 from jaxtrain.host import distributed, memory, quiet
@@ -153,15 +152,7 @@ class View:
 
     def restore(self, run: str, step: int) -> TrainState:
         """Reads parameters (averages where the optimizer keeps any) and model state, no more."""
-        wanted = to_checkpoint(self.experiment, self.abstract)
-        base = lambda: to_checkpoint(self.experiment, make_state(self.experiment, self.mesh)).params  # noqa: E731
-        reader = _reader(run)
-        params = reader.restore_params(wanted.params, step, base=base)
-        kept = {"model_state": wanted.model_state}
-        if wanted.model_state is not None:
-            kept = reader.restore_part(kept, step)
-        bare = TrainState(None, params, (), None, None, None, None)
-        return dataclasses.replace(bare, **kept)
+        return restore_evaluated(self.experiment, self.abstract, _reader(run), step)
 
     def draw(self, state: TrainState, rng: jax.Array) -> PyTree:
         """Draws a random direction, the same on every mesh, which lies as the parameters do."""

@@ -24,6 +24,7 @@ from jaxtrain.experiment import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    restore_evaluated,
     restore_state,
 )
 from jaxtrain.host import distributed, output, readings, storage
@@ -45,7 +46,7 @@ from jaxtrain.run.folder import (
 )
 from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
-from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted
+from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted, check_best_metric
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.profiling import Profiling
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
@@ -141,16 +142,30 @@ def train_loop(
 
 
 @dataclasses.dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run: its step, the numbers of its evaluation, and its state.
+
+    ``restore()`` reads the state onto the run's mesh, beside the last one; all processes call it.
+    """
+
+    step: int
+    evaluation: dict[str, float]
+    restore: Callable[[], TrainState]
+
+
+@dataclasses.dataclass(frozen=True)
 class FitResult:
     """What a run leaves: the last state, its evaluation, and the folder with everything else.
 
-    ``stopped`` is the reason where a hook has stopped it before its last step.
+    ``stopped`` is the reason where a hook has stopped it before its last step, and ``best`` the
+    best of the checkpoints that are kept, if any has an evaluation.
     """
 
     state: TrainState
     evaluation: dict[str, Value]
     run_dir: str
     stopped: str | None = None
+    best: Best | None = None
 
 
 def fit(
@@ -194,6 +209,9 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.steps_per_call, options)
+    if options.best_metric is not None:
+        given = {"best_metric": options.best_metric, "best_mode": options.best_mode}
+        experiment = dataclasses.replace(experiment, **given)
     if options.profiled and options.profiled[0] > experiment.steps:
         raise ValueError(
             f"profile_steps is {options.profile_steps!r} and the run has {experiment.steps} steps: "
@@ -201,11 +219,12 @@ def fit(
         )
     webhook()
     trackers.check_installed(trackers.parse(options.trackers))
-    if options.early_stop_patience and not experiment.eval_sets:
-        raise ValueError(
-            f"early_stop_patience is {options.early_stop_patience} and experiment "
-            f"{experiment.name!r} has no eval_batches: there is nothing to go by"
-        )
+    for name in ("early_stop_patience", "best_metric"):
+        if (value := getattr(options, name)) and not experiment.eval_sets:
+            raise ValueError(
+                f"{name} is {value} and experiment {experiment.name!r} has no eval_batches: there "
+                "is nothing to go by"
+            )
     with output.lasting(), Journal(began) as journal:
         return _fit(experiment, options, hooks, writers, journal)
 
@@ -229,6 +248,8 @@ def _fit(
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
         mesh = make_experiment_mesh(experiment)
         abstract = make_abstract_state(experiment, mesh)
+        if options.best_metric is not None:
+            check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = dataclasses.replace(experiment, config=record)
         run_dir, resume = find_run_dir(
@@ -301,13 +322,24 @@ def _fit(
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
-        stopped = end.reason if end else stopped
-        lines = _told_of_end(experiment, checkpoints, int(state.step), stopped) if stopped else []
+        stopped, lines = end.reason if end else stopped, []
+        concluded, best = (averaged(state), means), _best(experiment, abstract, checkpoints)
+        if stopped:
+            lines.append(f"stopped      after step {int(state.step)}: {stopped}")
+        if stopped and best:
+            value = best.evaluation[name := experiment.best_metric]
+            path = checkpoints.directory / str(best.step)
+            lines.append(f"best saved   {path}, eval/{name} {value:.4f}")
+            if options.saves_best and best.step != int(state.step):
+                run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
+                with ledger.during("restore"):
+                    found = restore_evaluated(experiment, abstract, checkpoints, best.step)
+                concluded = dataclasses.replace(found, step=best.step), best.evaluation
     if compared := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(compared)
-    print_conclusion(experiment, averaged(state), means, str(run_dir), journal)
+    print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)
-    return FitResult(state, means, str(run_dir), stopped)
+    return FitResult(state, means, str(run_dir), stopped, best)
 
 
 @contextlib.contextmanager
@@ -448,16 +480,14 @@ def _finish(
     return means
 
 
-def _told_of_end(
-    experiment: Experiment, checkpoints: Checkpointer, step: int, reason: str
-) -> list[str]:
-    """The last lines of a run that was stopped on purpose: why, and where its best state is."""
-    lines = [f"stopped      after step {step}: {reason}"]
-    if (best := checkpoints.best_step()) is not None:
-        name = f"eval/{experiment.best_metric}"
-        value = checkpoints.metrics(best)[name]
-        lines.append(f"best saved   {checkpoints.directory / str(best)}, {name} {value:.4f}")
-    return lines
+def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointer) -> Best | None:
+    """The best checkpoint that there is."""
+    step = checkpoints.best_step()
+    if step is None:
+        return None
+    means = {name.removeprefix("eval/"): x for name, x in checkpoints.metrics(step).items()}
+    read = functools.partial(checkpoints.restore, step=step)
+    return Best(step, means, functools.partial(restore_state, experiment, abstract, read))
 
 
 def _open_checkpoints(
@@ -466,6 +496,7 @@ def _open_checkpoints(
     return Checkpointer(
         run_dir / "checkpoints",
         keep=options.keep,
+        keep_best=options.keep_best,
         best_metric=f"eval/{experiment.best_metric}",
         best_mode=experiment.best_mode,
     )

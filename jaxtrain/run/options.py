@@ -46,12 +46,17 @@ class RunOptions:
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
-        best metric; the best checkpoint is kept, as with save_best. 0 never stops.
+        best metric; the best checkpoint is kept, as with save_best, and concluded from. 0 never
+        stops.
       early_stop_min_change: For that, better means better by more than this.
-      save_best: Save after every evaluation that is the best so far.
+      save_best: Save after every evaluation that is among the keep_best best so far.
+      best_metric: The metric of an evaluation that decides which is best, such as accuracy, in
+        place of the experiment's own; with best_mode.
+      best_mode: The direction of best_metric: whether the smallest or the largest value is best.
       save_frozen: Write frozen parameters into checkpoints too. Otherwise these have the checksums
         alone, and a resumed run takes the parameters from where it began.
-      keep: Newest checkpoints to keep; the best one is kept as well.
+      keep: Newest checkpoints to keep; the best ones are kept as well.
+      keep_best: Best checkpoints to keep.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
       watch_peers: Of several processes, end all where one has died, and stop all at the same step.
       hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
@@ -81,8 +86,11 @@ class RunOptions:
     save_every: int = 0
     save_minutes: float = 0.0
     save_best: bool = False
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] | None = None
     save_frozen: bool = True
     keep: int = 3
+    keep_best: int = 1
     handle_signals: bool = True
     watch_peers: bool = True
     hang_minutes: float = 30.0
@@ -94,12 +102,17 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
-        least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1}
+        least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1, "keep_best": 1}
         least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least {low}")
+        if (self.best_metric is None) != (self.best_mode is None):
+            raise ValueError(
+                f"best_metric is {self.best_metric!r} and best_mode {self.best_mode!r}: give both, "
+                "or neither"
+            )
         if self.early_stop_patience and not self.eval_every:
             raise ValueError(
                 f"early_stop_patience is {self.early_stop_patience} and eval_every 0: give the "

@@ -83,7 +83,8 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Run from its folder.
             own["versions"][name] = importlib.metadata.version(name)
-    return config | {"provenance": own}
+    best = (f"eval/{experiment.best_metric}", experiment.best_mode)
+    return config | {"best": best, "provenance": own}
 
 
 def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:

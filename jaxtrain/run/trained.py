@@ -44,7 +44,7 @@ def load(
       ValueError: a parameter does not fit the mesh.
     """
     folder = as_path(run)
-    with Checkpointer(folder / "checkpoints") as checkpoints:
+    with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
@@ -59,6 +59,18 @@ def load(
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
     return model, params, data.SubwordTokenizer.load(folder / TOKENIZER_FILE)
+
+
+def open_checkpoints(run: str) -> Checkpointer:
+    """Opens a run's checkpoints, the best of which is what the run has taken for it.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    directory = as_path(run) / "checkpoints"
+    with Checkpointer(directory) as found:
+        metric, mode = found.config().get("best", ("eval/loss", "min"))
+    return Checkpointer(directory, best_metric=metric, best_mode=mode)
 
 
 def model(run: str) -> Model:

@@ -80,8 +80,12 @@ class Reader:
 
     def best_step(self) -> int | None:
         """Returns the step with the best ``best_metric``, the earliest among equals, or None."""
+        return next(iter(self.best_steps()), None)
+
+    def best_steps(self) -> list[int]:
+        """Returns the steps with a finite ``best_metric``, the best first."""
         self.wait()
-        return next(iter(self._ranked(self._scores())), None)
+        return self._ranked(self._scores())
 
     def config(self, step: int | None = None) -> dict[str, Any]:
         """Returns the config saved with ``step`` (None: the latest)."""

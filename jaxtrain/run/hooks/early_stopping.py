@@ -48,20 +48,9 @@ class EarlyStopping(Hook):
         return bool(self.patience and start) and self._counts(start) and self.latest != start
 
     def on_evaluation(self, step: int, means: Mapping[str, Value]) -> None:
-        """Counts the evaluation.
-
-        Raises:
-          ValueError: it has no ``best_metric``.
-        """
-        if not self.patience:
-            return
-        name = self.run.experiment.best_metric
-        if name not in means:
-            raise ValueError(
-                f"best_metric {name!r}, by which early_stop_patience goes, is none of what was "
-                f"evaluated: {', '.join(means)}"
-            )
-        self._count(step, float(means[name]))
+        """Counts the evaluation."""
+        if self.patience:
+            self._count(step, float(means[self.run.experiment.best_metric]))
 
     def ending(self, step: int) -> Ending | None:
         """How the run ends with ``step``, if its evaluation was the last that is waited for."""

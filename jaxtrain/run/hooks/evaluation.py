@@ -2,15 +2,18 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import compile_eval, evaluate, rows_of
+from jaxtrain.experiment import Experiment, build_evaluation, compile_eval, evaluate, rows_of
+from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook, Value, as_value
 from jaxtrain.state import TrainState
@@ -64,8 +67,7 @@ class Evaluation(Hook):
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
                 found = evaluate(self._step_for(state, rows_of(first)), state, batches)
                 means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
-        if shape := np.shape(means.get(name := run.experiment.best_metric)):
-            raise ValueError(f"best_metric {name!r} has shape {shape}: name a metric of one number")
+        _check_best_metric(run.experiment, {name: np.shape(x) for name, x in means.items()})
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         losses = ", ".join(f"{name} {means[name]:.4f}" for name in (f"{x}loss" for x in sets))
@@ -100,6 +102,39 @@ class Evaluation(Hook):
                 raise Interrupted
             if batch is not None:
                 yield batch
+
+
+def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> None:
+    """Refuses a ``best_metric`` that the evaluation of the first held-out batch will not report.
+
+    Args:
+      experiment, mesh: what is evaluated, and where.
+      state: shapes with shardings suffice.
+    """
+    name, sets = experiment.best_metric, experiment.eval_sets.items()
+    prefix, opened = next(each for each in sets if name.startswith(each[0]))
+    batch = rows_of(_peek(prefix, iter(opened(batch_sharding(mesh))))[0])
+    step, shapes = build_evaluation(experiment, batch, mesh), {}
+
+    def means(state: TrainState, batch: PyTree) -> None:
+        found = step(averaged(state), batch).means()
+        shapes.update({f"{prefix}{name}": x.shape for name, x in found.items()})
+
+    trace_step(means, state, batch, mesh, experiment.rules)
+    _check_best_metric(experiment, shapes)
+
+
+def _check_best_metric(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    name = experiment.best_metric
+    if name not in shapes:
+        raise ValueError(
+            f"best_metric is {name!r}, and an evaluation reports {', '.join(shapes)}: name one of "
+            "those"
+        )
+    if shapes[name]:
+        raise ValueError(
+            f"best_metric {name!r} has shape {shapes[name]}: name a metric of one number"
+        )
 
 
 def _peek(prefix: str, batches: Iterator[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:

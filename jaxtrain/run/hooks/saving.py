@@ -49,17 +49,21 @@ class Saving(Hook):
         self.begun = self.failing = False
         rules = run.options.alert_rules.values()
         self.may_be_wanted = any("save" in rule.actions for rule in rules)
-        self.best, self.best_at = math.nan, -1
-        if run.options.saves_best and (step := checkpoints.best_step()) is not None:
-            self.best = checkpoints.metrics(step)[f"eval/{run.experiment.best_metric}"]
+        # As many of the best values as are kept, the best first; smaller is better.
+        self.best, self.best_at = [], -1
+        self.sign = 1 if run.experiment.best_mode == "min" else -1
+        name = f"eval/{run.experiment.best_metric}"
+        if run.options.saves_best:
+            steps = checkpoints.best_steps()[: run.options.keep_best]
+            self.best = [self.sign * checkpoints.metrics(step)[name] for step in steps]
 
     def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
         self.evaluated = (step, means)
-        value = means.get(self.run.experiment.best_metric, math.nan)
-        sign = 1 if self.run.experiment.best_mode == "min" else -1
-        # Written so that the first one is better than none, which is NaN. Step 0 is not saved.
-        if step and math.isfinite(value) and not sign * value >= sign * self.best:
-            self.best, self.best_at = value, step
+        value = self.sign * means[self.run.experiment.best_metric]
+        best = sorted([*self.best, value])[: self.run.options.keep_best]
+        # Step 0 is not saved.
+        if step and math.isfinite(value) and best != self.best:
+            self.best, self.best_at = best, step
 
     def on_step(self, step: int, state: TrainState) -> None:
         self._tell()

@@ -51,8 +51,8 @@ class Stub:
             self.fail.add("wait")
         self.saved.append((step, metrics))
 
-    def best_step(self):
-        return None
+    def best_steps(self):
+        return []
 
     def is_saving(self):
         return False
@@ -114,6 +114,8 @@ def test_by_steps_by_minutes_and_on_the_best():
 
     assert saved() == []
     assert saved(save_every=5) == [5, 10]
+    losses = {2: 3.0, 3: 1.0, 4: 2.0, 5: 2.5, 6: math.nan, 7: 2.0, 8: 1.5}
+    assert saved(losses, save_best=True, keep_best=2) == [2, 3, 4, 8]
     assert saved(save_every=4) == [4, 8]  # the last step is for finish
     assert saved(save_minutes=0.5) == [3, 6, 9]
     # A save of any kind starts the minutes anew.

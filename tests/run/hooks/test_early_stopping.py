@@ -8,13 +8,16 @@ import signal
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
-from tests.run.test_loop import lines, make_experiment
+from tests import problems
+from tests.run.test_loop import ROWS, lines, make_experiment
 
 
 def stops_at(values, *, patience, min_change=0.0, sign=1):
@@ -99,6 +102,10 @@ def test_a_run_killed_and_resumed_stops_early_and_names_its_best_checkpoint(tmp_
     with pytest.raises(Killed):
         jt.fit(experiment, options, hooks=[Kill(7)])
     capsys.readouterr()
+    concluded = []
+    experiment = dataclasses.replace(
+        experiment, conclude=lambda *told: concluded.append(told) or []
+    )
     resumed = jt.fit(experiment, options)
     losses = {x["step"]: x["eval/loss"] for x in lines(tmp_path) if "eval/loss" in x}
     end = 3 * stops_at(list(losses.values()), patience=2, sign=-1)
@@ -108,6 +115,15 @@ def test_a_run_killed_and_resumed_stops_early_and_names_its_best_checkpoint(tmp_
     assert why == f"stopped      after step 9: {found}uations"
     assert best.endswith(f"/checkpoints/3, eval/loss {losses[3]:.4f}")
     assert Checkpointer(tmp_path / "checkpoints").steps() == [3, 9]
+    # What is concluded, restored and generated from is the best; another start concludes alike.
+    jt.fit(experiment, dataclasses.replace(options, auto_resume=False, resume=True))
+    assert resumed.evaluation["loss"] == pytest.approx(losses[9])
+    assert trained.open_checkpoints(str(tmp_path)).best_step() == resumed.best.step == 3
+    for state, means in (*concluded, (resumed.best.restore(), resumed.best.evaluation)):
+        loss, _, _ = problems.reference(jax.device_get(state.params), problems.make_batch(1, ROWS))
+        assert (int(state.step), means["loss"]) == (3, pytest.approx(loss, rel=1e-5))
+        assert loss == pytest.approx(losses[3], rel=1e-5)
+    assert len(concluded) == 2
 
 
 @pytest.mark.slow
@@ -151,6 +167,18 @@ def test_a_run_ends_alike_killed_as_it_ends_and_asked_to_stop_in_an_evaluation(t
             {"early_stop_patience": 2, "eval_every": 2},
             {"eval_batches": None},
             "early_stop_patience is 2 and experiment 'toy' has no eval_batches",
+        ),
+        (
+            {"best_metric": "loss", "best_mode": "max"},
+            {"eval_batches": None},
+            "best_metric is loss and experiment 'toy' has no eval_batches",
+        ),
+        ({"best_metric": "loss"}, {}, "best_metric is 'loss' and best_mode None: give both"),
+        ({"best_mode": "min"}, {}, "best_metric is None and best_mode 'min': give both"),
+        (
+            {"best_metric": "lagrest", "best_mode": "max"},
+            {},
+            "best_metric is 'lagrest', and an evaluation reports loss, half, largest: name one",
         ),
     ],
 )

@@ -13,6 +13,7 @@ import jaxtrain as jt
 from jaxtrain import data
 from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
 from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.hooks import evaluation
 from jaxtrain.run.options import MeshOptions
@@ -168,6 +169,24 @@ def test_held_out_means_are_of_the_rows_that_there_are(case):
             assert (means["largest"], means["rows"]) == (-1, count), count
 
 
+def test_as_many_of_the_best_by_a_metric_that_is_named_are_kept(tmp_path):
+    options = jt.RunOptions(
+        run_dir=str(tmp_path),
+        eval_every=1,
+        save_best=True,
+        keep=1,
+        keep_best=3,
+        best_metric="largest",
+        best_mode="max",
+    )
+    jt.fit(make_experiment(9), options)
+    largest = {x["step"]: x["eval/largest"] for x in lines(tmp_path) if "eval/loss" in x}
+    best = sorted(largest, key=lambda step: (-largest[step], step))[:3]
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == sorted({*best, 9})
+    assert trained.open_checkpoints(str(tmp_path)).best_step() == best[0]
+
+
 def test_what_cannot_be_evaluated_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"best_metric is 'loss' and eval_batches has .* a/loss"):
         make_experiment(eval_batches={"a": held_out(1)})
@@ -176,3 +195,6 @@ def test_what_cannot_be_evaluated_is_named(tmp_path):
     )
     with pytest.raises(ValueError, match="there is no held-out batch to evaluate b/loss on"):
         jt.fit(empty, jt.RunOptions(run_dir=str(tmp_path), eval_first=True))
+    typo = make_experiment(2, best_metric="acuracy")
+    with pytest.raises(ValueError, match="is 'acuracy', and an evaluation reports loss, "):
+        jt.fit(typo, jt.RunOptions(run_dir=str(tmp_path / "typo"), eval_every=1))
