@@ -330,15 +330,15 @@ def seed_and_factor(
     cotangent as rounded to ``dtype``, so that the rounding does not reach the gradients.
 
     Args:
-      weight: of the loss, of any shape; both results are 0 where it is.
+      weight: of the loss, of any shape and sign. A part that weighs nothing may have a total, and
+        so a gradient, all the same: its cotangent is that of a part which weighs 1.
       loss_scale: scalar, or None for 1.
       dtype: of the loss total.
     """
     weight = weight.astype(jnp.promote_types(dtype, jnp.float32))
-    counts = weight > 0
-    per_token = (1.0 if loss_scale is None else loss_scale) / jnp.where(counts, weight, 1.0)
-    seed = jnp.where(counts, per_token, 0.0).astype(dtype)
-    return seed, jnp.where(counts, 1.0 / jnp.where(counts, widen(seed), 1.0), 0.0)
+    size = jnp.where(weight == 0, 1.0, jnp.abs(weight))
+    seed = ((1.0 if loss_scale is None else loss_scale) / size).astype(dtype)
+    return seed, 1.0 / widen(seed)
 
 
 def scaled(grads: PyTree, factor: jax.Array) -> PyTree:

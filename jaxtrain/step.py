@@ -167,8 +167,9 @@ def build_update(
     with ``make_optimizer(accumulate=)``, whose updates are made of several steps, a step that is
     left out leaves out the update that it is part of.
 
-    A step of weight 0 (nothing in its batch counts) changes no parameter and no optimizer state; to
-    ``make_optimizer(accumulate=)`` it is one of the calls, and adds nothing.
+    The mean is ``total / weight`` for a weight of either sign. A step of weight 0 has none: it
+    changes nothing but the count of steps, neither parameters nor optimizer state, model state or
+    loss scale; to ``make_optimizer(accumulate=)`` it is one of the calls, and adds nothing.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     policy = as_policy(policy)
@@ -183,14 +184,18 @@ def build_update(
         sums = gradients.run(engine, *given, frozen=still)
         check_metrics(sums.loss)
 
-        counts = sums.loss.weight > 0
+        counts = sums.loss.weight != 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
         # An engine that does not take ``frozen`` has differentiated everything.
         trains = named_leaves(trainable(state.params, still)[0])
         training, _ = partition(lambda name, _: name in trains, sums.grads)
         _check_gradients(named_leaves(training), trains)
         training = constrain(scaled(training, per_token))
-        finite = all_finite((training, sums.loss.total, sums.loss.weight, sums.model_state))
+        # An infinity that stands there already, as of a running minimum, is not of this batch.
+        states = zip(*map(jax.tree.leaves, (sums.model_state, state.model_state)), strict=True)
+        real = [(x, y) for x, y in states if jnp.issubdtype(x.dtype, jnp.inexact)]
+        moved = [jnp.where(new == old, 0, new) for new, old in real]
+        finite = all_finite((training, sums.loss.total, sums.loss.weight, moved))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
         metrics = loss.means() | {
@@ -198,9 +203,10 @@ def build_update(
             "grad_norm": jnp.where(usable, optax.tree.norm(training), 0.0),
             "skipped": jnp.where(finite, 0, jnp.int32(sums.microbatches)),
         }
-        # The optimizer may be any, and is given zeros for what does not train.
+        # The optimizer may be any, and is given zeros for what does not train. What it makes of a
+        # step that is left out is thrown away, and at 0 or NaN would have no derivative: 0 * NaN.
         grads = jax.tree.map(
-            lambda p, g: jnp.zeros_like(p) if g is None else g.astype(p.dtype),
+            lambda p, g: jnp.zeros_like(p) if g is None else jnp.where(usable, g, 1).astype(p.dtype),
             state.params,
             training,
         )
@@ -236,8 +242,9 @@ def build_update(
             step=state.step + 1,
             params=params,
             opt_state=back_to_host(opt_state, state.opt_state),
-            model_state=select(finite, sums.model_state, state.model_state),
-            loss_scale=state.loss_scale and state.loss_scale.updated(~finite),
+            model_state=select(usable, sums.model_state, state.model_state),
+            loss_scale=state.loss_scale
+            and select(counts | ~finite, state.loss_scale.updated(~finite), state.loss_scale),
             skipped=state.skipped + metrics["skipped"],
         ), metrics
 

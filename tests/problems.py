@@ -7,6 +7,7 @@ import numpy as np
 from jaxtrain.gradients import WeightedLoss
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
+EXTRA = 0.1
 
 
 def init(rng: jax.Array) -> dict:
@@ -45,18 +46,31 @@ def make_batch(seed: int = 0, rows: int = ROWS, keep: float = 0.7) -> dict[str, 
     }
 
 
-def reference(params: dict, batch: dict) -> tuple[float, dict, float]:
-    """Mean loss, its gradients and the weight, in NumPy float64, by hand."""
+def with_extra(params: dict, batch: dict, rng: jax.Array | None) -> WeightedLoss:
+    """``loss_fn`` with a term of every row, whatever that weighs."""
+    loss = loss_fn(params, batch, rng)
+    hidden_NH = jnp.tanh(batch["x"] @ params["up"]["kernel"] + params["up"]["bias"])
+    extra = jnp.square(hidden_NH @ params["down"]["kernel"]).sum()
+    return WeightedLoss(loss.total + EXTRA * extra, loss.weight, loss.metrics)
+
+
+def reference(params: dict, batch: dict, extra: float = 0.0) -> tuple[float, dict, float]:
+    """Mean loss, its gradients and the weight, in NumPy float64, by hand; see ``with_extra``.
+
+    Where the weight is 0 they are sums.
+    """
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     b = {k: np.asarray(v, np.float64) for k, v in batch.items()}
     weight = b["mask"].sum()
     hidden = np.tanh(b["x"] @ p["up"]["kernel"] + p["up"]["bias"])
-    difference = hidden @ p["down"]["kernel"] - b["y"]
-    loss = (np.square(difference).mean(-1) * b["mask"]).sum() / weight
-    d_y = 2 * difference / OUTPUTS * b["mask"][:, None] / weight
+    y = hidden @ p["down"]["kernel"]
+    difference = y - b["y"]
+    loss = (np.square(difference).mean(-1) * b["mask"]).sum() + extra * np.square(y).sum()
+    parts = weight or 1.0
+    d_y = 2 * (difference / OUTPUTS * b["mask"][:, None] + extra * y) / parts
     d_hidden = d_y @ p["down"]["kernel"].T * (1 - hidden**2)
     grads = {
         "up": {"kernel": b["x"].T @ d_hidden, "bias": d_hidden.sum(0)},
         "down": {"kernel": hidden.T @ d_y},
     }
-    return loss, grads, weight
+    return loss / parts, grads, weight

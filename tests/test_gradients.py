@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain import gradients
@@ -25,9 +25,10 @@ def mean_of(sums: gradients.GradientSums):
 
 
 def engine_for(microbatches: int):
+    loss_fn = normalize_loss(problems.with_extra, has_model_state=False)
     if microbatches == 1:
-        return jax.jit(gradients.plain(LOSS))
-    return jax.jit(gradients.accumulated(LOSS, microbatches))
+        return jax.jit(gradients.plain(loss_fn))
+    return jax.jit(gradients.accumulated(loss_fn, microbatches))
 
 
 ENGINES = {k: engine_for(k) for k in (1, 2, 4, 8)}
@@ -38,10 +39,15 @@ ENGINES = {k: engine_for(k) for k in (1, 2, 4, 8)}
     microbatches=st.sampled_from(sorted(ENGINES)),
     seed=st.integers(0, 10_000),
     keep=st.sampled_from([0.05, 0.3, 0.9, 1.0]),
+    negative=st.sampled_from([0.0, 0.4, 1.0]),
 )
-def test_any_number_of_microbatches_gives_the_gradient_of_the_definition(microbatches, seed, keep):
+def test_any_number_of_microbatches_gives_the_gradient_of_the_definition(
+    microbatches, seed, keep, negative
+):
     batch = problems.make_batch(seed, keep=keep)
-    loss, grads, weight = problems.reference(PARAMS, batch)
+    batch["mask"] *= np.where(np.random.default_rng(seed).random(problems.ROWS) < negative, -1, 1)
+    assume(batch["mask"].sum() != 0)
+    loss, grads, weight = problems.reference(PARAMS, batch, problems.EXTRA)
     sums = ENGINES[microbatches](PARAMS, None, batch, KEY, None)
     assert float(sums.loss.weight) == weight
     assert float(sums.loss.means()["loss"]) == pytest.approx(loss, rel=2e-6)
@@ -49,20 +55,24 @@ def test_any_number_of_microbatches_gives_the_gradient_of_the_definition(microba
     assert sums.microbatches == microbatches
 
 
-def test_a_batch_with_nothing_that_counts_has_zero_gradients_and_weight():
+def test_a_batch_with_nothing_that_counts_has_the_gradient_of_its_total():
     batch = problems.make_batch()
     batch["mask"][:] = 0.0
     sums = ENGINES[4](PARAMS, None, batch, KEY, None)
     assert float(sums.loss.weight) == 0.0
-    chex.assert_trees_all_equal(sums.grads, jax.tree.map(jnp.zeros_like, sums.grads))
+    grads = problems.reference(PARAMS, batch, problems.EXTRA)[1]
+    chex.assert_trees_all_close(sums.grads, grads, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [2.0**-3, 2.0**15])
-def test_loss_scale_cancels(scale):
+def test_loss_scale_goes_with_the_mean_and_cancels(scale):
     batch = problems.make_batch()
     plain = ENGINES[4](PARAMS, None, batch, KEY, None)
     scaled = ENGINES[4](PARAMS, None, batch, KEY, jnp.float32(scale))
     chex.assert_trees_all_close(plain, scaled, rtol=1e-6)
+    for weight, size in ((4.0, 4.0), (-4.0, 4.0), (0.0, 1.0)):
+        seed, factor = gradients.seed_and_factor(jnp.float32(weight), scale, jnp.bfloat16)
+        assert (float(seed), float(factor), seed.dtype) == (scale / size, size / scale, "bfloat16")
 
 
 def test_metrics_are_weighted_by_the_loss_or_by_their_own_weight():

@@ -1,5 +1,7 @@
 """The train step is a pure function: it can be vmapped, scanned, differentiated and jitted."""
 
+import operator
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,11 @@ def stacked_batches(count: int):
     return jax.tree.map(lambda *x: np.stack(x), *batches)
 
 
-def test_one_step_of_sgd_is_the_definition():
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_step_of_sgd_is_the_definition(sign):
     state, step = make(optimizer=optax.sgd(0.5), norms=True)
     batch = problems.make_batch()
+    batch["mask"] *= sign
     loss, grads, weight = problems.reference(state.params, batch)
     after, metrics = jax.jit(step)(state, batch)
     expected = jax.tree.map(lambda p, g: np.asarray(p) - 0.5 * g, state.params, grads)
@@ -198,6 +202,24 @@ def test_model_state_that_is_not_finite_leaves_the_step_out():
     assert float(after.model_state) == 1 + problems.ROWS
 
 
+@pytest.mark.parametrize("policy", ["f32", jt.Policy.fp16(64.0)], ids=str)
+def test_a_step_of_weight_zero_changes_nothing_but_the_count(policy):
+    def loss(params, seen, batch, rng):
+        return problems.with_extra(params, batch, rng), seen + batch["x"].sum()
+
+    init = lambda rng: (problems.init(rng), jnp.float32(1.0))  # noqa: E731
+    optimizer, given = jt.make_optimizer("adamw", 1e-2, clip_norm=1.0), {"has_model_state": True}
+    state = jt.init_state(init, optimizer, jax.random.key(0), policy=policy, **given)
+    step = jax.jit(jt.build_train_step(loss, optimizer, policy=policy, accumulate=2, **given))
+    state, _ = step(state, problems.make_batch())
+    batch = problems.make_batch(1)
+    batch["mask"][:] = np.arange(problems.ROWS) // 2 % 2 * 2 - 1  # of both signs in each microbatch
+    after, metrics = step(state, batch)
+    stays = operator.attrgetter("params", "opt_state", "model_state", "loss_scale", "skipped")
+    chex.assert_trees_all_equal(stays(after), stays(state))
+    assert (int(after.step), float(metrics["weight"]), int(metrics["skipped"])) == (2, 0, 0)
+
+
 def test_frozen_parameters_are_in_no_norm_and_leave_no_step_out():
     def loss(params, batch, rng):
         return (params["w"] * batch).sum() + (jnp.sqrt(params["still"]) * batch).sum()
@@ -280,6 +302,15 @@ def test_eval_sums_add_up_to_the_mean_over_everything():
     assert float(total.means()["loss"]) == pytest.approx(
         problems.reference(state.params, whole)[0], rel=1e-6
     )
+
+
+def test_eval_sums_are_float32():
+    def loss(params, batch, rng):
+        return jt.WeightedLoss(jnp.bfloat16(3), jnp.bfloat16(1), {"x": jnp.bfloat16(1)})
+
+    part = jt.build_eval_step(loss)(make()[0], None)
+    total = sum([part] * 599, start=part)  # bfloat16 stays at 256
+    assert (float(total.total), float(total.weight), float(total.metrics["x"])) == (1800, 600, 600)
 
 
 def test_a_loss_that_is_no_scalar_is_refused():

@@ -78,7 +78,7 @@ def accumulate(
         parts = jax.tree.map(lambda g: weight * jnp.where(weight == 0, 0, g), updates)
         sums, total = sums_and_total = jax.tree.map(jnp.add, state.acc_grads, (parts, weight))
         last, finite = state.mini_step == every - 1, all_finite(sums_and_total)
-        made = last & finite & (total > 0)
+        made = last & finite & (total != 0)
 
         def apply(inner):
             # Under vmap this runs where nothing is made too: no NaN may reach its derivatives.

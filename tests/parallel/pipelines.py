@@ -37,7 +37,7 @@ def head_loss(params, x, batch):
     logits = ((x * params["gain"]) @ params["table"].T).astype(jnp.float32)
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][..., None], -1)[..., 0]
     right = (logits.argmax(-1) == batch["next"]) * batch["mask"]
-    total = (nll * batch["mask"]).sum()
+    total = (nll * batch["mask"]).sum() + 0.01 * jnp.square(logits).sum()  # a term of every row
     return jt.WeightedLoss(total, batch["mask"].sum(), {"accuracy": right.sum()})
 
 

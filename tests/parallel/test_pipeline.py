@@ -328,12 +328,21 @@ def test_a_users_model(axes, schedule, virtual, microbatches, remat):
     assert not found.grads["unused"].any()
 
 
-def test_one_microbatch_without_any_token():
+def test_microbatches_without_any_token_and_of_negative_weight():
     batch = small.make_batch(ROWS)
-    batch["mask"][3::MICROBATCHES] = 0.0
+    for empty in (0, 3, 7):
+        batch["mask"][empty::MICROBATCHES] = 0.0
+    batch["mask"][2::MICROBATCHES] *= -1.0
     found, _ = small_pipeline(batch)
     assert_same_sums(found, small_accumulated(batch))
     assert found.loss.weight == batch["mask"].sum()
+
+    def total(params):
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(7)))
+        split = gradients.split_microbatches(batch, MICROBATCHES), keys(jnp.arange(MICROBATCHES))
+        return jax.vmap(lambda rows, key: small.loss_fn(params, rows, key).total)(*split).sum()
+
+    assert worst(found.grads, jax.jit(jax.grad(total))(small_params()))[0] < TOLERANCE
 
 
 def test_a_scalar_loss_weighs_every_microbatch_as_one():
