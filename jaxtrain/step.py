@@ -206,7 +206,9 @@ def build_update(
         # The optimizer may be any, and is given zeros for what does not train. What it makes of a
         # step that is left out is thrown away, and at 0 or NaN would have no derivative: 0 * NaN.
         grads = jax.tree.map(
-            lambda p, g: jnp.zeros_like(p) if g is None else jnp.where(usable, g, 1).astype(p.dtype),
+            lambda p, g: (
+                jnp.zeros_like(p) if g is None else jnp.where(usable, g, 1).astype(p.dtype)
+            ),
             state.params,
             training,
         )

@@ -106,19 +106,32 @@ def test_scanning_ten_steps_in_one_call_equals_ten_calls():
     assert int(scanned.step) == 10
 
 
-def test_differentiating_through_three_steps_agrees_with_finite_differences():
-    batches = stacked_batches(3)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("momentum", "adan", "lamb", "lars", "muon")
+        ),
+    ],
+)
+def test_differentiating_through_steps_agrees_with_finite_differences(name):
+    batches = stacked_batches(4)
+    batches["x"][..., 2] = 0  # parameters without any gradient
+    batches["x"][0], batches["y"][0] = 0, 0  # nor any other has one
+    batches["mask"][2] = 0  # a step that changes nothing
     held_out = problems.make_batch(99)
 
     def final_loss(log_rate):
-        optimizer = jt.make_optimizer("momentum", learning_rate=jnp.exp(log_rate))
+        optimizer = jt.make_optimizer(name, jnp.exp(log_rate), clip_norm=0.5, weight_decay=0.1)
         state = jt.init_state(problems.init, optimizer, jax.random.key(0))
         step = jt.build_train_step(problems.loss_fn, optimizer, accumulate=2)
         state, _ = jax.lax.scan(step, state, batches)
         loss = problems.loss_fn(state.params, held_out, None)
         return loss.total / loss.weight
 
-    at, h = jnp.log(0.3), 0.02
+    at, h = jnp.log(0.3 if name == "lars" else 0.03), 0.01
     slope = jax.jit(jax.grad(final_loss))(at)
     final_loss = jax.jit(final_loss)
     finite = (final_loss(at + h) - final_loss(at - h)) / (2 * h)
@@ -218,6 +231,24 @@ def test_a_step_of_weight_zero_changes_nothing_but_the_count(policy):
     stays = operator.attrgetter("params", "opt_state", "model_state", "loss_scale", "skipped")
     chex.assert_trees_all_equal(stays(after), stays(state))
     assert (int(after.step), float(metrics["weight"]), int(metrics["skipped"])) == (2, 0, 0)
+
+
+def test_an_infinity_that_model_state_begins_with_leaves_no_step_out():
+    def loss(params, seen, batch, rng):
+        found = problems.loss_fn(params, batch, rng)
+        best = jnp.minimum(seen["best"], found.total) + 0 * batch["far"]
+        return found, seen | {"best": best}
+
+    init = lambda rng: (problems.init(rng), {"best": jnp.inf, "masked": -jnp.inf * jnp.ones(2)})  # noqa: E731
+    state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0), has_model_state=True)
+    step = jax.jit(jt.build_train_step(loss, optax.sgd(0.1), has_model_state=True))
+    batch = problems.make_batch() | {"far": np.float32(0)}
+    state, metrics = step(state, batch)
+    assert int(metrics["skipped"]) == 0
+    best = float(state.model_state["best"])
+    assert best == pytest.approx(float(metrics["loss"] * metrics["weight"]), rel=1e-6)
+    state, metrics = step(state, batch | {"far": np.float32(np.inf)})
+    assert (int(metrics["skipped"]), float(state.model_state["best"])) == (1, best)
 
 
 def test_frozen_parameters_are_in_no_norm_and_leave_no_step_out():

@@ -168,7 +168,7 @@ watch_every
         )
         if rate_multipliers:
             stages.append(_scale_by(multipliers("rate_multipliers", rate_multipliers)))
-        clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+        clip = optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm)
         tx = optax.chain(clip, *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = tx if ema is None else ema_of(tx, ema)
@@ -206,6 +206,17 @@ def _trainable(freeze: Mask | None, params: Any) -> Any:
         if not any(jax.tree.leaves(trainable)):
             raise ValueError("freeze freezes every parameter; leave one to train")
     return trainable
+
+
+def _clip_by_global_norm(limit: float | jax.Array) -> optax.GradientTransformation:
+    """optax's, with a derivative where the gradient is 0."""
+
+    def clip(updates, _):
+        square = optax.tree.norm(updates, squared=True)
+        norm = jnp.sqrt(jnp.where(square == 0, 1, square))
+        return jax.tree.map(lambda u: jnp.where(norm < limit, u, u / norm * limit), updates)
+
+    return optax.stateless(clip)
 
 
 def _scale_by(factors: Any) -> optax.GradientTransformation:

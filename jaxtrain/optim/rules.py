@@ -131,6 +131,11 @@ OPTIONS = {
 }
 
 
+# Below the rounding of any second moment: a root has no derivative where that is 0.
+_TINY = 1e-37
+_adam = functools.partial(optax.scale_by_adam, eps_root=_TINY)
+
+
 @rule(learning_rate=0.3)
 def sgd(parts: Parts) -> Stages:
     """Gradient descent. Weight decay is coupled."""
@@ -148,7 +153,7 @@ def adam(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dty
     """Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980). Weight decay is coupled."""
     return [
         parts.decay,
-        optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
+        _adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
         parts.rate,
     ]
 
@@ -157,7 +162,7 @@ def adam(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dty
 def adamw(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dtype=None) -> Stages:
     """Adam with decoupled decay (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101)."""
     return [
-        optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
+        _adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
         parts.decay,
         parts.rate,
     ]
@@ -199,7 +204,7 @@ def adan(parts: Parts, *, b1=0.98, b2=0.92, b3=0.99, eps=1e-8, moment_dtype=None
         means = ((m, b1), (v, b2), (n, b3))
         m_hat, v_hat, n_hat = (optax.tree.bias_correction(x, b, count) for x, b in means)
         updates = jax.tree.map(
-            lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n) + eps), m_hat, v_hat, n_hat
+            lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n + _TINY) + eps), m_hat, v_hat, n_hat
         )
         return updates, AdanState(count, m, v, n, grads)
 
@@ -260,7 +265,7 @@ def lamb(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-6, trust_mask=None, moment_dt
     """
     trust = parts.mask("trust_mask", trust_mask, _everything)
     ratio = layerwise.scale_by_lamb_trust_ratio(trust, stacked=parts.stacked)
-    return [optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype), parts.decay, ratio, parts.rate]
+    return [_adam(b1, b2, eps, mu_dtype=moment_dtype), parts.decay, ratio, parts.rate]
 
 
 @rule(learning_rate=3.0)
@@ -326,7 +331,7 @@ def muon(
     )
     return [
         orthogonal,
-        optax.masked(optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype), others),
+        optax.masked(_adam(b1, b2, eps, mu_dtype=moment_dtype), others),
         parts.decay,
         optax.masked(optax.scale(adam_ratio), others),
         parts.rate,
