@@ -4,12 +4,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain import gradients
+from jaxtrain.optim import make_optimizer
 from jaxtrain.precision import Policy
 from jaxtrain.state import init_state
 from jaxtrain.step import build_train_step, normalize_loss
@@ -120,12 +120,12 @@ def test_float64_stays_float64():
             error = jnp.square(hidden @ params["down"]["kernel"] - batch["y"]).mean(-1)
             return gradients.WeightedLoss((error * batch["mask"]).sum(), batch["mask"].sum())
 
-        policy = Policy(jnp.float64, jnp.float64)
-        step = build_train_step(loss_fn, optax.sgd(1.0), accumulate=4, policy=policy)
-        state = init_state(lambda rng: params, optax.sgd(1.0), KEY, policy=policy)
+        policy, optimizer = Policy(jnp.float64, jnp.float64), make_optimizer("sgd", 0.1)
+        step = build_train_step(loss_fn, optimizer, accumulate=4, policy=policy)
+        state = init_state(lambda rng: params, optimizer, KEY, policy=policy)
         after, metrics = jax.jit(step)(state, batch)
         loss, grads, _ = problems.reference(params, batch)
-        applied = jax.tree.map(jnp.subtract, params, after.params)
+        applied = jax.tree.map(lambda a, b: (a - b) / 0.1, params, after.params)
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-14)
     chex.assert_trees_all_close(applied, grads, rtol=1e-11, atol=1e-14)
 

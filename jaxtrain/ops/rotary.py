@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.numerics import wide
+
 
 class Llama3Scaling(NamedTuple):
     """How Llama 3.1 stretches rotary positions (Dubey et al. 2024, https://arxiv.org/abs/2407.21783;
@@ -78,25 +80,26 @@ def scaling_of(values: Any) -> Scaling:
 def rotary_frequencies(
     head_dim: int, *, theta: float = 10000.0, scaling: Scaling | None = None
 ) -> jax.Array:
-    """Returns the angles per position ``theta ** (-2 i / K)``, float32 [K/2].
+    """Returns the angles per position ``theta ** (-2 i / K)``, [K/2]: float32, or float64 where JAX
+    has it (``jax_enable_x64``).
 
     Args:
       head_dim: K, even.
       theta: base of the frequencies.
       scaling: changes them.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
     return frequencies if scaling is None else scaling.scaled(frequencies)
 
 
 def rotary_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines, float32 [B, T, K/2], of ``position * frequency``.
+    """Returns cosines and sines of ``position * frequency``, [B, T, K/2] in the latter's dtype.
 
     Args:
       positions_BT: int32 positions; leading dimensions may be any.
       frequencies: [K/2], of :func:`rotary_frequencies`.
     """
-    angles = positions_BT.astype(jnp.float32)[..., None] * frequencies
+    angles = positions_BT.astype(frequencies.dtype)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -104,15 +107,16 @@ def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns each pair of features (i, i + K/2) by its position's angle.
 
     The pairs are those of the published Llama checkpoints in Hugging Face form; Meta's own files
-    pair (2i, 2i + 1), which is the same model with the columns of q and k permuted. The angles and
-    the products are float32, the result has the dtype of ``x_BTHK``.
+    pair (2i, 2i + 1), which is the same model with the columns of q and k permuted. The products
+    are float32, or float64 of such an ``x_BTHK``; the result has its dtype.
 
     >>> x_BTHK = jnp.ones((1, 2, 1, 2))
     >>> turned_BTHK = rotate(x_BTHK, rotary_angles(jnp.array([[0, 1]]), jnp.ones(1)))
     >>> [round(float(x), 3) for x in turned_BTHK[0, 1, 0]]
     [-0.301, 1.382]
     """
-    cos, sin = (a[..., None, :] for a in angles)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    dtype = wide(x_BTHK.dtype)
+    cos, sin = (a[..., None, :].astype(dtype) for a in angles)
+    first, second = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHK.dtype)

@@ -46,9 +46,9 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransfo
     ([-0.25, -0.25], 0.25, 2)
     """
 
-    def rate_at(count: jax.Array) -> jax.Array:
+    def rate_at(count: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        return jnp.asarray(rate, jnp.float32)
+        return jnp.asarray(rate, jnp.promote_types(dtype, jnp.float32))
 
     def init(params):
         del params
@@ -57,9 +57,9 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransfo
 
     def update(updates, state, params=None):
         del params
-        rate = rate_at(state.count)
-        updates = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
-        return updates, LearningRateState(optax.safe_increment(state.count), rate)
+        scaled = lambda u: (-rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731
+        count = optax.safe_increment(state.count)
+        return jax.tree.map(scaled, updates), LearningRateState(count, rate_at(state.count))
 
     return optax.GradientTransformation(init, update)
 

@@ -72,8 +72,15 @@ def test_bfloat16_in_and_out_with_float32_between(name):
     exact = plain(*(a.astype(jnp.float32) for a in args))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=1 / 128)
-    grads = jax.grad(lambda *a: function(*a).sum(), tuple(range(len(args))))(*args)
-    assert [g.dtype for g in grads] == [jnp.bfloat16] * len(args)
+    weights = rng.standard_normal(WIDE).astype(jnp.bfloat16)
+    found, exact = (
+        jax.vjp(f, *a)[1](weights.astype(f(*a).dtype))
+        for f, a in ((function, args), (plain, [a.astype(jnp.float32) for a in args]))
+    )
+    assert [g.dtype for g in found] == [jnp.bfloat16] * len(args)
+    for g, e in zip(found, exact, strict=True):
+        error = np.abs(g.astype(jnp.float32) - e).max()
+        assert error <= np.abs(e).max() / 128
 
 
 @pytest.mark.parametrize(("name", "kept"), [("layer_norm", 1), ("rms_norm", 1), ("gelu", 1)])
@@ -92,18 +99,20 @@ def test_layer_norm_without_bias():
     )
 
 
-def test_rotation_is_multiplication_by_a_unit_complex_number():
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 2e-4), ("float64", 1e-12)])
+def test_rotation_is_multiplication_by_a_unit_complex_number(dtype, error):
     rng = np.random.default_rng(3)
     x = rng.standard_normal((2, 5, 3, 8))
     positions = rng.integers(0, 1000, (2, 5))
-    turned = rotate(
-        jnp.asarray(x, jnp.float32), rotary_angles(jnp.asarray(positions), rotary_frequencies(8))
-    )
+    with jax.enable_x64(dtype == "float64"):
+        angles = rotary_angles(jnp.asarray(positions), rotary_frequencies(8))
+        turned = rotate(jnp.asarray(x, dtype), angles)
+    assert turned.dtype == dtype
     frequencies = 10000.0 ** (-np.arange(4) / 4)
     pairs = x[..., :4] + 1j * x[..., 4:]
     pairs = pairs * np.exp(1j * positions[..., None] * frequencies)[:, :, None]
-    np.testing.assert_allclose(turned[..., :4], pairs.real, atol=2e-4)
-    np.testing.assert_allclose(turned[..., 4:], pairs.imag, atol=2e-4)
+    np.testing.assert_allclose(turned[..., :4], pairs.real, atol=error)
+    np.testing.assert_allclose(turned[..., 4:], pairs.imag, atol=error)
 
 
 def test_rotated_products_depend_on_the_distance_alone():
