@@ -261,9 +261,9 @@ def lamb(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-6, trust_mask=None, moment_dt
     """LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962), per layer.
 
     The trust ratio scales the weight decay too. ``trust_mask`` says which parameters take it, as
-    ``decay_mask``; by default all.
+    ``decay_mask``; by default those that decay, as in the authors' code.
     """
-    trust = parts.mask("trust_mask", trust_mask, _everything)
+    trust = _trust(parts, trust_mask)
     ratio = layerwise.scale_by_lamb_trust_ratio(trust, stacked=parts.stacked)
     return [_adam(b1, b2, eps, mu_dtype=moment_dtype), parts.decay, ratio, parts.rate]
 
@@ -282,10 +282,10 @@ def lars(
 
     The paper accumulates steps, not gradients: the learning rate goes before the momentum. The
     trust ratio, with ``trust_coefficient`` for the paper's eta, scales the weight decay too.
-    ``trust_mask`` says which parameters take it, as ``decay_mask``; by default all.
+    ``trust_mask`` says which parameters take it, as ``decay_mask``; by default those that decay.
     """
     ratio = layerwise.scale_by_lars_trust_ratio(
-        parts.mask("trust_mask", trust_mask, _everything),
+        _trust(parts, trust_mask),
         parts.strengths,
         trust_coefficient=trust_coefficient,
         stacked=parts.stacked,
@@ -369,5 +369,6 @@ def _trace(decay: Any, nesterov: bool, dtype: Any) -> optax.GradientTransformati
     return optax.trace(decay, nesterov=nesterov, accumulator_dtype=dtype)
 
 
-def _everything(params: Any) -> Any:
-    return jax.tree.map(lambda _: True, params)
+def _trust(parts: Parts, given: Mask | None) -> Any:
+    decaying = jax.tree.map(lambda strength: strength is not False, parts.strengths)
+    return decaying if given is None else parts.mask("trust_mask", given, None)

@@ -327,6 +327,9 @@ def test_unstacked_it_is_optax(name):
         "adan": {"b2": 0.5},
         "rmsprop": {"momentum": 0.5},
         "adafactor": {"min_dim_size_to_factor": 3, "momentum": 0.9},
+        # optax has no default for them.
+        "lamb": {"trust_mask": (".",)},
+        "lars": {"trust_mask": (".",)},
         # optax has one eps and one nesterov for both groups, and decays none of AdamW's.
         "muon": {"decay_mask": (r"blocks_.*/w", r"pairs_"), "eps": 1e-8, "nesterov": False},
     }.get(name, {})
