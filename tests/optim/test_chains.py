@@ -449,7 +449,7 @@ def test_bad_values_are_named(build, message):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("clip_norm", [1.0, 1e4])
-def test_clip_is_one_norm_over_what_trains(dtype, clip_norm):
+def test_clip_is_one_norm_over_what_trains_before_decay(dtype, clip_norm):
     rng = np.random.default_rng(2)
     # bfloat16 sums of this many squares would be off by several parts in a thousand.
     grads = {
@@ -457,11 +457,12 @@ def test_clip_is_one_norm_over_what_trains(dtype, clip_norm):
         "b": {"c": jnp.asarray(rng.normal(size=(3, 5)), dtype)},
         "frozen": jnp.full(7, 100.0, dtype),
     }
-    tx = make_optimizer("sgd", 1.0, clip_norm=clip_norm, freeze=("frozen",))
+    more = {"weight_decay": 0.1, "decay_mask": (".",), "freeze": ("frozen",)}
+    tx = make_optimizer("sgd", 1.0, clip_norm=clip_norm, **more)
     updates, _ = jit(tx.update)(grads, tx.init(grads), grads)
     trains = [np.asarray(g, np.float64) for g in (grads["a"], grads["b"]["c"])]
     norm = np.sqrt(sum((g**2).sum() for g in trains))
-    scale = min(1.0, clip_norm / norm)
+    scale = min(1.0, clip_norm / norm) + 0.1  # the parameters are the gradients
     rounding = {"rtol": 1e-5 if dtype == jnp.float32 else 2**-8}
     assert updates["a"].dtype == dtype
     np.testing.assert_allclose(np.float64(updates["a"]), -trains[0] * scale, **rounding)
