@@ -82,7 +82,7 @@ class Experiment:
       name: names the run's folder.
       init_fn: ``rng -> params`` (with ``has_model_state``: ``-> (params, model_state)``).
       loss_fn: as for :func:`jaxtrain.build_train_step`.
-      optimizer: an optax transformation.
+      optimizer: an optax transformation, or a function of :attr:`stack` that makes one.
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
@@ -141,7 +141,7 @@ class Experiment:
     name: str
     init_fn: Callable[[jax.Array], PyTree]
     loss_fn: Callable[..., Any]
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | Callable[[Stack], optax.GradientTransformation]
     batch: PyTree
     train_batches: BatchStream
     steps: int
@@ -187,6 +187,8 @@ class Experiment:
                 "call's steps does not leave the devices in between; give 1"
             )
         object.__setattr__(self, "policy", as_policy(self.policy))
+        if callable(self.optimizer):
+            object.__setattr__(self, "optimizer", self.optimizer(self.stack))
         sets = self.eval_sets
         if sets and not self.best_metric.startswith(tuple(sets)):
             raise ValueError(

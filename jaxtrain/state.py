@@ -22,6 +22,7 @@ from jaxtrain.parallel.sharding import (
     ruled_shardings,
     state_shardings,
 )
+from jaxtrain.parallel.stack import stacked_as
 from jaxtrain.precision import LossScale, Policy, as_policy
 from jaxtrain.tree import combine, map_named, named_leaves, partition
 
@@ -102,7 +103,7 @@ def init_state(
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
-    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules)
     _check_offload(offload_optimizer, mesh)
     if mesh is None and params is None:
         return jax.jit(create)(rng)
@@ -143,7 +144,7 @@ def abstract_state(
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
     """
-    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules)
     shapes = jax.eval_shape(
         create, jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     )
@@ -324,7 +325,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.copy(x).astype(dtype)
 
 
-def _creator(init_fn, optimizer, policy, has_model_state):
+def _creator(init_fn, optimizer, policy, has_model_state, rules):
     def create(rng: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
         params, model_state = init_fn(init_rng), None
@@ -338,10 +339,12 @@ def _creator(init_fn, optimizer, policy, has_model_state):
         params = policy.cast_to_param(params)
         if given:
             params = map_named(lambda name, made: given.get(name, made), params)
+        with stacked_as(as_rules(rules).stacked, exact=False):
+            opt_state = optimizer.init(params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
-            opt_state=optimizer.init(params),
+            opt_state=opt_state,
             model_state=model_state,
             rng=step_rng,
             loss_scale=policy.initial_loss_scale(),

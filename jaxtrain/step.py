@@ -33,6 +33,7 @@ from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.offload import back_to_host, on_devices
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.parallel.reduction import reduced_once, why_not
+from jaxtrain.parallel.stack import stacked_as
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves, partition
@@ -123,7 +124,7 @@ def build_engine(
         )
     own = engine is not gradients.plain
     obstacle = why_not(loss_fn, has_model_state=has_model_state, own_engine=own)
-    policy = as_policy(policy)
+    policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
     loss_fn = with_policy(
         normalize_loss(loss_fn, has_model_state), policy, gather, gradient_shardings
     )
@@ -132,7 +133,7 @@ def build_engine(
         pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
         pinned = {} if pins is None else {"constrain": pins}
         built = gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
-    return reduced_once(
+    reduced = reduced_once(
         built,
         loss_fn,
         cast=policy.cast_to_compute,
@@ -141,6 +142,9 @@ def build_engine(
         shardings=gradient_shardings,
         obstacle=obstacle,
     )
+    if stack is not None and not own:
+        reduced.stack = stack
+    return reduced
 
 
 def build_update(
@@ -216,7 +220,8 @@ def build_update(
         # Some transformations refuse what they do not use.
         extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
-        with jax.named_scope("optimizer"):
+        stack = getattr(engine, "stack", None)
+        with jax.named_scope("optimizer"), stacked_as(stack, exact=True):
             updates, opt_state = optimizer.update(grads, before, state.params, **extras)
         opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def make_optimizer(
     decay_multipliers: Multipliers = (),
     rate_multipliers: Multipliers = (),
     freeze: Mask | None = None,
-    stacked: Stacked = (),
+    stacked: Stacked | Callable[[Any], Stacked] | None = None,
     accumulate: int = 1,
     skip_spikes: float | None = None,
     ema: float | None = None,
@@ -90,7 +91,9 @@ def make_optimizer(
       freeze: which parameters, besides integers, have no gradient, hold no state, count in no norm
         and get exactly zero updates; see :func:`frozen`.
       stacked: path regexes of parameters whose leading axis indexes layers, or a mapping from regex
-        to the number of such axes.
+        to the number of such axes (:attr:`jaxtrain.Stack.axes`), or a function of the parameters
+        that returns those. Left out it is ``()``, with a warning where a state or a step is made of
+        parameters that look stacked.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
         behind each mean gradient; see ``accumulation.accumulate``.
       skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
@@ -136,8 +139,18 @@ watch_every
     every = numerics.check_integer("accumulate", accumulate, low=1)
     watch_every = numerics.check_integer("watch_every", watch_every, low=0)
 
+    no_decay = numerics.concrete("weight_decay", weight_decay) == 0
+
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
-        masks.check_matches("stacked", stacked, params)
+        axes = (stacked(params) if callable(stacked) else stacked) or ()
+        masks.check_matches("stacked", axes, params)
+        masks.warn_of_stack(
+            name,
+            None if stacked is None else axes,
+            params,
+            per_layer=name in rules.PER_LAYER,
+            by_rank=not no_decay and decay_mask is None,
+        )
         trainable = _trainable(freeze, params)
 
         def kept(tree: Any) -> Any:
@@ -147,14 +160,13 @@ watch_every
             return kept(default(params) if given is None else masks.resolve(option, given, params))
 
         def multipliers(option: str, given: Multipliers) -> Any:
-            return kept(masks.multipliers(option, given, params, stacked=stacked))
+            return kept(masks.multipliers(option, given, params, stacked=axes))
 
         strengths = jax.tree.map(
             lambda decays, factor: weight_decay * factor if decays else False,
-            mask("decay_mask", decay_mask, functools.partial(masks.decay_mask, stacked=stacked)),
+            mask("decay_mask", decay_mask, functools.partial(masks.decay_mask, stacked=axes)),
             multipliers("decay_multipliers", decay_multipliers),
         )
-        no_decay = numerics.concrete("weight_decay", weight_decay) == 0
         stages = rules.RULES[name](
             rules.Parts(
                 decay=optax.identity() if no_decay else layerwise.add_decayed_weights(strengths),
@@ -162,7 +174,7 @@ watch_every
                 params=kept(params),
                 strengths=strengths,
                 mask=mask,
-                stacked=stacked,
+                stacked=axes,
             ),
             **options,
         )
@@ -172,7 +184,7 @@ watch_every
         tx = optax.chain(clip, *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = tx if ema is None else ema_of(tx, ema)
-        tx = watch(tx, watch_every, stacked=stacked) if watch_every else tx
+        tx = watch(tx, watch_every, stacked=axes) if watch_every else tx
         tx = accumulate_calls(tx, every) if every > 1 else tx
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)

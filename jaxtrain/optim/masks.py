@@ -12,7 +12,9 @@ are padding. The first pattern that matches decides.
 
 import contextlib
 import math
+import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.optim import numerics
+from jaxtrain.parallel.stack import of_model
 from jaxtrain.tree import Rows, map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]
@@ -90,15 +93,18 @@ def hidden_matrices(params: Any, *, stacked: Stacked = ()) -> Any:
     """Returns Muon's default mask: True for matrices (rank 2 per layer) of hidden layers.
 
     False for embeddings (a word of the path holds ``embed``, or is ``wte``, ``wpe``), for output
-    layers (``head``, ``lm_head``, ``logits``, ``classifier``), and for every other rank: whether
-    axes of a rank-3 kernel belong to its input or its output cannot be read off its shape.
+    layers (``head``, ``lm_head``, ``logits``, ``classifier``), for norms and biases by name as in
+    ``decay_mask``, and for every other rank: whether axes of a rank-3 kernel belong to its input or
+    its output cannot be read off its shape.
 
     >>> params = {"wte": jnp.ones((16, 8)), "blocks": {"w": jnp.ones((4, 8, 8))}}
     >>> hidden_matrices(params, stacked=(r"^blocks/",))
     {'blocks': {'w': True}, 'wte': False}
     """
     return map_named(
-        lambda name, p, n: jnp.ndim(p) - n == 2 and not _is_table_or_head(name),
+        lambda name, p, n: (
+            jnp.ndim(p) - n == 2 and not (_NORM_OR_BIAS.search(name) or _is_table_or_head(name))
+        ),
         params,
         stacked_axes(params, stacked),
     )
@@ -159,6 +165,34 @@ def layer_rows(params: Any, stacked: Stacked) -> Any:
         return np.array(found.places) if padded else np.arange(math.prod(jnp.shape(p)[:axes]))
 
     return map_named(rows, params, stacked_axes(params, stacked))
+
+
+def warn_of_stack(
+    name: str, given: Stacked | None, params: Any, *, per_layer: bool, by_rank: bool
+) -> None:
+    """Warns where an optimizer would take the layers of a stack of its model for one parameter.
+
+    Args:
+      name: of the rule.
+      given: which axes it knows to index layers; None where nobody has said.
+      params: the parameters.
+      per_layer: whether the rule is another one then.
+      by_rank: whether what decays goes by the rank per layer.
+    """
+    stack, exact = of_model()
+    if stack is None or not (exact or (given is None and stack.fits(params))):
+        return
+    known, wanted = (jax.tree.leaves(stacked_axes(params, x)) for x in (given or (), stack.axes))
+    if all(n >= m for n, m in zip(known, wanted, strict=True)):
+        return
+    masks = (decay_mask(params, stacked=axes) for axes in (given or (), stack.axes))
+    if per_layer or (by_rank and operator.ne(*masks)):
+        warnings.warn(
+            f"optimizer {name!r} takes the layers stacked below {stack.key!r} for one parameter: "
+            f"give make_optimizer stacked=jaxtrain.{stack}.axes, or stacked=() where those are no "
+            "layers",
+            stacklevel=2,
+        )
 
 
 def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:

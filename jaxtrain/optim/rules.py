@@ -27,6 +27,8 @@ from jaxtrain.optim.options import keywords, resolve
 Stages = list[optax.GradientTransformation]
 
 RULES: dict[str, Callable[..., Stages]] = {}
+# The rules that see a layer as a whole, and so need to know what is stacked.
+PER_LAYER = ("adafactor", "lamb", "lars", "muon")
 # Peak learning rates that suit small models, by rule.
 LEARNING_RATES: dict[str, float] = {}
 
@@ -318,6 +320,11 @@ def muon(
     """
     default = functools.partial(masks.hidden_matrices, stacked=parts.stacked)
     hidden = parts.mask("muon_mask", muon_mask, default)
+    if (leaves := jax.tree.leaves(hidden)) and not any(leaves):
+        raise ValueError(
+            "optimizer 'muon' has nothing to orthogonalise: no parameter that trains is a matrix "
+            "of a hidden layer; use 'adamw', or name matrices by `muon_mask`"
+        )
     masks.check_matrices("muon_mask", hidden, parts.params, parts.stacked)
     others = jax.tree.map(lambda hidden: not hidden, hidden)
     orthogonal = layerwise.scale_by_muon(

@@ -13,11 +13,13 @@ key of its own. Each is then cut by itself; the global stages of the first come 
 Shapes: L layers, V chunks per device, S devices along ``pipe``, C rows of a chunk.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -122,6 +124,25 @@ class Stack:
     def holds(self, path: str | None) -> bool:
         """Whether the parameter at ``path`` is stacked."""
         return path is not None and any(f"{path}/".startswith(f"{p.key}/") for p in self.parts)
+
+    def fits(self, params: Any) -> bool:
+        """Whether parameters look as this says: below each key no list, but leaves that share their
+        leading axes, a matrix per layer among them.
+
+        >>> Stack().fits({"blocks": {"w": jax.numpy.ones((3, 4, 4)), "b": jax.numpy.ones((3, 4))}})
+        True
+        >>> Stack().fits({"blocks": [{"w": jax.numpy.ones((4, 4)), "b": jax.numpy.ones(4)}]})
+        False
+        """
+        named = named_leaves(params)
+
+        def one(part: Stack) -> bool:
+            under = {name: np.shape(x) for name, x in named.items() if part.holds(name)}
+            listed = any(name[len(part.key) + 1 :].split("/")[0].isdecimal() for name in under)
+            deep = max(map(len, under.values()), default=0) >= self.lead + 2
+            return deep and not listed and len({x[: self.lead] for x in under.values()}) == 1
+
+        return all(map(one, self.parts))
 
     def cut(self, params: Mapping[str, Any]) -> dict:
         """Cuts the layer axis of parameters in natural order, such as a model's ``init`` returns.
@@ -259,3 +280,28 @@ class Cut:
     def dtype(self) -> Any:
         """That of the array."""
         return self.array.dtype
+
+
+_OF_MODEL: contextvars.ContextVar[tuple[Stack | None, bool]] = contextvars.ContextVar(
+    "the stack of the model", default=(None, False)
+)
+
+
+@contextlib.contextmanager
+def stacked_as(stack: Stack | None, *, exact: bool) -> Iterator[None]:
+    """Makes known, to an optimizer that is traced within, how the model is stacked.
+
+    Args:
+      stack: how; None says nothing.
+      exact: False where that is a default, which :meth:`Stack.fits` is to confirm.
+    """
+    token = _OF_MODEL.set((stack, exact))
+    try:
+        yield
+    finally:
+        _OF_MODEL.reset(token)
+
+
+def of_model() -> tuple[Stack | None, bool]:
+    """Returns what :func:`stacked_as` has made known."""
+    return _OF_MODEL.get()

@@ -23,6 +23,7 @@ from jaxtrain.experiment import EvalBatches, Experiment, Repeated
 from jaxtrain.host import distributed, exit_codes, output, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
+from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES
 from jaxtrain.run.folder import runs
 from jaxtrain.run.hooks import Hook
@@ -110,7 +111,13 @@ class Config:
         record = {"experiment": name, "module": module_name(type(self))}
         record |= {"flags": dataclasses.asdict(self)} | given.pop("config", {})
         if "optimizer" not in given:
-            given["optimizer"] = make_optimizer(self.optimizer, steps=self.steps)
+            sure = given.get("stages") is not None
+
+            def optimizer_of(stack: Stack) -> Any:
+                found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
+                return make_optimizer(self.optimizer, steps=self.steps, stacked=found)
+
+            given["optimizer"] = optimizer_of
         if self.gather == "layer" and given.get("gather") != "model":
             raise ValueError(
                 f"--gather layer: the model of experiment {name!r} does not gather its weights "

@@ -11,7 +11,7 @@ from jax import jit
 
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
 from jaxtrain.optim.options import keywords
-from jaxtrain.optim.rules import RULES
+from jaxtrain.optim.rules import PER_LAYER, RULES
 from jaxtrain.tree import map_named, named_leaves
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -104,15 +104,15 @@ def test_stacked_layers_train_as_unstacked_ones(name):
     assert all(jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars", "muon"])
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_the_stack_taken_as_one_leaf_would_differ(name):
     # The same comparison without ``stacked=`` fails, so the test above has something to find.
     params = {"w": initial_params()["blocks"]["attn"]["w"]}
     grads = {"w": one_gradient()["blocks"]["attn"]["w"]}
-    options = SMALL.get(name, {}) | ({"trust_coefficient": 1.0} if name == "lars" else {})
+    options = {"lars": {"trust_coefficient": 1.0}, "muon": {"muon_mask": ("w",)}} | SMALL
 
     def first_update(stacked):
-        tx = make_optimizer(name, 1.0, stacked=stacked, **options)
+        tx = make_optimizer(name, 1.0, stacked=stacked, **options.get(name, {}))
         return tx.update(grads, tx.init(params), params)[0]["w"]
 
     difference = jit(lambda: jnp.abs(first_update(()) - first_update(("w",))).max())()
@@ -266,8 +266,11 @@ def test_multipliers_are_the_rate_and_the_decay_of_each_parameter(name):
     def alone(path, index, rate, decay, p, g):
         """The parameter, or one layer of it, by an optimizer of its own."""
         stacked = {} if index else {k: n for k, n in STACKED.items() if re.search(k, path)}
+        # What Muon leaves to AdamW.
+        left = name == "muon" and path in ("blocks/bias", "head/w")
+        rule = ("adamw", {"b2": 0.95, "eps": 1e-10}) if left else (name, options)
         own = make_optimizer(
-            name, 0.05 * rate, weight_decay=0.1 * decay, stacked=stacked, **options
+            rule[0], 0.05 * rate, weight_decay=0.1 * decay, stacked=stacked, **rule[1]
         )
         return train(own, {path: p[path][index]}, {path: g[path][(slice(None), *index)]})[0][path]
 

@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import re
 
+import jax
+import numpy as np
 import pytest
 
 import jaxtrain as jt
@@ -57,3 +59,91 @@ def test_a_field_that_every_config_has_is_refused_where_it_is_named(name):
     with pytest.raises(ValueError, match=f"Own has a field '{name}', .*; give it another name"):
         dataclasses.make_dataclass("Own", [(name, int, 1)], bases=(jt.Config,), frozen=True)
     dataclasses.make_dataclass("Own", [("steps", int, 7)], bases=(jt.Config,), frozen=True)
+
+
+def of_layers(stack, *, stages=True, **flags):
+    """An experiment of a user's: three stacked layers, under the default flags of a Config."""
+
+    def init_fn(rng):
+        layers = {"w": jax.numpy.ones((3, 4, 4)), "b": jax.numpy.ones((3, 4))}
+        return stack.cut({"blocks": layers, "out": jax.numpy.ones((4, 2))})
+
+    chain = options.OptimizerOptions(clip_norm=None, warmup_steps=0, **flags)
+    config = dataclasses.make_dataclass("Own", [], bases=(jt.Config,), frozen=True)(optimizer=chain)
+    block = lambda layer, x, batch, rng: jax.numpy.tanh(x @ layer["w"] + layer["b"])  # noqa: E731
+    model = jt.Stages(lambda p, b, _: b["x"], block, lambda p, x, b: (x @ p["out"]).sum(), stack)
+    given = {"stages": model, "pipeline": {"virtual": stack.virtual}} if stages else {}
+    rows = [{"x": np.ones(4, np.float32)}] * 32
+    given |= {"init_fn": init_fn, "loss_fn": jt.loss_from_stages(model)}
+    return config.experiment("own", **given, **config.batches_of(rows))
+
+
+SLOW_RULES = [
+    pytest.param(name, marks=() if name in ("lamb", "muon") else pytest.mark.slow)
+    for name in optim.OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(
+    "stack", [jt.Stack(), jt.Stack(virtual=3), jt.Stack(counts=(2, 1))], ids=["", "cut", "uneven"]
+)
+@pytest.mark.parametrize("name", SLOW_RULES)
+def test_the_chain_of_a_users_layers_acts_layer_by_layer(name, stack):
+    """Under the flags of a Config, against an optimizer of layers that are not stacked."""
+    rng = np.random.default_rng(0)
+    shapes = {"blocks": {"w": (3, 4, 4), "b": (3, 4)}, "out": (4, 2)}
+    small = {"min_dim_size_to_factor": 2} if name == "adafactor" else {}
+    chain = of_layers(stack, name=name, **small).optimizer
+    apart = options.make_optimizer(
+        options.OptimizerOptions(name=name, clip_norm=None, warmup_steps=0, **small), steps=1000
+    )
+
+    def tree():
+        draw = lambda shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+        return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def split(tree):
+        layers = {str(i): jax.tree.map(lambda x, i=i: x[i], tree["blocks"]) for i in range(3)}
+        return {"layers": layers, "out": tree["out"]}
+
+    def updates(tx, params, grads):
+        state = tx.init(params)
+        for g in grads:
+            found, state = tx.update(g, state, params)
+        return found
+
+    params, grads = tree(), [tree(), tree()]
+    found = jax.jit(lambda: updates(chain, stack.cut(params), list(map(stack.cut, grads))))()
+    expected = jax.jit(lambda: updates(apart, split(params), list(map(split, grads))))()
+    found = split(stack.natural(found))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-7), found, expected)
+
+
+def test_an_optimizer_that_does_not_know_the_stack_is_named():
+    layers, rng = of_layers(jt.Stack()), jax.random.key(0)
+    told = "optimizer 'lamb' takes the layers stacked below 'blocks' for one parameter"
+    unaware = jt.make_optimizer("lamb", 0.1)
+    with pytest.warns(UserWarning, match=told):
+        state = jt.init_state(layers.init_fn, unaware, rng)
+    batch = {"x": np.ones((32, 4), np.float32)}
+    with pytest.warns(UserWarning, match=told):
+        jax.eval_shape(jt.build_train_step(layers.loss_fn, unaware), state, batch)
+    mesh = jt.make_mesh(pipe=3, devices=jax.devices()[:3])
+    engine = jt.pipeline(layers.stages, mesh=mesh, microbatches=2)
+    with pytest.warns(UserWarning, match=told):
+        jax.eval_shape(jt.build_update(engine, unaware), state, batch)
+    # Without a word: one that knows, one for which it is the same, and layers that are a list.
+    for quiet in (
+        jt.make_optimizer("lamb", 0.1, stacked=layers.stack.axes),
+        jt.make_optimizer("lamb", 0.1, stacked=()),
+        jt.make_optimizer("adamw", 0.1),
+        of_layers(jt.Stack(), stages=False).optimizer,
+    ):
+        jt.init_state(layers.init_fn, quiet, rng)
+    listed = {"blocks": [{"w": np.ones((4, 4)), "b": np.ones(4)}]}
+    jt.init_state(lambda _: listed, unaware, rng)
+
+
+def test_muon_with_nothing_to_orthogonalise_is_refused():
+    with pytest.raises(ValueError, match="optimizer 'muon' has nothing to orthogonalise"):
+        jt.make_optimizer("muon", 0.1).init({"norm": {"scale": np.ones((4, 4))}, "b": np.ones(4)})

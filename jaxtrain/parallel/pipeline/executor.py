@@ -136,6 +136,7 @@ def pipeline(
         grads = map_named(lambda name, _: (d_stacked | d_outer).get(name), params)
         return GradientSums(grads, loss, None, microbatches)
 
+    engine.stack = stages.stacked
     return engine
 
 

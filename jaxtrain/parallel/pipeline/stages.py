@@ -188,6 +188,7 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
             first += jax.tree.leaves(params[part.key])[0].shape[0]
         return stages.leave(outer, x, batch)
 
+    loss_fn.stack = stages.stacked
     return row_wise(loss_fn) if stages.row_wise else loss_fn
 
 
