@@ -209,7 +209,7 @@ def special_tokens(config: Config, tokenizer: data.SubwordTokenizer) -> dict[str
     }
     if config.source is None:
         return ours | ({"pad_token_id": 1} if config.model.startswith("roberta") else {})
-    found = config.source.special_tokens or {}
+    found = config.source.told("special_tokens") or {}
     return ours | {name: found[name] for name in ours.keys() & found.keys()}
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import jaxtrain as jt
 from jaxtrain import data, hf
 from jaxtrain.compile import compile_step
+from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path
@@ -108,20 +109,16 @@ class Source:
     model: trained.Model
     is_run: bool
 
-    @property
-    def family(self) -> str | None:
-        """The Hugging Face family that what it becomes is exported as."""
-        return (trained.family if self.is_run else hf.family_name)(self.path)
+    def told(self, name: str) -> Any:
+        """What an export of it says, by a name of :func:`jaxtrain.run.trained.stored`."""
+        if self.is_run:
+            return trained.stored(self.path).get(name)
+        return getattr(hf, "family_name" if name == "family" else name)(self.path)
 
     @property
-    def special_tokens(self) -> dict[str, Any] | None:
-        """What an export of it says of tokens that begin and end a text."""
-        return (trained if self.is_run else hf).special_tokens(self.path)
-
-    @property
-    def pixels(self) -> dict[str, Any] | None:
-        """How its images are normalized: their mean and deviation."""
-        return (trained if self.is_run else hf).pixels(self.path)
+    def context(self) -> int:
+        """The positions that it had before any tuning on shorter rows."""
+        return max(self.model.seq_len, (self.is_run and self.told("context")) or 0)
 
     def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
         """Its weights, for a model that may have shorter rows; of another head, without that."""
@@ -292,7 +289,9 @@ def outline(
     start, begun = {}, {}
     if source is not None:
         start = {"params": lambda: source.weights(model, stack)}
-        begun = {"family": source.family, "special_tokens": source.special_tokens}
+        begun = {name: source.told(name) for name in ("family", "special_tokens")}
+        if model.positions == "rope":
+            begun["context"] = source.context
     return config.experiment(
         name,
         init_fn=lambda rng: stack.cut(module.init(model, rng)),
@@ -321,13 +320,20 @@ def of_text(
     step: jt.Experiment,
     tokenizer: data.Tokenizer,
     fingerprints: Mapping[str, str],
+    *,
+    chat_template: str | None = None,
     **stored: Any,
 ) -> dict[str, Any]:
     """The arguments of an experiment that are its tokenizer, and by what its text is known again.
 
     ``stored`` is more of what a checkpoint's config says than the outline has.
     """
+    files = {} if config.source is None else trained.beside(config.source.path)
+    if chat_template is not None:
+        files[TEMPLATE] = chat_template
     subwords = isinstance(tokenizer, data.SubwordTokenizer)
+    if subwords:
+        files[TOKENIZER_FILE] = tokenizer.to_json()
     own = {"vocabulary": tokenizer.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
     if config.source is not None:
         sizes = repr(config.source.model)
@@ -335,7 +341,7 @@ def of_text(
     stored["tokenizer"] = TOKENIZER_FILE if subwords else "bytes"
     return {
         "config": dict(step.config) | stored,
-        "files": {TOKENIZER_FILE: tokenizer.to_json()} if subwords else {},
+        "files": files,
         "fingerprints": dict(fingerprints) | own,
     }
 

@@ -218,7 +218,7 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
     stored |= {"special_tokens": label_fields(images.classes)}
     return start | {
         "fingerprints": prints,
-        "config": stored | {"pixels": source and source.pixels},
+        "config": stored | {"pixels": source and source.told("pixels")},
         "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
         "loss_fn": loss_from_stages(stages),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
@@ -278,7 +278,7 @@ def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImag
     """
     if config.source is None:
         return images
-    shape, pixels = config.source.model.image, config.source.pixels
+    shape, pixels = config.source.model.image, config.source.told("pixels")
     if images.shape != shape:
         own, wanted = ("x".join(map(str, each)) for each in (images.shape, shape))
         raise ValueError(

@@ -13,10 +13,11 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
+import numpy as np
 
 import jaxtrain as jt
 from experiments import language
@@ -55,8 +56,9 @@ class Config(language.Config):
     Parquet, Arrow), a store that `jaxtrain tokenize` has made, or several of those by shares:
     code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind it from step 1000 on."""
     tokenizer: str | None = None
-    """"bytes", as where it is left out; a tokenizer.json; a number trains a BPE tokenizer of that
-    many tokens first, and unigram:N or wordpiece:N one of those. Stores have their own."""
+    """"bytes", as where it is left out; a tokenizer.json, or the folder of one; a number trains a
+    BPE tokenizer of that many tokens first, and unigram:N or wordpiece:N one of those. Stores have
+    their own."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
@@ -118,7 +120,7 @@ def build(config: Config) -> jt.Experiment:
         step,
         **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
         **mixture,
-        **language.of_text(config, step, tokenizer, fingerprints),
+        **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
         facts=language.facts(config, model, facts(config, texts, rows), length=model.seq_len),
         conclude=functools.partial(conclude, config, model, tokenizer, texts),
     )
@@ -226,25 +228,44 @@ def conclude(
             f"the order-2 byte model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
-        lines += ["", "a sample it wrote:", "", *sample(config, model, tokenizer, state)]
+        asked = [prompt_of(held_out, model.seq_len // 2) for _, held_out in texts.values()]
+        written = sample(config, model, tokenizer, state, prompt=max(asked, key=len))
+        lines += ["", "a sample it wrote:", "", *written]
     return lines
 
 
+def prompt_of(held_out: data.Corpus, longest: int) -> list[int]:
+    """The first held-out prompt that is no longer than so many tokens; nothing without prompts."""
+    if held_out.counts is None or held_out.pairs:
+        return []
+    for index, start in enumerate(held_out.starts.tolist()):
+        document = held_out.document(index)
+        size = int(np.argmax(held_out.counts[start : start + len(document)]))
+        if size <= longest:
+            return document[:size].tolist()
+    return []
+
+
 def sample(
-    config: Config, model: gpt.GPTConfig, tokenizer: data.Tokenizer, state: TrainState
+    config: Config,
+    model: gpt.GPTConfig,
+    tokenizer: data.Tokenizer,
+    state: TrainState,
+    *,
+    prompt: Sequence[int] = (),
 ) -> list[str]:
-    """Writes a text from nothing but an end of document, and returns its lines."""
+    """Writes on from an end of document and a prompt, and returns the lines of both."""
     params = state.params
     if preferences.REFERENCE in params:
         params = preferences.without_reference(params)
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    room = model.seq_len - 1 if model.positions == "learned" else config.sample_tokens
+    room = model.seq_len - 1 - len(prompt) if model.positions == "learned" else config.sample_tokens
     count = min(config.sample_tokens, room)
     batch = prompts(
         model,
         # A row for every device that has rows; the first is shown.
-        [[tokenizer.eod]] * batch_parts(jax.tree.leaves(params)[0].sharding.mesh),
+        [[tokenizer.eod, *prompt]] * batch_parts(jax.tree.leaves(params)[0].sharding.mesh),
         max_new_tokens=count,
         rng=jax.random.key(config.seed),
         temperature=0.8,
@@ -254,7 +275,7 @@ def sample(
     write = language.compile_writer(
         generate_step(model, max_new_tokens=count), params, batch, **layout
     )
-    return tokenizer.decode(write(batch)[0]).splitlines()
+    return tokenizer.decode([*prompt, *write(batch)[0].tolist()]).splitlines()
 
 
 def facts(

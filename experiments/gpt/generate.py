@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import jax
 
 from experiments import language
+from jaxtrain import hf
 from jaxtrain.compile import compile_step
-from jaxtrain.data import encode_prompt
+from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
 from jaxtrain.host import quiet
 from jaxtrain.models import gpt
-from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import batch_parts
+from jaxtrain.parallel.sharding import batch_parts, param_shardings
 from jaxtrain.run.main import parse
 from jaxtrain.run.options import MeshOptions
 from jaxtrain.run.refusal import refusing
@@ -28,10 +28,12 @@ class Config:
     """Writes text with a trained GPT."""
 
     run: str
-    """Folder of the run."""
+    """Folder of the run, or a model as --init-from of experiments.gpt takes it."""
     prompt: str = ""
     """What the text begins with; by default the beginning of a document. The tokenizer's special
     tokens may be spelled in it, such as those of a chat template."""
+    chat: bool = False
+    """Render the prompt as what a user says, by the chat template of the run or the model."""
     tokens: int = 200
     """How many tokens to write; it ends earlier where the model ends its document."""
     samples: int = 1
@@ -65,14 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "pipeline: split the weights over fsdp or tensor"
             )
         mesh = make_mesh(**dataclasses.asdict(config.mesh))
-        model, params, tokenizer = load(config.run, config.step, mesh=mesh)
-        if not isinstance(model, GPTConfig):
-            raise ValueError(
-                f"'{config.run}' is no run of experiments.gpt: its model is no decoder"
-            )
+        source, asked = language.open_source(config.run, "decoder"), config.prompt
+        if source.is_run:
+            model, params, tokenizer = load(config.run, config.step, mesh=mesh)
+        else:
+            model, params = source.model, hf.open_weights(source.path)
+            params = hf.load(params, param_shardings(params, mesh, gpt.RULES))
+            tokenizer = SubwordTokenizer.load(source.path)
+        if config.chat:
+            messages = [{"role": "user", "content": asked}]
+            asked = load_template(source.path).render(messages, add_generation_prompt=True)
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-        prompt = [tokenizer.eod, *encode_prompt(config.prompt, tokenizer).tolist()]
+        prompt = [tokenizer.eod, *encode_prompt(asked, tokenizer).tolist()]
         # All devices that split the batch have rows.
         rows = -(-config.samples // batch_parts(mesh)) * batch_parts(mesh)
         batch = prompts(

@@ -38,6 +38,8 @@ TEMPLATES = {
         "{% else %}{{ message.content or '' }}{% endif %}{% endfor %}"
     ),
 }
+# What transformers calls the files of a template and of its tokens.
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _SIDES = {"chosen", "rejected"}
 _ASKING = ("user", "system", "developer")
 FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
@@ -186,8 +188,9 @@ def load_template(name: str) -> ChatTemplate:
     """Reads a chat template.
 
     Args:
-      name: one of `TEMPLATES`, a Jinja file, or a ``tokenizer_config.json`` with a template in it,
-        local or in a bucket. Beside a Jinja file such a config says the tokens.
+      name: one of `TEMPLATES`, a Jinja file, a ``tokenizer_config.json``, or a folder of these (of
+        a model or a run), local or in a bucket. A config says the tokens of the template beside it
+        (``chat_template.jinja``), or of its own.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -197,11 +200,17 @@ def load_template(name: str) -> ChatTemplate:
     text, tokens = TEMPLATES.get(name), {}
     if text is None:
         path = as_path(name)
+        folder = path if path.is_dir() else path.parent
+        config = folder / TOKENIZER_CONFIG
+        if path in (folder, config):
+            path = folder / TEMPLATE
+            path = path if path.exists() else config
         if not path.is_file():
             raise FileNotFoundError(
-                f"chat template '{name}' does not exist; give a file, or {' or '.join(TEMPLATES)}"
+                f"chat template '{name}' does not exist; give a file or a model's folder, or "
+                f"{' or '.join(TEMPLATES)}"
             )
-        config = path if name.endswith(".json") else path.parent / "tokenizer_config.json"
+        config = path if path.suffix == ".json" else config
         values = _read_config(config) if config.exists() else {}
         for each, token in values.items():
             token = token.get("content") if isinstance(token, dict) else token

@@ -36,8 +36,8 @@ class TokenizeOptions:
     out: str
     """The store's folder, on a disk."""
     tokenizer: str = "bytes"
-    """"bytes", or a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, and
-    unigram:N or wordpiece:N one of those."""
+    """"bytes", a tokenizer.json, or the folder of one; a number trains a BPE tokenizer of that many
+    tokens first, and unigram:N or wordpiece:N one of those."""
     field: str = "text"
     """Field of a JSONL record, or column, that holds the text; of conversations that may be read in
     several ways, messages, completion or chosen."""
@@ -45,8 +45,8 @@ class TokenizeOptions:
     """Share of the files, or of what is in few files, to hold out."""
     chat_template: str | None = None
     """Of conversations (rows of messages, of prompt and completion, or of chosen and rejected):
-    chatml, plain, a Jinja file, or a tokenizer_config.json. Only what the assistant says then
-    counts in the loss."""
+    chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only what the
+    assistant says then counts in the loss."""
     workers: int | None = None
     """Processes; left out, one per processor."""
 

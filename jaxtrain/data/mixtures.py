@@ -236,6 +236,12 @@ class TextData:
             stores[name] = found
         return stores
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template that made the conversations among the stores; None without any."""
+        sources = [each.manifest["source"] for each in self.stores.values()]
+        return next((each["chat"]["text"] for each in sources if "chat" in each), None)
+
     def rows(
         self, seq_len: int, packing: str = "cut"
     ) -> PackedTokens | FittedTokens | PairedTokens | Mixture:

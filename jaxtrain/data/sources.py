@@ -464,16 +464,26 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
 def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
     if field not in record:
         has = ", ".join(map(repr, record)) or "no fields at all"
-        raise ValueError(f"{where} has no field '{field}'; it has {has}: name one by `field`")
+        mend = _of_conversations(record) or "name one by `field`"
+        raise ValueError(f"{where} has no field '{field}'; it has {has}: {mend}")
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
-        raise ValueError(f"{where} has a field '{field}' of type {kind}; it must be a string")
+        mend = _of_conversations(record) or "it must be a string"
+        raise ValueError(f"{where} has a field '{field}' of type {kind}; {mend}")
     try:
         return record[field].encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError(
             f"{where} has a field '{field}' with half of a surrogate pair; remove it"
         ) from None
+
+
+def _of_conversations(names: Iterable[str]) -> str:
+    """What mends rows that are conversations, where one of text is wanted; nothing for others."""
+    conversation = ({"messages"}, {"prompt", "completion"}, {"chosen", "rejected"})
+    if not any(each <= set(names) for each in conversation):
+        return ""
+    return "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
 
 
 def _import_parquet() -> Any:
@@ -593,9 +603,8 @@ def _columns(schema: Any, path: Path, column: str | None) -> list[str]:
     texts = [each.name for each in schema if _is_text(pyarrow.types, each.type)]
     if column not in texts:
         kind = f"is of type {schema.field(column).type}" if column in schema.names else "is missing"
-        raise ValueError(
-            f"'{path}': column '{column}' {kind}; name by `field` one of its text columns {texts}"
-        )
+        mend = _of_conversations(schema.names) or f"name by `field` one of its text columns {texts}"
+        raise ValueError(f"'{path}': column '{column}' {kind}; {mend}")
     return [column]
 
 

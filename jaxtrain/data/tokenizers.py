@@ -268,7 +268,8 @@ class SubwordTokenizer(_BytePieces):
         byte are then too low.
 
         Args:
-          path: the file, as Hugging Face `tokenizers` writes it; local, or in a bucket.
+          path: the file, as Hugging Face `tokenizers` writes it, or its folder; local, or in a
+            bucket.
           eod: the token that ends a document; left out, the first of GPT-2's, Llama's, Gemma's and
             BERT's that it has.
 
@@ -279,6 +280,8 @@ class SubwordTokenizer(_BytePieces):
             `eod`.
         """
         library = _import_tokenizers()
+        if as_path(path).is_dir():
+            path = as_path(path) / "tokenizer.json"
         if not as_path(path).is_file():
             raise FileNotFoundError(f"tokenizer file '{path}' does not exist")
         try:

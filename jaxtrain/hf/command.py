@@ -9,9 +9,14 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxtrain.data import SubwordTokenizer
+from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
+from jaxtrain.models.config import GPTConfig
 from jaxtrain.run import trained
+
+# Of a tokenizer_config.json, what is exported as the run found it.
+KEPT = ("pad_token", "padding_side", "model_max_length", "chat_template")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +94,31 @@ def _export(options: ExportOptions) -> int:
     if not 0 < options.max_shard_gb < float("inf"):  # nor NaN
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0")
     model, params, tokenizer = trained.load(options.run, options.step)
+    stored = trained.stored(options.run)
+    if context := stored.get("context"):
+        model = dataclasses.replace(model, seq_len=max(model.seq_len, context))
     fields, files = {}, {}
     if isinstance(tokenizer, SubwordTokenizer):
-        fields = trained.special_tokens(options.run)
+        fields = stored.get("special_tokens")
         if fields is None:  # null, for without the field transformers takes the family's own bos
             fields = {"bos_token_id": None, "eos_token_id": tokenizer.eod}
-        files = {trained.TOKENIZER_FILE: tokenizer.to_json()}
-        files["tokenizer_config.json"] = weights.to_json(_tokenizer_config(tokenizer, fields))
+        files = trained.beside(options.run) | {trained.TOKENIZER_FILE: tokenizer.to_json()}
+        kept = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
+        told = _tokenizer_config(tokenizer, fields, kept)
+        if isinstance(model, GPTConfig):
+            told = {"pad_token": tokenizer.eod_token, "model_max_length": model.seq_len} | told
+            files.setdefault(trained.GENERATION, weights.to_json(fields))
+        if TEMPLATE in files:
+            told.pop("chat_template", None)
+        files[TOKENIZER_CONFIG] = weights.to_json(told)
     if tokenizer is None:
-        fields = trained.special_tokens(options.run) or {}
-        files = {weights.PREPROCESSOR: weights.preprocessor(model, trained.pixels(options.run))}
+        fields = stored.get("special_tokens") or {}
+        files = {weights.PREPROCESSOR: weights.preprocessor(model, stored.get("pixels"))}
     weights.save(
         options.out,
         model,
         params,
-        family=options.family or trained.family(options.run),
+        family=options.family or stored.get("family"),
         dtype=options.dtype,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
         fields=fields,
@@ -113,13 +128,19 @@ def _export(options: ExportOptions) -> int:
     return 0
 
 
-def _tokenizer_config(tokenizer: SubwordTokenizer, fields: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name, for transformers' AutoTokenizer."""
+def _tokenizer_config(
+    tokenizer: SubwordTokenizer, fields: Mapping[str, Any], kept: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The special tokens by name, for transformers' AutoTokenizer, and what was said before of
+    padding, length and conversations."""
     names = {
         each["id"]: each["content"] for each in json.loads(tokenizer.to_json())["added_tokens"]
     }
     names[tokenizer.eod] = tokenizer.eod_token
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {name: kept[name] for name in KEPT if name in kept}
+    if isinstance(pad := config.get("pad_token"), dict):  # as older files write tokens
+        config["pad_token"] = pad["content"]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     for field, ids in {"eos_token_id": tokenizer.eod, **fields}.items():
         ids = ids if isinstance(ids, list) else [ids]
         # Of several that end a text, the one that ended documents in training.

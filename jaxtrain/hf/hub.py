@@ -23,6 +23,7 @@ FILES = (
     "tokenizer_config.json",
     "preprocessor_config.json",
     "chat_template.jinja",
+    "generation_config.json",
 )
 
 

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain import data
+from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.host.paths import as_path
 from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.parallel.sharding import param_shardings
@@ -18,6 +19,9 @@ from jaxtrain.state import shapes_on
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
+# What is said of a tokenizer and of generation beside it, in a run's folder as in a model's.
+GENERATION = "generation_config.json"
+BESIDE = (TEMPLATE, TOKENIZER_CONFIG, GENERATION)
 
 # What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
 FORMS = {
@@ -92,24 +96,19 @@ def kept_file(run: RunOptions, name: str) -> os.PathLike | None:
     return path if path.exists() else None
 
 
-def family(run: str) -> str | None:
-    """Returns the Hugging Face family that a run began from; None where it began from none."""
+def stored(run: str) -> Mapping[str, Any]:
+    """Returns what a run's checkpoints say of it: the Hugging Face ``family`` that it began from,
+    ``special_tokens`` (fields of config.json that it is exported with, such as ``eos_token_id`` and
+    names of classes), ``pixels`` (as of :func:`jaxtrain.hf.pixels`), and ``context`` (positions of
+    the model that it began from), of which each may be missing."""
     with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
-        return checkpoints.config().get("family")
+        return checkpoints.config()
 
 
-def special_tokens(run: str) -> dict[str, Any] | None:
-    """Returns fields of config.json, such as ``eos_token_id`` and names of classes, that a run is
-    exported with; None where that says nothing of them."""
-    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
-        return checkpoints.config().get("special_tokens")
-
-
-def pixels(run: str) -> dict[str, Any] | None:
-    """Returns the mean and deviation, by channel, that a run's images are brought to zero and one
-    with; None where they stay as they are."""
-    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
-        return checkpoints.config().get("pixels")
+def beside(folder: str) -> dict[str, str]:
+    """Returns the files ``BESIDE`` that a run, or a Hugging Face folder, has."""
+    found = {name: as_path(folder) / name for name in BESIDE}
+    return {name: path.read_text() for name, path in found.items() if path.exists()}
 
 
 def read_model(stored: Mapping[str, Any], *, where: str) -> Model:

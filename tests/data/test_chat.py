@@ -407,7 +407,11 @@ def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
         ("chat.jsonl", "bytes.jinja", "bytes.jinja' is no text in UTF-8: give a Jinja file"),
         ("chat.jsonl", "empty.jinja", "empty.jinja' has no template: give a Jinja file"),
         ("chat.jsonl", "bad.jinja", "the chat template is not Jinja (line 1: "),
-        ("chat.jsonl", "none.jinja", "none.jinja' does not exist; give a file, or chatml or plain"),
+        (
+            "chat.jsonl",
+            "none.jinja",
+            "none.jinja' does not exist; give a file or a model's folder, or",
+        ),
         ("chat.jsonl", "tokenizer_config.json", "tokenizer_config.json' has no template"),
         ("same.jsonl", "plain", "same.jsonl' line 1 prefers a conversation to itself, or to its"),
         ("python", "plain", "'python' is source code, no conversations"),
@@ -435,8 +439,12 @@ def test_a_template_comes_with_its_tokens(tmp_path):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat.jinja").write_text("{{ eos_token }}")
-    for name, text in (("tokenizer_config.json", "<s>"), ("chat.jinja", "</s>")):
+    for name, text in ((".", "<s>"), ("tokenizer_config.json", "<s>"), ("chat.jinja", "</s>")):
         assert load_template(str(tmp_path / name)).render([]) == text
+    # As transformers has written templates since version 4.43.
+    (tmp_path / "chat_template.jinja").write_text("beside {{ bos_token }}")
+    for name in (".", "tokenizer_config.json"):
+        assert load_template(str(tmp_path / name)).render([]) == "beside <s>"
 
 
 def test_conversations_and_texts_are_kept_apart():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.gpt import generate
+from experiments.language import Source
 from jaxtrain.data import (
     EOD,
     BPETokenizer,
@@ -372,6 +373,8 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         GPTConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
     monkeypatch.setattr(generate, "load", lambda run, step, mesh: (model, {}, ours))
+    source = Source("x", model, is_run=True)
+    monkeypatch.setattr(generate.language, "open_source", lambda path, form: source)
     written = np.array([[2, 4, 1], [4, 2, 1]])
     monkeypatch.setattr(generate, "compile_step", lambda *_, **options: lambda *_: written)
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--tokens", "3"]

@@ -129,7 +129,7 @@ def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, ca
     begun = [build(parse(Config, [*start, "--init-from", path])) for path in (run, str(out))]
     expected, found = (hf.load(each.params()) for each in begun)
     jax.tree.map(np.testing.assert_array_equal, expected, found)
-    assert hf.pixels(out) == trained.pixels(run) == PIXELS
+    assert hf.pixels(out) == trained.stored(run)["pixels"] == PIXELS
     rows = [rows_of(next(iter(each.eval_batches(None))))["image"] for each in begun]
     np.testing.assert_array_equal(*rows)
     pixels = np.load(pretrained / "images.npz")["images"] / 255

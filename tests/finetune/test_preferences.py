@@ -183,6 +183,26 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
         by_batch(ours, batch, None)
 
 
+def test_stages_are_the_loss_of_policy_and_reference():
+    batch = packed()[1].batch(0)
+    ours, theirs = params_of(jax.random.key(5))
+    stages = preferences.dpo_stages(gpt.stages(MODEL), LOG_PROBS, beta=BETA)
+    alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
+    plain = preferences.dpo_loss(alone, reference=lambda _, rows: alone(theirs, rows), beta=BETA)
+    found = jt.loss_from_stages(stages)(both(jax.random.key(5)), batch, None).means()
+    for name, expected in plain(ours, batch, None).means().items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_the_reference_does_not_drop():
+    model = dataclasses.replace(MODEL, dropout=0.5)
+    stages = preferences.dpo_stages(gpt.stages(model), LOG_PROBS, beta=BETA)
+    params, batch = both(jax.random.key(5)), packed()[1].batch(0)
+    dropped, whole = (stages.embed(params, batch, key) for key in (jax.random.key(0), None))
+    np.testing.assert_array_equal(dropped["reference"], whole["reference"])
+    assert (dropped["policy"] != whole["policy"]).any()
+
+
 def log_probs(params, rows):
     x = gpt.embed(MODEL, params, rows)
     return LOG_PROBS(params, gpt.blocks(MODEL, params["blocks"], x, rows), rows)

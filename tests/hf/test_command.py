@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
@@ -9,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.gpt import Config, build, outline, sample
-from experiments.language import tokenizer_name
+from experiments.gpt import Config, build, generate, outline, prompt_of, sample
+from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.hf import command, safetensors
 from jaxtrain.models import gpt
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
-from jaxtrain.run.main import parse
+from jaxtrain.run.main import main, parse
 from jaxtrain.tree import named_leaves
 from tests.commands import run
 from tests.hf import models
@@ -57,6 +58,17 @@ def folder(tmp_path_factory, tokenizer):
     return path
 
 
+def save_run(path, experiment, params=None):
+    """Makes the folder of a run that has trained nothing yet."""
+    if params is None:
+        params = make_state(experiment, make_experiment_mesh(experiment)).params
+    with Checkpointer(path / "checkpoints") as checkpoints:
+        config = json.loads(json.dumps(dict(experiment.config)))
+        checkpoints.save(1, {"params": jax.device_get(params)}, config=config)
+    for name, text in experiment.files.items():
+        (path / name).write_text(text)
+
+
 def test_check_says_what_maps_where_and_finds_what_does_not_come_back(folder, capsys, monkeypatch):
     status, out, _ = run(capsys, "hf", "check", str(folder))
     assert status == 0
@@ -94,10 +106,7 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     for path, leaf in named_leaves(gpt.init(MISTRAL, jax.random.key(1))).items():
         np.testing.assert_array_equal(named_leaves(params)[path], leaf, err_msg=path)
 
-    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
-        config = json.loads(json.dumps(dict(stored)))
-        checkpoints.save(1, {"params": jax.device_get(params)}, config=config)
-    (tmp_path / "run" / "tokenizer.json").write_text(experiment.files["tokenizer.json"])
+    save_run(tmp_path / "run", experiment, params)
     out = tmp_path / "out"
     given = ["--run", str(tmp_path / "run"), "--out", str(out), "--dtype", "bfloat16"]
     status, printed, error = run(capsys, "hf", "export", *given, "--max-shard-gb", "1e-5")
@@ -116,6 +125,88 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
     np.testing.assert_allclose(ours, models.logits(out, tokens), atol=1e-4)
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONVERSATIONS = [
+    [{"role": "user", "content": f"{n} ?"}, {"role": "assistant", "content": f" {n + 1}"}]
+    for n in range(60)
+]
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+    """A model that has learned conversations, and a store of some, made with its files."""
+    pytest.importorskip("jinja2")
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    told = {"pad_token": {"__type": "AddedToken", "content": "</s>"}}
+    told |= {"model_max_length": 99, "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(told))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 0], "top_k": 3}))
+    lines = [json.dumps({"messages": each}) for each in CONVERSATIONS]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def test_a_chat_template_comes_with_the_model_and_goes_with_it(chat_folder, tmp_path, capsys):
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    given = ["--data", str(tmp_path / "chat.jsonl"), "--out", store, "--workers", "1"]
+    own = ["--tokenizer", str(chat_folder), "--chat-template", str(chat_folder)]
+    assert run(capsys, "tokenize", *given, *own)[0] == 0
+    config = Config(init_from=str(chat_folder), data=store, seq_len=8)
+    experiment = build(config)
+    save_run(tmp_path / "run", experiment)
+    assert run(capsys, "hf", "export", "--run", str(tmp_path / "run"), "--out", str(out))[0] == 0
+    # Trained on rows of 8 tokens, it has its 16 rotary positions still.
+    assert hf.read_config(out).seq_len == 16
+    assert open_source(str(tmp_path / "run"), "decoder").context == 16
+    opened = models.transformers().AutoTokenizer.from_pretrained(out)
+    theirs = models.transformers().AutoTokenizer.from_pretrained(chat_folder)
+    for messages in CONVERSATIONS[:3]:
+        text = opened.apply_chat_template(messages, tokenize=False)
+        assert text == theirs.apply_chat_template(messages, tokenize=False)
+        asked, said = (each["content"] for each in messages)
+        assert text == f"<user> {asked}</s><assistant> {said}</s>"
+    assert (opened.pad_token, opened.model_max_length) == ("</s>", 99)
+    generation = models.transformers().GenerationConfig.from_pretrained(out)
+    assert (generation.eos_token_id, generation.top_k) == ([7, 0], 3)
+    held_out = data.open_store(store).held_out(9999)
+    asked = data.open_store(store).tokenizer.decode(prompt_of(held_out, 99))
+    assert re.fullmatch(r"<user> \d+ \?<assistant>", asked)
+    assert prompt_of(held_out, 1) == prompt_of(data.open_store(store).corpus(), 0) == []
+
+
+@pytest.mark.slow
+def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, capsys):
+    store, path = str(tmp_path / "store"), str(tmp_path / "run")
+    given = ["--data", str(tmp_path / "chat.jsonl"), "--out", store, "--workers", "1"]
+    run(capsys, "tokenize", *given, "--tokenizer", str(chat_folder), "--chat-template", "chatml")
+    flags = ["--init-from", str(chat_folder), "--data", store, "--steps", "2", "--run-dir", path]
+    main(Config, build, [*flags, "--global-batch", "8", "--seq-len", "128"])
+    assert re.search(r"a sample it wrote:\n\n<.im_start.>user\n\d", capsys.readouterr().out)
+    for each, begin in ((path, "<|im_start|>user\n3 ?<|im_end|>"), (chat_folder, "<user> 3 ?")):
+        generate.main(["--run", str(each), "--prompt", "3 ?", "--chat", "--tokens", "3"])
+        assert capsys.readouterr().out.startswith(begin)
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--run", str(tmp_path)])
+    assert "is no run and no Hugging Face folder" in capsys.readouterr().err
+
+
+def test_conversations_without_a_template_are_sent_to_the_command_that_takes_one(tmp_path):
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    rows = [{"messages": each} for each in CONVERSATIONS]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    mend = "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
+    for name in ("chat.jsonl", "chat.parquet"):
+        for field in ("text", "messages"):
+            with pytest.raises(ValueError, match=mend):
+                list(data.open_text(str(tmp_path / name), field=field).train)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +231,9 @@ def test_special_tokens_are_those_that_the_run_began_with(
     own = data.SubwordTokenizer.from_json(json.dumps(own), tokenizer.eod)
     run_of = (MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), own)
     monkeypatch.setattr(trained, "load", lambda run, step: run_of)
-    monkeypatch.setattr(trained, "family", lambda run: "mistral")
-    monkeypatch.setattr(trained, "special_tokens", lambda run: kept)
+    monkeypatch.setattr(
+        trained, "stored", lambda run: {"family": "mistral", "special_tokens": kept}
+    )
     out = tmp_path / "out"
     assert command._export(command.ExportOptions(run="", out=out)) == 0
     written = json.loads((out / "config.json").read_text())

@@ -232,3 +232,15 @@ def test_of_two_names_of_a_rope_type_the_newer_counts():
     theirs["rope_scaling"] = {"type": "yarn"}
     with pytest.raises(ValueError, match="rope_type='yarn' with nothing is not known here"):
         family_of(theirs).config(theirs)
+
+
+@pytest.mark.parametrize("layers", [2, 7, 12])
+def test_the_windows_of_an_older_file_are_those_of_transformers(layers):
+    sizes = models.GEMMA3 | {"num_hidden_layers": layers}
+    theirs = models.transformers().Gemma3TextConfig(**sizes).to_dict()
+    kinds = theirs.pop("layer_types")
+    for name in [name for name in theirs if name.startswith(("rope", "_sliding"))]:
+        del theirs[name]
+    theirs = {n: x for n, x in theirs.items() if n not in ("architectures", "dtype")}
+    found = windows_of(family_of(theirs).config(theirs))
+    assert [bool(window) for window in found] == [kind == "sliding_attention" for kind in kinds]

@@ -138,6 +138,26 @@ def test_sampled_tokens_have_the_model_s_probabilities():
     np.testing.assert_allclose(np.bincount(new[:, 0], minlength=13) / 4000, expected, atol=0.03)
 
 
+def test_the_nucleus_is_that_of_the_tempered_distribution():
+    z = last_logits("llama", PROMPTS[:1])[0] / 2.0
+    p = np.exp(z) / np.exp(z).sum()
+    order = np.argsort(-p)
+    kept = order[: 1 + int((np.cumsum(p[order])[:-1] < 0.6).sum())]
+    sampling = {"rng": jax.random.key(0), "temperature": 2.0, "top_p": 0.6}
+    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
+    new = generate(FORMS["llama"], params_of("llama"), prompts, max_new_tokens=1, **sampling)
+    assert set(np.unique(new)) == set(kept.tolist())
+
+
+def test_each_new_token_has_a_draw_of_its_own():
+    # So hot that tokens do not depend on those before: 13 x 13 pairs are equally likely.
+    sampling = {"rng": jax.random.key(0), "temperature": 1e4}
+    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
+    new = generate(FORMS["llama"], params_of("llama"), prompts, max_new_tokens=2, **sampling)
+    pairs = np.bincount(new[:, 0] * 13 + new[:, 1], minlength=169)
+    assert ((pairs - 4000 / 169) ** 2 / (4000 / 169)).sum() < 260  # chi-squared of 168, p = 1e-5
+
+
 def test_after_eod_a_row_is_filled_with_it():
     run = functools.partial(
         generate,
