@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.placement import free_axes, manual_batch_axes
+from jaxtrain.parallel.row_keys import microbatch_keys
 from jaxtrain.tree import combine, named_leaves, partition
 
 PyTree = Any
@@ -280,7 +281,7 @@ def accumulated(
 
         def add(sums, j_and_slice):
             j, microbatch = j_and_slice
-            part = one(params, sums.model_state, microbatch, jax.random.fold_in(rng, j), loss_scale)
+            part = one(params, sums.model_state, microbatch, key(j), loss_scale)
             return GradientSums(
                 grads=constrain(jax.tree.map(jnp.add, sums.grads, part.grads)),
                 loss=sums.loss + part.loss,
@@ -288,7 +289,9 @@ def accumulated(
             ), None
 
         first = jax.tree.map(lambda x: x[0], slices)
-        shapes = jax.eval_shape(one, params, model_state, first, rng, loss_scale)
+        given = params, model_state, first, rng, loss_scale
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(*given)
+        key = microbatch_keys(rng, microbatches, lambda: traced.jaxpr)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         start = dataclasses.replace(zeros, grads=constrain(zeros.grads), model_state=model_state)
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.placement import row_numbers
+from jaxtrain.parallel.row_keys import key_and_rows
 
 # Finite, so that its exponential is 0 and no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)
@@ -38,13 +38,13 @@ def soft_cap_slope(capped: jax.Array, cap: float) -> jax.Array:
 def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     """Inverted dropout; ``rng`` None, or rate 0, leaves ``x`` alone.
 
-    Every row [B, ...] draws with a key of its own, by its number in the microbatch, so that a
-    device which has some of the rows drops what one that has all of them does.
+    Every row [B, ...] draws with a key of its own, by its number in the whole batch, so that a
+    device or a microbatch which has some of the rows drops what one that has all of them does.
     """
     if rng is None or rate == 0.0:
         return x
 
-    keep = drawn_by_row(rng, row_numbers(x.shape[0]), 1.0 - rate, x.shape[1:])
+    keep = drawn_by_row(*key_and_rows(rng, x.shape[0]), 1.0 - rate, x.shape[1:])
     return jnp.where(keep, x / (1.0 - rate), 0)
 
 

@@ -40,13 +40,12 @@ from jaxtrain.parallel.placement import (
     specs_of,
     tell,
 )
+from jaxtrain.parallel.row_keys import draws_otherwise
 from jaxtrain.parallel.specs import axes_of, names_of, within
-from jaxtrain.precision import equations
 from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 
-DRAWN_BY_ROW = "drawn_by_row"  # the function of jaxtrain.ops.numerics, in a trace
 PROMISE = "gradients are reduced"  # what the report of a compiled step calls it
 ONCE = ", and weights are gathered once"
 
@@ -292,14 +291,11 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
 def _obstacle(loss_fn: Callable[..., Any], *given: Any) -> str | None:
     """What of a loss that is declared a sum over rows depends on all of them nevertheless."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
-    for eqn in equations(jaxpr.jaxpr, but=DRAWN_BY_ROW):
-        name = eqn.primitive.name
-        key = eqn.invars[0].aval if eqn.params.get("name") == DRAWN_BY_ROW else None
-        if name in ("random_bits", "random_gamma") or (key and not _is_threefry(key)):
-            return (
-                "for the loss draws numbers otherwise than by jaxtrain.ops.numerics.drop, which "
-                "draws row by row with keys of the kind threefry"
-            )
+    if draws_otherwise(jaxpr.jaxpr):
+        return (
+            "for the loss draws numbers otherwise than by jaxtrain.ops.numerics.drop, which "
+            "draws row by row with keys of the kind threefry"
+        )
     loss = result[0] if isinstance(result, tuple) else result
     metrics = getattr(loss, "metrics", {}).items()
     last = [name for name, value in metrics if isinstance(value, Last)]
@@ -319,12 +315,6 @@ def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str 
     if rows % (microbatches * parts) == 0:
         return None
     return f"for its {rows // microbatches} rows do not divide over {parts} devices"
-
-
-def _is_threefry(key: Any) -> bool:
-    """Whether a key, or the default ones where it is raw data, has draws that vmap leaves alone."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return str(key.dtype if typed else jax.random.key(0).dtype) == "key<fry>"
 
 
 def _inside_first(mesh: Any, axes: tuple[str, ...]) -> str:

@@ -97,7 +97,7 @@ class _Device:
       params: in the compute dtype: the stacked ones [C, ...], or [V, C, ...] with several chunks,
         and all others whole.
       batch: leaves [B, M, ...].
-      rng: the step's key; None in an evaluation.
+      keys_M: of the microbatches; None in an evaluation.
       x: shapes and dtypes of the residual stream.
       seeds_M: the cotangent of each microbatch's loss.
       factors_M: what its gradients are multiplied by to be those of the sum.
@@ -109,7 +109,7 @@ class _Device:
     plan: Plan
     params: PyTree
     batch: PyTree
-    rng: jax.Array | None
+    keys_M: jax.Array | None
     x: PyTree
     seeds_M: jax.Array | None = None
     factors_M: jax.Array | None = None
@@ -124,7 +124,7 @@ class _Device:
 
     def microbatch(self, j: jax.Array) -> tuple[PyTree, jax.Array | None]:
         """Microbatch j and its key."""
-        return rows(self.batch, j), None if self.rng is None else jax.random.fold_in(self.rng, j)
+        return rows(self.batch, j), None if self.keys_M is None else read(self.keys_M, j)
 
     def weights(self, k: int, v: jax.Array | int) -> dict[str, PyTree]:
         """What layers of stack k read: chunk v, [C, ...], and the parameters that all share."""
@@ -160,7 +160,7 @@ def device_program(
     ticks: Mapping[str, Any],
     params: PyTree,
     batch: PyTree,
-    rng: jax.Array | None,
+    keys_M: jax.Array | None,
     seeds_M: jax.Array | None,
     factors_M: jax.Array | None,
 ) -> tuple[WeightedLoss, Sums, Sums]:
@@ -171,7 +171,7 @@ def device_program(
       ticks: from :func:`~jaxtrain.parallel.pipeline.units.schedule_arrays`, this device's column
         [T, 1].
       params: as for ``_Device``, but for what the axes of ``plan.shards`` split.
-      batch, rng, seeds_M, factors_M: as for ``_Device``.
+      batch, keys_M, seeds_M, factors_M: as for ``_Device``.
 
     Returns:
       The loss, the gradients of this device's layers, and those of all other parameters; the first
@@ -180,8 +180,9 @@ def device_program(
     ticks = jax.tree.map(lambda column_T1: column_T1[:, 0], ticks)
     params = params if plan.shards is None else plan.shards.gathered(params)
     microbatch, outer = rows(batch, 0), plan.stages.outer(params)
+    rng = None if keys_M is None else read(keys_M, 0)
     x = residual_stream(plan.stages, outer, microbatch, rng)
-    device = _Device(plan, params, batch, rng, x, seeds_M, factors_M)
+    device = _Device(plan, params, batch, keys_M, x, seeds_M, factors_M)
     if plan.table.backward:
         arguments = outer, x, microbatch, rng
         entries = [functools.partial(plan.stages.enter, k) for k in plan.stacks]

@@ -46,6 +46,7 @@ from jaxtrain.parallel.pipeline.tables import Table, make_table
 from jaxtrain.parallel.pipeline.units import schedule_arrays
 from jaxtrain.parallel.placement import Gather
 from jaxtrain.parallel.reduction import Shards, find_shards, why_not
+from jaxtrain.parallel.row_keys import microbatch_keys
 from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.tree import map_named, named_leaves
@@ -126,13 +127,16 @@ def pipeline(
             shardings=gradient_shardings,
             obstacle=why_not(whole),
         )
+        trace = functools.partial(jax.make_jaxpr(whole), params, batch, rng)
+        key = microbatch_keys(rng, microbatches, lambda: trace().jaxpr)
+        keys_M = jax.vmap(key)(jnp.arange(microbatches))
         taken = dataclasses.replace(plan, shards=shards)
         entered, params, batch = _enter(taken, params, batch, gather, gradient_shardings)
         trains = frozenset(named_leaves(trainable(params, frozen)[0]))
         entered = dataclasses.replace(entered, trains=trains)
         weights_M, dtype = _weights(entered.stages, params, batch, rng, microbatches)
         seeds = seed_and_factor(weights_M, loss_scale, dtype)
-        loss, d_stacked, d_outer = _on_devices(entered, mesh, params, batch, rng, *seeds)
+        loss, d_stacked, d_outer = _on_devices(entered, mesh, params, batch, keys_M, *seeds)
         grads = map_named(lambda name, _: (d_stacked | d_outer).get(name), params)
         return GradientSums(grads, loss, None, microbatches)
 
