@@ -23,6 +23,7 @@ from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
 from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
 from jaxtrain.parallel.placement import Gather, constrain_tree, tell
 from jaxtrain.parallel.reduction import kept_by_gathering, why_not
+from jaxtrain.parallel.row_keys import draws_otherwise
 from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.planning.chips import chip_of
@@ -237,6 +238,32 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
         params=experiment.params and experiment.params(),
         **_state_options(experiment, mesh),
     )
+
+
+def microbatches_of(experiment: Experiment, mesh: Mesh) -> int:
+    """Into how many microbatches a step cuts its batch."""
+    if mesh.shape.get("pipe", 1) > 1:
+        return experiment.pipeline.get("microbatches", 1)
+    return experiment.accumulate
+
+
+def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
+    """Whether another number of microbatches changes more than rounding.
+
+    So it is where the loss is a scalar, whose mean is one of means, where it has model state, which
+    each of them changes, and where it draws numbers and not row by row.
+    """
+    if experiment.has_model_state:
+        return True
+    policy = experiment.policy
+
+    def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array) -> Any:
+        params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
+        return experiment.loss_fn(params, batch, rng)
+
+    given = state.params, experiment.batch, jax.random.key(0)
+    traced, loss = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
+    return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr)
 
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:

@@ -16,12 +16,19 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import gradients
 from jaxtrain.agreement import Layout, compare, compile_on, record_gradients, run_one_device
-from jaxtrain.experiment import compile_train, make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.experiment import (
+    compile_train,
+    depends_on_microbatches,
+    make_abstract_state,
+    make_experiment_mesh,
+    make_state,
+)
+from jaxtrain.ops.numerics import drop
 from jaxtrain.planning.estimate import trace
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.replay import replay
-from tests import problems
-from tests.run.test_loop import lines, make_experiment
+from tests import problems, small
+from tests.run.test_loop import lines, make_experiment, noisy_loss
 from tests.workers import poisoned
 
 BOUND, BOX = 3.0, 0.4
@@ -54,6 +61,44 @@ def projected(step):
         return dataclasses.replace(state, params=params), metrics | out
 
     return transformed
+
+
+def losses():
+    """Losses, and whether another number of microbatches changes more than their rounding."""
+
+    def dropped(params, batch, rng):
+        return problems.loss_fn(params, batch | {"x": drop(batch["x"], 0.5, rng)}, rng)
+
+    def scalar(params, batch, rng):
+        loss = problems.loss_fn(params, batch, rng)
+        return loss.total / loss.weight
+
+    def bits(params, batch, rng):
+        loss = problems.loss_fn(params, batch, rng)
+        data = jnp.tile(jax.random.key_data(rng), 2)
+        drawn = jax.lax.rng_bit_generator(data, (3,), dtype=jnp.uint32)[1].sum()
+        return dataclasses.replace(loss, total=loss.total + 1e-12 * drawn)
+
+    def uniform(params, batch, rng):
+        loss = problems.loss_fn(params, batch, rng)
+        drawn = jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), (2,)).sum()
+        return dataclasses.replace(loss, total=loss.total + drawn)
+
+    yield problems.loss_fn, False
+    yield jax.checkpoint(dropped), False
+    yield from ((loss_fn, True) for loss_fn in (scalar, bits, uniform, noisy_loss))
+
+
+@pytest.mark.parametrize(("loss_fn", "depends"), losses(), ids=lambda x: getattr(x, "__name__", ""))
+def test_what_another_number_of_microbatches_changes_is_read_from_the_loss(loss_fn, depends):
+    experiment = make_experiment(loss_fn=loss_fn)
+    state = make_abstract_state(experiment, make_experiment_mesh(experiment))
+    assert depends_on_microbatches(experiment, state) == depends
+
+
+def test_a_loss_with_model_state_depends_on_its_microbatches():
+    experiment = small.build(small.Config(centred=True))
+    assert depends_on_microbatches(experiment, None)
 
 
 def test_neutral_plugs_leave_every_bit_as_it_is():

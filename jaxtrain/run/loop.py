@@ -21,6 +21,7 @@ from jaxtrain.experiment import (
     Experiment,
     call_end,
     compile_loop,
+    depends_on_microbatches,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
@@ -268,7 +269,7 @@ def _fit(
             files=experiment.files,
         )
         checkpoints = _open_checkpoints(experiment, options, run_dir)
-        changes = _changes(experiment, checkpoints, run_dir, options) if resume else []
+        changes = _changes(experiment, abstract, checkpoints, run_dir, options) if resume else []
         # Before it is read: an earlier attempt that still runs must not save in between.
         owner = claim() if resume else None
         if owner is not None:
@@ -503,7 +504,11 @@ def _open_checkpoints(
 
 
 def _changes(
-    experiment: Experiment, checkpoints: Checkpointer, run_dir: epath.Path, options: RunOptions
+    experiment: Experiment,
+    state: TrainState,
+    checkpoints: Checkpointer,
+    run_dir: epath.Path,
+    options: RunOptions,
 ) -> list[provenance.Change]:
     """What a resumed run has otherwise, printed.
 
@@ -517,7 +522,11 @@ def _changes(
         then = checkpoints.config()  # of all processes together
     provenance.check_accepted(options.accept_changes, then, experiment.config)
     step = checkpoints.latest_step() or 0
-    changes = provenance.compare(then, experiment.config, experiment.may_change, step=step)
+    may_change, both = dict(experiment.may_change), (then, experiment.config)
+    before, now = (record.get("provenance", {}).get("microbatches") for record in both)
+    if before not in (None, now) and depends_on_microbatches(experiment, state):
+        may_change |= dict.fromkeys(("microbatches", *provenance.MICROBATCHES))
+    changes = provenance.compare(*both, may_change, step=step)
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
     else:

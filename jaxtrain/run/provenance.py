@@ -22,7 +22,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, microbatches_of
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.folder import write_text
 
@@ -44,8 +44,11 @@ _OF_ANY_RUN = {
     **{f"run.{name}": "" for name in OF_START},
     "run.*": SAME,
     "mesh": ROUNDED,
+    "microbatches": ROUNDED,
     "versions.*": ROUNDED,
 }
+# Flags that decide in how many microbatches a step takes its batch.
+MICROBATCHES = ("accumulate", "pipeline.microbatches", "mesh.pipe")
 _ABSENT = "(none)"
 
 
@@ -78,6 +81,7 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         own["batch"] = [
             f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(experiment.batch)
         ]
+    own["microbatches"] = microbatches_of(experiment, mesh)
     own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
     own["versions"] = {}
     for name in PACKAGES:
@@ -134,7 +138,8 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0
         before, after = (flatten(record.get(part, {})) for record in (then, now))
         for name in before | after if before else ():
             old, new = (json.dumps(side.get(name, _ABSENT)) for side in (before, after))
-            if old == new:
+            flagged = name == "microbatches" and any(c.name in MICROBATCHES for c in changes)
+            if old == new or flagged:
                 continue
             meaning = _meaning(name, meanings)
             if meaning == LATER:

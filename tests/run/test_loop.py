@@ -257,6 +257,9 @@ def test_a_library_run_is_resumed_with_its_own_seed_and_batch(tmp_path):
         ({"seed": 1}, r"had seed 0 \(now 1\)"),
         ({"fingerprints": {"text": "b"}, "seed": 2}, "had seed"),
         ({"batch": {k: v for k, v in make_experiment().batch.items() if k != "mask"}}, "had batch"),
+        # Each microbatch draws whole, and not row by row.
+        ({"accumulate": 2}, r"had microbatches 1 \(now 2\): leave"),
+        ({"accumulate": 2, "loss_fn": problems.loss_fn, "seed": 1}, r"had seed 0 \(now 1\): leave"),
     ):
         with pytest.raises(ValueError, match=words):
             jt.fit(make_experiment(**changes), again)

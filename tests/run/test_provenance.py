@@ -11,6 +11,7 @@ from jaxtrain.run.loop import RunOptions
 from jaxtrain.run.main import parse, run_to_resume
 from jaxtrain.run.provenance import (
     LATER,
+    MICROBATCHES,
     ROUNDED,
     SAME,
     check,
@@ -32,6 +33,19 @@ def record(config=None, **provenance):
 
 def changed(**flags):
     return dataclasses.replace(gpt.Config(), **flags)
+
+
+def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
+    none = dict.fromkeys(("microbatches", *MICROBATCHES))
+    then = record(microbatches=1)
+    piped = changed(mesh=options.MeshOptions(pipe=2))
+    for config, name in ((changed(accumulate=2), "accumulate"), (piped, "mesh.pipe")):
+        for may_change, meaning in ((MAY_CHANGE, ROUNDED), (MAY_CHANGE | none, None)):
+            (change,) = compare(then, record(config, microbatches=2), may_change)
+            assert (change.name, change.meaning) == (name, meaning)
+    # As where --mesh.pipe -1 takes what is left of other devices.
+    (change,) = compare(then, record(microbatches=2), MAY_CHANGE | none)
+    assert (change.name, change.meaning) == ("microbatches", None)
 
 
 @pytest.mark.parametrize(
