@@ -38,7 +38,7 @@ def look_up(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Arra
     are activations, never the table. Its gradient is scattered over the axes that split its width.
 
     Args:
-      indices: int32, from 0 to V - 1, of any shape.
+      indices: int32, of any shape. One below 0 counts as 0, one beyond V - 1 as that.
       table: [V, D], an array or a :class:`jaxtrain.ops.linear.Kernel`.
       rows: logical axis by which V is split; None for a table of whole columns.
     """
@@ -46,6 +46,7 @@ def look_up(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Arra
 
 
 def _look_up(rows: str | None, indices: jax.Array, table_VD: jax.Array) -> jax.Array:
+    indices = jnp.clip(indices, 0, table_VD.shape[0] - 1)
     if (split := _find_split(rows, indices.shape, table_VD.shape)) is not None:
         return _in_parts(split, table_VD, indices)
     # A table split along its width is gathered first: rows are split over the same devices.
