@@ -222,7 +222,11 @@ def build_update(
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
         stack = getattr(engine, "stack", None)
         with jax.named_scope("optimizer"), stacked_as(stack, exact=True):
-            updates, opt_state = optimizer.update(grads, before, state.params, **extras)
+            try:
+                updates, opt_state = optimizer.update(grads, before, state.params, **extras)
+            except Exception as error:
+                _check_optimizer(optimizer, state)
+                raise error
         opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(before))
@@ -445,6 +449,15 @@ def _check_model_state(given: PyTree, returned: PyTree) -> None:
                 f"the loss was given model state {name!r} as {before.get(name, 'nothing')} and "
                 f"returned {after.get(name, 'nothing')}: return every leaf as it came"
             )
+
+
+def _check_optimizer(optimizer: optax.GradientTransformation, state: TrainState) -> None:
+    wanted = jax.tree.structure(jax.eval_shape(optimizer.init, state.params))
+    if wanted != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the state was made with another optimizer than the step: give init_state and the "
+            "step builder the same one"
+        )
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

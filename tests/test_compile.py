@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.compile import _check_compiled, use_compilation_cache
@@ -37,13 +39,40 @@ def test_the_state_is_donated_in_full_and_comes_back_as_it_was_sharded():
 def test_a_program_that_keeps_its_old_state_is_reported():
     state, mesh = make(data=8)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    batch = jax.device_put(
-        problems.make_batch(), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    )
+    batch = jax.device_put(problems.make_batch(), NamedSharding(mesh, P("data")))
     not_donating = jax.jit(STEP).lower(state, batch).compile()
     donated, *_ = _check_compiled(not_donating, state, shardings)
     assert donated.promise == "state donated in full"
     assert not donated.holds
+
+
+def test_a_leaf_that_is_not_donated_or_comes_back_elsewhere_is_reported_by_name():
+    mesh = jt.make_mesh(data=8)
+    placed, split = (NamedSharding(mesh, P(*axes)) for axes in ((), ("data",)))
+    state = {"big": jnp.ones((64, 8)), "small": jnp.ones(8)}
+    state = jax.tree.map(lambda x: jax.device_put(x, placed), state)
+    shardings = {"big": placed, "small": placed}
+
+    def checks(step, **out):
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings | out, None))
+        found = _check_compiled(jitted.lower(state, 1.0).compile(), state, shardings)
+        return {check.promise: check for check in found[:2]}
+
+    fresh = checks(lambda state, batch: ({"big": state["big"] + batch, "small": jnp.ones(8)}, 0.0))
+    assert not fresh["state donated in full"].holds  # nothing reads the old one
+    assert fresh["state returned as it came"].holds
+    moved = checks(
+        lambda state, batch: ({k: x + batch for k, x in state.items()}, 0.0), small=split
+    )
+    assert not moved["state returned as it came"].holds
+    assert moved["state returned as it came"].found == "small moves"
+
+
+def test_another_optimizer_than_that_of_the_state_is_refused():
+    state, _ = make()
+    step = jt.build_train_step(problems.loss_fn, jt.make_optimizer("adamw", 1e-2))
+    with pytest.raises(ValueError, match="the state was made with another optimizer than the step"):
+        jt.compile_step(step, state, problems.make_batch())
 
 
 def test_numpy_batches_are_split_over_the_batch_axes():
@@ -53,8 +82,7 @@ def test_numpy_batches_are_split_over_the_batch_axes():
     assert {s.data.shape for s in placed["x"].addressable_shards} == {
         (problems.ROWS // 4, problems.INPUTS)
     }
-    again = train.place(placed)
-    assert again["x"] is placed["x"] or again["x"].sharding == placed["x"].sharding
+    assert train.place(placed)["x"] is placed["x"]
 
 
 def test_compiling_needs_no_arrays():
@@ -98,7 +126,7 @@ def test_a_state_off_the_mesh_is_refused():
 
 def test_a_large_leaf_copied_to_every_device_is_refused():
     mesh = jt.make_mesh(fsdp=8)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    whole = NamedSharding(mesh, P())
     state = jax.device_put({"w": np.zeros((1024, 1024), np.float32)}, whole)
     with pytest.raises(ValueError, match=r"'w' of shape \(1024, 1024\) is copied whole"):
         jt.compile_step(lambda s, b: (s, {}), state, problems.make_batch(), mesh=mesh)
@@ -198,6 +226,19 @@ def test_a_mesh_axis_that_nothing_uses_is_refused(axis, message):
     state, mesh = make(data=4, **{axis: 2})
     with pytest.raises(ValueError, match=message):
         jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+
+
+def test_a_pipe_axis_that_splits_activations_alone_is_refused():
+    def loss_fn(params, batch, rng):
+        return problems.loss_fn(
+            params, batch | {"x": jt.constrain(batch["x"], "layers", None)}, rng
+        )
+
+    state, mesh = make(data=4, pipe=2)
+    with pytest.raises(ValueError, match=r"axis 'pipe' of size 2 splits no leaf of the state"):
+        jt.compile_step(
+            jt.build_train_step(loss_fn, OPTIMIZER), state, problems.make_batch(), mesh=mesh
+        )
 
 
 def test_a_constraint_or_a_rule_uses_an_axis():

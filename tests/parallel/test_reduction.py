@@ -164,6 +164,24 @@ def test_weights_are_gathered_and_gradients_reduced_once_per_step(axes, options)
     assert ("gathered once" in report_of(step)) == (fsdp > 1)
 
 
+@pytest.mark.parametrize(("scale", "skipped"), [(2.0**18, 0), (2.0**19, 1)])
+def test_what_overflows_in_float16_does_not_depend_on_the_devices(scale, skipped):
+    @jt.row_wise
+    def loss_fn(params, batch, rng):
+        y = batch["x"].astype(params["w"].dtype) * params["w"]  # whose cotangent is scale / rows
+        return jt.WeightedLoss(y.astype(jnp.float32).sum(), jnp.float32(len(y)))
+
+    policy, optimizer, batch = jt.Policy.fp16(scale), optax.sgd(0.1), {"x": np.full(8, 0.01, "f")}
+    for mesh in (None, jt.make_mesh(data=8)):
+        given = {"mesh": mesh, "policy": policy}
+        state = jt.init_state(
+            lambda rng: {"w": jnp.ones(())}, optimizer, rng=jax.random.key(0), **given
+        )
+        step = jt.build_train_step(loss_fn, optimizer, policy=policy, gather="step")
+        _, metrics = jt.compile_step(step, state, batch, mesh=mesh)(state, batch)
+        assert int(metrics["skipped"]) == skipped
+
+
 def test_what_splits_no_weight_is_reduced_once_whoever_gathers():
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
     step, found = train(masked, mesh)

@@ -13,7 +13,7 @@ from jaxtrain import optim
 from jaxtrain.models import gpt
 from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.parallel.stack import Cut, Order
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import LAYER_GROUP, named_leaves
 
 
 def state_of(params, opt_state=None):
@@ -107,6 +107,19 @@ def test_natural_order_copies_nothing():
 # ---- stages of different numbers of layers
 
 UNEVEN = [jt.Stack(counts=(3, 2, 0)), jt.Stack(virtual=2, counts=(2, 1, 0, 2))]
+
+
+def test_a_counter_of_two_stacks_is_told_by_the_layers_of_its_own():
+    stack = jt.Stack(("encoder", "decoder"), counts=(3, 1, 2, 3))  # both are cut into 2 x 3 rows
+    params = {"encoder": {"w": np.ones((4, 3, 3))}, "decoder": {"w": np.ones((5, 3, 3))}}
+    params = stack.cut(params)
+    optimizer = jt.make_optimizer("adafactor", 0.1, stacked=stack.axes)
+    found = named_leaves(stack.in_order(state_of(params, jax.device_get(optimizer.init(params)))))
+    layers = {name: leaf.shape[0] for name, leaf in found.items() if isinstance(leaf, Cut)}
+    for group, key, count in (("4", "encoder", 4), ("5", "decoder", 5)):
+        mine = {n: x for n, x in layers.items() if f"{LAYER_GROUP}{group}/" in n or key in n}
+        assert any(name.endswith("count") for name in mine)
+        assert set(mine.values()) == {count}
 
 
 @pytest.mark.parametrize("stack", UNEVEN, ids=["one", "two"])
