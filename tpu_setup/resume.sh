@@ -8,7 +8,8 @@
 # Creates the TPU where there is none that is ready; copies the working tree as it is now, and
 # installs. Goes on after what jaxtrain/host/exit_codes.py calls restartable, after a failed install, and
 # whenever the TPU is not ready any more; ends with the status of anything else. The pause doubles
-# with every attempt, up to five minutes; after an attempt of ten minutes all is counted anew.
+# with every attempt, up to five minutes; all is counted anew after an attempt that has left a newer
+# checkpoint in the bucket, which the account that runs this must be allowed to list.
 #
 #   --delete-when-done  delete the TPU at the end, however the run ended; it costs money until then
 #   --attempts N      how many attempts without progress (default 100)
@@ -45,8 +46,9 @@ while (($#)); do
   esac
 done
 need_target
-[[ " $* " =~ \ --run-dir[\ =]gs:// ]] ||
+[[ " $* " =~ \ --run-dir[\ =](gs://[^\ ]+) ]] ||
   die "nothing on a TPU outlives it: give the command a --run-dir gs://BUCKET/RUN"
+run_dir=${BASH_REMATCH[1]}
 [[ " ${how_to_create[*]} " == *" --type "* ]] || die "which accelerator? give --type"
 refuse_dry_run "$@"
 same_target
@@ -153,13 +155,21 @@ attempt() {
   return "$status"
 }
 
-count=0
+# The step of the newest checkpoint; nothing where there is none, or nobody may look.
+newest_step() {
+  gcloud storage ls "$run_dir/checkpoints/" 2>/dev/null |
+    sed -n 's:.*/\([0-9][0-9]*\)/$:\1:p' | sort -n | tail -n 1 || true
+}
+
+count=0 newest=''
 while true; do
-  began=$SECONDS status=0
+  status=0
   attempt "$@" || status=$?
   ((status != 0)) || exit 0
   if $interrupted; then exit "$status"; fi
-  again=$(exit_codes restart "$status" "$((SECONDS - began))" "$count" "$((attempts - 1))" "$pause") || {
+  before=$newest newest=$(newest_step) progress=0
+  [[ -z $newest || $newest == "$before" ]] || progress=1
+  again=$(exit_codes restart "$status" "$progress" "$count" "$((attempts - 1))" "$pause") || {
     echo "error: the run on $name ended with status $status, and is not started again" >&2
     exit "$status"
   }

@@ -1,7 +1,7 @@
 """With what a training process ends, so that whoever started it knows whether to start it again.
 
 The scripts of tpu_setup ask this file too, where JAX need not be installed (``python3 -I``):
-``exit_codes.py run CODE ...``, ``exit_codes.py restart CODE SECONDS COUNT LIMIT PAUSE`` and
+``exit_codes.py run CODE ...``, ``exit_codes.py restart CODE PROGRESS COUNT LIMIT PAUSE`` and
 ``exit_codes.py restartable``.
 
 ====  ============  ===============================================================  ========
@@ -16,6 +16,7 @@ code  name          what has happened                                           
 78    DIVERGED      too many steps in a row were skipped; the state is saved         no
 79    STORAGE       a disk or bucket failed and went on failing; one sentence tells  yes
 80    SUPERSEDED    another start of the run has taken over its folder               no
+81    ALERTED       an alert with the action stop ended it; the state is saved       no
 134   ABORTED       JAX's own C++ ended it with SIGABRT, as it does where process    yes
                     0 has died and it is faster than PEER_LOST to say so
 130, 143            SIGINT or SIGTERM ended it at once: it came a second time, or    no
@@ -41,6 +42,7 @@ PEER_LOST = 77
 DIVERGED = 78
 STORAGE = 79
 SUPERSEDED = 80
+ALERTED = 81
 ABORTED = 134
 
 
@@ -58,8 +60,6 @@ class Ended(SystemExit):
 # After these, the same command with --resume goes on from the last checkpoint.
 RESTARTABLE = frozenset({PREEMPTED, HUNG, PEER_LOST, STORAGE, ABORTED})
 
-# An attempt that ran for so long has made progress: the restarts are counted anew.
-PROGRESS_SECONDS = 600.0
 LONGEST_PAUSE = 300.0
 _ASKED_TO_END = frozenset({130, 143})
 # A process ends so because another did: what that one ended with says more.
@@ -100,7 +100,7 @@ def of_run(codes: Sequence[int]) -> int:
 
 def restart(
     code: int,
-    seconds: float,
+    progress: bool,
     count: int,
     *,
     limit: int,
@@ -114,7 +114,8 @@ def restart(
 
     Args:
       code: what the attempt ended with.
-      seconds: how long it ran; from ``PROGRESS_SECONDS`` on, the restarts are counted anew.
+      progress: whether it left a newer checkpoint; then the restarts are counted anew. Time alone
+        is no progress: a step that always hangs takes half an hour to do so.
       count: restarts so far without progress.
       limit: how many there may be.
       pause: seconds before the first.
@@ -123,12 +124,12 @@ def restart(
     Returns:
       The new count and the seconds to wait; None where it is not started again.
 
-    >>> restart(137, 20.0, 3, limit=5, uniform=max)
+    >>> restart(137, False, 3, limit=5, uniform=max)
     (4, 8.0)
-    >>> restart(137, 20.0, 5, limit=5) is None, restart(REFUSED, 20.0, 0, limit=5) is None
+    >>> restart(137, False, 5, limit=5) is None, restart(REFUSED, True, 0, limit=5) is None
     (True, True)
     """
-    count = 0 if seconds >= PROGRESS_SECONDS else count
+    count = 0 if progress else count
     if not restartable(code) or count >= limit:
         return None
     longest = min(LONGEST_PAUSE, pause * 2.0 ** min(count, 60))
@@ -144,8 +145,8 @@ def _main(verb: str, *words: str) -> int:
     if verb == "restartable":
         print(",".join(map(str, sorted(RESTARTABLE))))
         return 0
-    code, seconds, count, limit, pause = numbers
-    again = restart(code, seconds, count, limit=limit, pause=pause)
+    code, progress, count, limit, pause = numbers
+    again = restart(code, bool(progress), count, limit=limit, pause=pause)
     if again is not None:
         print(again[0], round(again[1]))
     return 0 if again else 1

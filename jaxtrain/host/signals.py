@@ -45,8 +45,8 @@ class SignalWatch:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)  # set_wakeup_fd insists
         self._thread = threading.Thread(target=self._listen, name="jaxtrain-signals", daemon=True)
-        self._thread.start()
         self._before_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._thread.start()
         # The number is written to the descriptor only for signals that Python handles.
         self._before = {s: signal.signal(s, lambda *_: None) for s in self._signals}
         self._open = True
@@ -69,6 +69,9 @@ class SignalWatch:
             for number in numbers:
                 if number in self._signals:
                     self._heard(number)
+                elif self._before_fd >= 0:  # of whoever watches for others
+                    with contextlib.suppress(OSError):
+                        os.write(self._before_fd, bytes([number]))
 
     def _heard(self, number: int) -> None:
         now = self._clock()

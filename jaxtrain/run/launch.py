@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, TextIO
 
 from jaxtrain.host import distributed, exit_codes, output
+from jaxtrain.host.exit_codes import PEER_LOST
+from jaxtrain.host.paths import as_path
 
 _POLL_SECONDS = 0.05
 # How long the last output of a process that has ended is waited for.
@@ -73,8 +75,8 @@ class LaunchOptions:
     """Run on the CPU, with this many simulated devices in each process."""
     max_restarts: int = 0
     """How often to start again, with --auto-resume, after the run was preempted, hung, or lost a
-    process or its storage; counted anew after an attempt of ten minutes. The pause before it
-    doubles, from a second to five minutes."""
+    process or its storage; counted anew after an attempt that left a newer checkpoint. The pause
+    before it doubles, from a second to five minutes."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 
@@ -83,7 +85,6 @@ def run_launch(
     options: LaunchOptions,
     command: list[str],
     *,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Runs the command until it is over.
@@ -91,7 +92,6 @@ def run_launch(
     Args:
       options: how many processes, and how often to start them again.
       command: what each of them runs.
-      clock: seconds, monotonic; times the attempts.
       sleep: waits so many seconds before a restart.
 
     Returns:
@@ -101,15 +101,18 @@ def run_launch(
       ValueError: for options that do not fit each other or this host.
     """
     check(options, command)
-    count, first = 0, options.host_index * options.processes
+    count, newest, first = 0, None, options.host_index * options.processes
     with output.lasting(), _Signals() as signals:
         while True:
             environments = [os.environ | own for own in process_settings(options, os.environ)]
-            started = clock()
             signals.group = Group(command, environments, first_index=first)
             signals.group.start()
             status = signals.group.wait(grace_seconds=options.grace_seconds)
-            again = exit_codes.restart(status, clock() - started, count, limit=options.max_restarts)
+            # By the signal itself, so before it had a handler, and nobody asked the launcher: lost.
+            lost = status == 143 and 143 not in signals.group.codes.values()
+            code, before, newest = PEER_LOST if lost else status, newest, _newest_step(command)
+            progress = newest not in (None, before)
+            again = exit_codes.restart(code, progress, count, limit=options.max_restarts)
             if again is None or signals.came:
                 return status
             count, pause = again
@@ -148,7 +151,7 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
         )
     if options.coordinator is not None:
         distributed.check_address(options.coordinator)
-    if options.max_restarts and not _names_run_dir(command):
+    if options.max_restarts and _run_dir(command) is None:
         raise ValueError(
             "--max-restarts needs a command with --run-dir, so that the restart finds the run that "
             "it is to resume"
@@ -255,6 +258,9 @@ class Group:
       command: what each runs.
       environments: the whole environment of each.
       first_index: the number of the first, for the prefix of its output.
+
+    Attributes:
+      codes: what those have ended with that did so by themselves; -n by signal n.
     """
 
     def __init__(
@@ -266,6 +272,7 @@ class Group:
     ):
         self._command, self._environments, self._first = command, environments, first_index
         self._asked: int | None = None
+        self.codes: dict[int, int] = {}
         self._printing = threading.Lock()
         self._processes: list[subprocess.Popen] = []
         self._readers: list[threading.Thread] = []
@@ -344,7 +351,7 @@ class Group:
         Returns:
           The code of the run, from the processes that ended by themselves.
         """
-        codes: dict[int, int] = {}
+        codes = self.codes
         sent: list[int] = []
         due: dict[int, float] = {}
         said = 0
@@ -395,9 +402,21 @@ class Group:
                     os.killpg(process.pid, number)
 
 
-def _names_run_dir(command: Sequence[str]) -> bool:
-    flags = ("--run-dir", "--run_dir")
-    return any(word.split("=")[0] in flags for word in command)
+def _run_dir(command: Sequence[str]) -> str | None:
+    """The folder that a command names."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        flag, _, value = word.partition("=")
+        if flag in ("--run-dir", "--run_dir"):
+            return value or following
+    return None
+
+
+def _newest_step(command: Sequence[str]) -> int | None:
+    """The step of the newest checkpoint in the folder that a command names, if there is any."""
+    with contextlib.suppress(OSError, TypeError):
+        there = (as_path(_run_dir(command)) / "checkpoints").iterdir()
+        return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
+    return None
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ from jaxtrain.experiment import (
     restore_state,
 )
 from jaxtrain.host import distributed, output, readings, storage
-from jaxtrain.host.exit_codes import DIVERGED, DONE, PREEMPTED
+from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
@@ -158,8 +158,9 @@ class Best:
 class FitResult:
     """What a run leaves: the last state, its evaluation, and the folder with everything else.
 
-    ``stopped`` is the reason where a hook has stopped it before its last step, and ``best`` the
-    best of the checkpoints that are kept, if any has an evaluation.
+    ``stopped`` is the reason where a hook or an alert has stopped it before its last step, ``best``
+    the best of the checkpoints that are kept, if any has an evaluation, and ``code`` what a program
+    ends with: ``ALERTED`` where it was an alert, otherwise 0.
     """
 
     state: TrainState
@@ -167,6 +168,7 @@ class FitResult:
     run_dir: str
     stopped: str | None = None
     best: Best | None = None
+    code: int = DONE
 
 
 def fit(
@@ -323,7 +325,8 @@ def _fit(
             batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
-        stopped, lines = end.reason if end else stopped, []
+        end = end or stopped or Ending(DONE, int(state.step))
+        stopped, lines = end.reason, []
         concluded, best = (averaged(state), means), _best(experiment, abstract, checkpoints)
         if stopped:
             lines.append(f"stopped      after step {int(state.step)}: {stopped}")
@@ -340,7 +343,7 @@ def _fit(
         terminal.print_lines(compared)
     print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)
-    return FitResult(state, means, str(run_dir), stopped, best)
+    return FitResult(state, means, str(run_dir), stopped, best, end.code)
 
 
 @contextlib.contextmanager
@@ -422,7 +425,7 @@ def _train(
 
     def ends(step: int) -> Ending | None:
         nonlocal early
-        early = skips.ending or stopping.ending(step) or ending(step, hooks, run.peers)
+        early = skips.ending or stopping.ending(step) or ending(step, hooks, run.peers, run.alerts)
         return early
 
     ledger = run.journal.ledger
@@ -459,15 +462,17 @@ def _finish(
     end, means = end or Ending(DONE, last), {}
     if end.reason is not None:
         run.owner.check()
-        write_text(run_dir / STOPPED, json.dumps({"step": last, "reason": end.reason}) + "\n")
+        stop = {"step": last, "reason": end.reason, "code": end.code}
+        write_text(run_dir / STOPPED, json.dumps(stop) + "\n")
         early = f"stopped on purpose after step {last} of {experiment.steps}: {end.reason}"
         run.progress.note(early)
-    if end.code == DONE:
+    on_purpose = end.code in (DONE, ALERTED)
+    if on_purpose:
         try:
             means = evaluation.at(last, state, after=last)
         except Interrupted:
             end = Ending(PREEMPTED, last)
-    seconds = LAST_SAVE_SECONDS if end.code == DONE else STOPPED_SAVE_SECONDS
+    seconds = LAST_SAVE_SECONDS if on_purpose else STOPPED_SAVE_SECONDS
     with run.journal.ledger.during("save"):
         saving.finish(last, state, seconds=seconds)
     if end.code == DIVERGED:

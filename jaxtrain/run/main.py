@@ -199,7 +199,8 @@ def main(
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
         processes = getattr(config, "distributed", ProcessOptions())
-        stack.enter_context(ending_at_sigterm(handle_signals=config.run.handle_signals))
+        handle = config.run.handle_signals
+        stack.enter_context(ending_at_sigterm(handle_signals=handle, sigint=True))
         distributed.initialize(**dataclasses.asdict(processes))
         quiet.start()
         keep_freed_memory()
@@ -207,10 +208,13 @@ def main(
         if not experiment.may_change:
             experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
         try:
-            fit(experiment, config.run, hooks=hooks, writers=writers, began=process_began())
+            plugs = {"hooks": hooks, "writers": writers}
+            result = fit(experiment, config.run, **plugs, began=process_began())
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None
+        if result.code:
+            raise SystemExit(result.code)
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None, *, default: Any = None) -> Any:

@@ -1,6 +1,5 @@
 """The launcher: who its processes are, what it prints, how it ends, when it starts again."""
 
-import itertools
 import os
 import pathlib
 import signal
@@ -142,6 +141,8 @@ def attempts(folder, codes, *, times, max_restarts, **injected):
         ([-signal.SIGKILL, 2, 77], 2, False),
         ([77, 78, 75], 78, False),
         ([143, 75, 75], 143, False),  # somebody insisted
+        ([-signal.SIGTERM, 77, 77], 143, True),  # as it imported, before it could hear
+        ([81, 75, 75], 81, False),
     ],
 )
 def test_all_processes_decide_whether_there_is_a_restart(codes, status, restarts, tmp_path):
@@ -161,19 +162,18 @@ def test_a_restart_goes_on_where_the_run_was(tmp_path, capfd):
     assert len(printed) == 6
 
 
-def test_pauses_grow_and_restarts_count_anew_after_progress(tmp_path):
-    # Attempts of 1 s, but for the fifth, which lasts ten minutes.
-    now, lasted, slept = [0.0], iter([1, 1, 1, 1, 600, 1, 1, 1, 1, 1]), []
-    reads = itertools.count()
+def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    slept, steps = [], tmp_path / "r" / "checkpoints"
+    (steps / "8.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "tries").mkdir()
 
-    def clock():
-        if next(reads) % 2:  # the second look ends an attempt
-            now[0] += next(lasted)
-        return now[0]
+    def sleep(seconds):
+        slept.append(seconds)
+        if len((tmp_path / "tries" / "0").read_text()) == 4:  # what the fifth attempt leaves
+            (steps / "16").mkdir(exist_ok=True)
 
-    status = attempts(
-        tmp_path, [-9], times=99, max_restarts=4, clock=clock, sleep=lambda s: slept.append(s)
-    )
+    status = attempts(tmp_path / "tries", [-9], times=99, max_restarts=4, sleep=sleep)
     # Four without progress, one after it, and three more.
     assert status == (137, 9)
     # Between half of 1 + 2 + 4 + 8 seconds twice, and all of it.

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import string
 import subprocess
@@ -91,8 +92,18 @@ def test_a_preempted_job_starts_again_and_that_does_not_count(name):
     # What else can be restarted counts: a hang may come back every time.
     assert codes["values"] == [exit_codes.PREEMPTED]
     assert codes["containerName"] == container_of(manifest)["name"]
-    (rule,) = manifest["spec"]["failurePolicy"]["rules"]
+    final, rule = manifest["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    # As Kubernetes words it where a rule of the job is met; the last ends all.
+    (pattern,) = final["onJobFailureMessagePatterns"]
+    rules = job["podFailurePolicy"]["rules"]
+    for index in range(len(rules)):
+        message = f"Container train for pod a/b failed matching FailJob rule at index {index}"
+        assert bool(re.search(pattern, message)) == (index == len(rules) - 1)
+    assert final["action"] == "FailJobSet"
+    codes = rules[-1]["onExitCodes"]["values"]
+    assert not any(map(exit_codes.restartable, codes))
+    assert {exit_codes.ALERTED, exit_codes.DIVERGED, exit_codes.REFUSED} <= set(codes)
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"]
     # What a pod failure policy needs.
@@ -269,10 +280,16 @@ def test_the_sbatch_file_runs_each_task_with_its_cpus_and_the_gpu_variables(slur
 
 
 def test_the_sbatch_file_gives_up_after_twenty_restarts_without_progress(slurm):
-    slurm.submit(77, *TRAIN)
+    train = ("experiments.gpt", "--run-dir", str(slurm.folder / "r"))
+    slurm.submit(77, *train)
     counted = slurm.folder / ".jaxtrain-restarts-12"
-    assert counted.read_text() == "1\n"
-    counted.write_text("19")
-    assert slurm.submit(137, *TRAIN) == ["sleep", "scontrol"]
-    assert slurm.submit(137, *TRAIN) == []
+    assert counted.read_text() == "1 \n"
+    for step in ("8", "16", "16.orbax-checkpoint-tmp", "damaged-24"):
+        (slurm.folder / "r" / "checkpoints" / step).mkdir(parents=True)
+    counted.write_text("20 8\n")
+    assert slurm.submit(137, *train) == ["sleep", "scontrol"]
+    assert counted.read_text() == "1 16\n"
+    counted.write_text("19 16\n")
+    assert slurm.submit(137, *train) == ["sleep", "scontrol"]
+    assert slurm.submit(137, *train) == []
     assert not counted.exists()

@@ -26,7 +26,7 @@ CLOCK_EVERY = 10
 SETTLE_SECONDS = 60.0
 # How long the last save is tried: where the run is complete, and where the host may be taken away
 # half a minute after it said so.
-LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS = 300.0, 20.0
+LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, LAST_PAUSE_SECONDS = 300.0, 20.0, 2.0
 # Between two looks at how much of a save has been written.
 LOOK_SECONDS = 5.0
 
@@ -87,23 +87,33 @@ class Saving(Hook):
             self.run.progress.note(f"step {step}: checkpoints are written again")
 
     def finish(self, step: int, state: TrainState, *, seconds: float) -> None:
-        """Writes the last state and waits for it, trying again for some seconds.
+        """Writes the last state and waits for it, trying again for some seconds; for as long as a
+        host that is taken away has, once a signal has come.
 
         Raises:
           StorageError: it could not be written.
         """
         self._settle()
+        until = math.inf
 
         def save() -> None:
             self._start(step, state)  # does nothing where that has been done well
             self.checkpoints.wait()
 
+        def passing(error: BaseException) -> bool:
+            nonlocal until
+            if self.run.peers.stop_wanted:
+                until = min(until, storage.now() + STOPPED_SAVE_SECONDS)
+            return isinstance(error, SaveError) and storage.now() < until
+
         with self._making_progress():
             storage.retrying(
                 save,
                 "the last checkpoint",
-                passing=lambda error: isinstance(error, SaveError),
+                passing=passing,
                 seconds=seconds,
+                # Short pauses: a signal is noticed between them.
+                sleep=lambda pause: storage.pause(min(pause, LAST_PAUSE_SECONDS)),
             )
         self._tell()
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from etils import epath
 
 from jaxtrain.host import distributed
-from jaxtrain.host.exit_codes import DONE, PREEMPTED
+from jaxtrain.host.exit_codes import ALERTED, DONE, PREEMPTED
 from jaxtrain.run.folder import STOPPED
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.observe import terminal
+from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
@@ -19,7 +20,8 @@ class Ending:
     """How all processes end a run before its last step.
 
     Args:
-      code: what it ends with: DONE where it was stopped on purpose, PREEMPTED, or DIVERGED.
+      code: what it ends with: DONE where it was stopped on purpose, ALERTED where an alert has
+        done that, PREEMPTED, or DIVERGED.
       step: after which step; for DIVERGED the last one that was skipped.
       reason: why it was stopped on purpose.
     """
@@ -29,13 +31,14 @@ class Ending:
     reason: str | None = None
 
 
-def ending(step: int, hooks: Sequence[Hook], peers: Lifeline) -> Ending | None:
+def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) -> Ending | None:
     """How the loop ends with ``step``, if it does; all processes ask alike and are answered alike.
 
     Args:
       step: the one that was just dispatched.
       hooks: of the user's; the wish of one in any process becomes the agreement of all.
       peers: joins the processes; hears of signals too.
+      alerts: of the first process, which may have asked for the stop.
     """
     for hook in hooks:
         if answer := hook.stops(step):
@@ -43,11 +46,14 @@ def ending(step: int, hooks: Sequence[Hook], peers: Lifeline) -> Ending | None:
             peers.want_stop(answer if isinstance(answer, str) else named)
     if not peers.stops(step):
         return None
-    return Ending(PREEMPTED if peers.reason is None else DONE, step, peers.reason)
+    if peers.reason is None:
+        return Ending(PREEMPTED, step)
+    alerted = distributed.from_first_process(lambda: alerts.stopped_for == peers.reason)
+    return Ending(ALERTED if alerted else DONE, step, peers.reason)
 
 
-def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None:
-    """Returns why a run was stopped on purpose after this very step, and says so.
+def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> Ending | None:
+    """Returns how a run was stopped on purpose after this very step, and says so.
 
     Args:
       run_dir: the run's folder.
@@ -73,4 +79,4 @@ def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> str | None
             "no further: to go on, give --accept-changes stopped"
         ]
     )
-    return stop["reason"]
+    return Ending(stop.get("code", DONE), step, stop["reason"])

@@ -52,6 +52,7 @@ class Alerts:
 
     Attributes:
       wanted: what alerts have asked others to do ("save", "trace"); whoever does it takes it out.
+      stopped_for: the reason for which an alert has asked for the end of the run.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Alerts:
         webhook: str | None = None,
     ):
         self.wanted: set[str] = set()
+        self.stopped_for: str | None = None
         self._rules, self._journal, self._run_dir = dict(rules), journal, run_dir
         self._note, self._stop, self._idle = note, stop, idle
         self._webhook = webhook
@@ -153,7 +155,7 @@ class Alerts:
         actions = self._rules[rule].actions
         if self._acts_from is not None:
             if "stop" in actions and step >= self._acts_from:
-                self._stop(f"alert {rule}: {text}")
+                self._end(f"alert {rule}: {text}")
             return
         if (rule, step) not in self._told:
             self._note(f"step {step}: alert {rule}: {text}")
@@ -162,7 +164,11 @@ class Alerts:
                 self._posts.put(self._message(rule, step, text))
         self.wanted |= {"save", "trace"} & set(actions)
         if "stop" in actions:
-            self._stop(f"alert {rule}: {text}")
+            self._end(f"alert {rule}: {text}")
+
+    def _end(self, reason: str) -> None:
+        self.stopped_for = self.stopped_for or reason  # as the first one that is asked for counts
+        self._stop(reason)
 
     def _message(self, rule: str, step: int, text: str) -> dict:
         """What is posted; ``text`` is what chat services show."""

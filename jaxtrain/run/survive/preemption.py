@@ -26,23 +26,28 @@ class Preempted(Ended):
         self.step, self.run_dir = step, run_dir
 
 
-def ending_at_sigterm(*, handle_signals: bool = True) -> contextlib.AbstractContextManager:
-    """While this lasts, SIGTERM ends the process at once with ``PREEMPTED``; SIGINT is left alone.
+def ending_at_sigterm(
+    *, handle_signals: bool = True, sigint: bool = False
+) -> contextlib.AbstractContextManager:
+    """While this lasts, SIGTERM ends the process at once with ``PREEMPTED``.
 
     For what comes before training, which may take minutes inside a compiler. There is nothing to
     save yet, and a run that is preempted then must be started again like any other.
 
     Args:
       handle_signals: False leaves SIGTERM alone too.
+      sigint: SIGINT ends it at once too, with 130: as a KeyboardInterrupt it would wait for the
+        compiler. A program's business, for a notebook must outlive it.
     """
 
     def leave(number: int) -> None:
-        say(f"SIGTERM outside of training: nothing is to be saved; exiting with code {PREEMPTED}")
-        os._exit(PREEMPTED)
+        name, code = signal.Signals(number).name, 130 if number == signal.SIGINT else PREEMPTED
+        say(f"{name} outside of training: nothing is to be saved; exiting with code {code}")
+        os._exit(code)
 
     if not handle_signals:
         return contextlib.nullcontext()
-    return SignalWatch(leave, signals=(signal.SIGTERM,))
+    return SignalWatch(leave, signals=(signal.SIGTERM, signal.SIGINT)[: 1 + sigint])
 
 
 def stopping_at_signals(

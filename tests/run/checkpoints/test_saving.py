@@ -31,6 +31,7 @@ class Stub:
         self.progress = self.watchdog = self.owner = self
         self.journal, self.alerts = Journal(), types.SimpleNamespace(wanted=set())
         self.experiment, self.options = make_experiment(), jt.RunOptions()
+        self.peers = types.SimpleNamespace(stop_wanted=False)
         vars(self).update(run)
 
     def before_save(self):
@@ -197,6 +198,20 @@ def test_the_last_save_is_tried_again_and_must_succeed_in_the_end(pauses):
     stub.before_save = lambda: stub.fail.discard(12) if len(pauses) >= done else None
     saving.finish(12, None, seconds=20.0)
     assert stub.saved == [(12, None)]
+
+
+def test_a_signal_leaves_the_last_save_twenty_seconds(pauses):
+    stub = Stub()
+    stub.fail = {12}
+    saving = drive(stub, jt.RunOptions())
+
+    def signalled():
+        stub.peers.stop_wanted = sum(pauses) >= 100
+
+    stub.before_save = signalled
+    with pytest.raises(StorageError, match="no room for 12"):
+        saving.finish(12, None, seconds=300.0)
+    assert 120 <= sum(pauses) < 125
 
 
 def test_a_resumed_run_knows_the_best_so_far(tmp_path):

@@ -248,6 +248,8 @@ def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_whe
         jt.fit(spiky(45), stopping, hooks=[Kill(46)])
     resumed = jt.fit(spiky(45), stopping)
     assert resumed.stopped == f"alert loss_spike: {told['text']}"
+    assert (resumed.code, jt.fit(spiky(45), stopping).code) == (81, 81)  # and whenever it is asked
+    assert jt.fit(spiky(45), options).code == 0
     assert int(resumed.state.step) == 46
     told = [x["attempt"] for x in read_events(epath.Path(tmp_path / "b")) if x["event"] == "alert"]
     assert told == [1]

@@ -15,7 +15,7 @@ from jaxtrain.host import exit_codes
 from jaxtrain.host.distributed import from_first_process
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
-from jaxtrain.run.survive import lifeline
+from jaxtrain.run.survive import lifeline, preemption
 from jaxtrain.run.survive.lifeline import Lifeline
 from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.preemption import Preempted
@@ -42,6 +42,19 @@ def default_handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_handlers")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_program_ends_at_once_while_its_step_compiles(number, code, monkeypatch):
+    ended = []
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
+    with preemption.ending_at_sigterm(sigint=True), preemption.ending_at_sigterm():
+        # Of the two, fit's and main's, the inner one leaves SIGINT to the outer.
+        os.kill(os.getpid(), number)
+        eventually(lambda: ended == [code])
+    with preemption.ending_at_sigterm(), pytest.raises(KeyboardInterrupt):  # a notebook's
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("default_handlers")
