@@ -33,6 +33,7 @@ from jaxtrain.run import trained
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.provenance import LATER, ROUNDED, SAME
 from jaxtrain.run.trained import TOKENIZER_FILE
+from jaxtrain.tree import map_named, named_leaves
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
@@ -121,7 +122,12 @@ class Source:
         return max(self.model.seq_len, (self.is_run and self.told("context")) or 0)
 
     def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
-        """Its weights, for a model that may have shorter rows; of another head, without that."""
+        """Its weights, for a model that may have shorter rows and more tokens; of another head,
+        without that."""
+        own = getattr(self.model, "vocab_size", None)
+        if own != getattr(model, "vocab_size", None):
+            params = self.weights(dataclasses.replace(model, vocab_size=own), stack)
+            return with_tokens(params, model, own)
         if not self.is_run:
             return hf.open_weights(self.path, model, stack=stack)
         params = trained.load(self.path)[1]
@@ -135,6 +141,31 @@ class Source:
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
         return stack.cut(params)
+
+
+def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
+    """Returns parameters for all tokens of a model, made of those of its first ``own`` tokens: a
+    new one has the mean of their rows, in the table and in a head of its own."""
+    init = next(module.init for kind, module in trained.FORMS.values() if isinstance(model, kind))
+
+    def shapes(vocab_size: int) -> dict[str, Any]:
+        sized = dataclasses.replace(model, vocab_size=vocab_size)
+        return named_leaves(jax.eval_shape(functools.partial(init, sized), jax.random.key(0)))
+
+    wanted, more = shapes(model.vocab_size), shapes(model.vocab_size + model.vocab_multiple)
+
+    def grown(name: str, x: Any) -> Any:
+        sizes = zip(wanted[name].shape, more[name].shape, strict=True)
+        axis = next((axis for axis, (a, b) in enumerate(sizes) if a != b), None)
+        if axis is None:
+            return x
+        rows_V = np.moveaxis(np.asarray(x), axis, 0)[:own]
+        out_V = np.zeros((wanted[name].shape[axis], *rows_V.shape[1:]), rows_V.dtype)
+        out_V[: model.vocab_size] = rows_V.mean(axis=0, dtype=np.float32)
+        out_V[:own] = rows_V
+        return np.moveaxis(out_V, 0, axis)
+
+    return map_named(grown, params)
 
 
 def open_source(path: str, form: str) -> Source:
@@ -205,8 +236,9 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     if source is None:
         preset = dataclasses.replace(config.models.PRESETS[config.model](), vocab_size=vocab_size)
     else:
-        preset = source.model
         _check_source(config, vocab_size)
+        larger = {} if vocab_size <= source.model.vocab_size else {"vocab_size": vocab_size}
+        preset = dataclasses.replace(source.model, **larger)
     names = {field.name for field in dataclasses.fields(kind)} & vars(config).keys()
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if {"width", "heads"} & given.keys():
@@ -231,16 +263,28 @@ def _check_source(config: Config, vocab_size: int) -> None:
                 "leave one of them out"
             )
     model = config.source.model
-    if vocab_size > model.vocab_size:
+    if vocab_size > model.vocab_size and not _extends(config):
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "
-            f"{model.vocab_size}: give --tokenizer the model's own tokenizer.json"
+            f"{model.vocab_size}, and the former are not the latter and some more: give "
+            "--tokenizer the model's own tokenizer.json, or one made of it by adding tokens"
         )
     if model.positions == "learned" and (config.seq_len or 0) > model.seq_len:
         raise ValueError(
             f"--seq-len {config.seq_len} is more than the {model.seq_len} positions that the model "
             f"in '{config.init_from}' has: give at most that"
         )
+
+
+def _extends(config: Config) -> bool:
+    """Whether the tokenizer has all tokens of what the run begins with, under the same ids."""
+    name, path = tokenizer_name(config), as_path(config.source.path) / TOKENIZER_FILE
+    if data.trained_kind(name) or not path.exists():
+        return False
+    found = data.tokenizer_of_stores(data.parse_data(config.data), name)
+    found, own = found or data.open_tokenizer(name), data.SubwordTokenizer.load(path)
+    both = [each for each in (own, found) if isinstance(each, data.SubwordTokenizer)]
+    return len(both) == 2 and own.vocabulary.items() <= found.vocabulary.items()
 
 
 def stack_of(config: Config, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:

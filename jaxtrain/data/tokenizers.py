@@ -362,6 +362,11 @@ class SubwordTokenizer(_BytePieces):
         return f"{kind}-{self.eod}-{digest}"
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, as the file spells it."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
     def eod_token(self) -> str:
         """How the file spells `eod`."""
         return self._tokenizer.id_to_token(self.eod)

@@ -260,10 +260,43 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
         outline(Config(**given, model="gpt2-124m"))
     more = tmp_path / "tokenizer.json"
     data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
-    with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model in .* 300:"):
+    with pytest.raises(ValueError, match=r"310 tokens and the model in .* 300, and the former"):
         outline(Config(**given, tokenizer=str(more)))
     assert outline(Config(**given)).config["model"]["vocab_size"] == 300
     assert outline(Config(**given, dropout=0.5)).config["model"]["dropout"] == 0.5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("added", [40, 60])  # the padded table has room for the first
+def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tmp_path, capsys):
+    model = dataclasses.replace(MISTRAL, tied=tied)
+    files = {"tokenizer.json": tokenizer.to_json()}
+    hf.save(tmp_path / "model", model, gpt.init(model, jax.random.key(1)), files=files)
+    more = tokenizer.adding(*(f"<|{n}|>" for n in range(added)))
+    more.save(tmp_path / "more.json")
+    (tmp_path / "text.txt").write_text("1 2 3 4 5\n" * 99)
+    config = Config(
+        init_from=str(tmp_path / "model"),
+        tokenizer=str(tmp_path / "more.json"),
+        data=str(tmp_path / "text.txt"),
+    )
+    save_run(tmp_path / "run", build(config))
+    out, size = tmp_path / "out", 270 + added
+    assert run(capsys, "hf", "export", "--run", str(tmp_path / "run"), "--out", str(out))[0] == 0
+    opened = models.transformers().AutoModelForCausalLM.from_pretrained(out).state_dict()
+    theirs = models.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, was in theirs.state_dict().items():
+        found = opened[name].numpy()
+        np.testing.assert_array_equal(found[: len(was)], was, err_msg=name)
+        if "embed_tokens" in name or "lm_head" in name:
+            assert (len(was), len(found)) == (300, size)
+            mean = np.tile(was.double().numpy().mean(0), (size - 300, 1))
+            np.testing.assert_allclose(found[300:], mean, atol=1e-6)
+    text = models.transformers().AutoTokenizer.from_pretrained(out)
+    assert text("<|39|>")["input_ids"] == [309]
+    # What is begun from that run has them already.
+    again = dataclasses.replace(config, init_from=str(tmp_path / "run"))
+    assert outline(again).config["model"]["vocab_size"] == size
 
 
 def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):
