@@ -14,6 +14,7 @@ same files are held out of both tasks, by a hash of their path.
 import collections
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -53,12 +54,15 @@ class Config(language.Config):
     """Which preset; the flags layers to attention change it."""
     data: str = "python"
     """Text to learn: "python" (the standard library's source), or a folder of texts; to classify,
-    one with a folder of texts for each class."""
+    one with a folder of texts for each class, or rows of text, label and perhaps text_pair (JSONL,
+    CSV, TSV, Parquet; a file, or a folder with train.* and validation.*)."""
     tokenizer: str | None = None
     """A tokenizer.json with a mask, or a number: a BPE tokenizer of that many tokens is trained
     first (unigram:N and wordpiece:N: one of those); left out, 4096."""
     classes: int = 10
-    """To classify: the largest packages or folders, so many."""
+    """To classify: the largest packages or folders, so many; of labelled rows, all there are."""
+    class_weights: bool = False
+    """Weigh labelled rows so that all classes count the same in training."""
     mask_rate: float = 0.3
     """Share of the tokens that are predicted; BERT's was 0.15."""
     held_out_rows: int = 2500
@@ -92,17 +96,25 @@ def build(config: Config) -> jt.Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
-    language.check_least(config, classes=2, held_out_rows=1, examples=0)
     if config.task == "classify":
         _import_sklearn()  # before anything is trained
-    split = split_of(config)
+    labelled = config.task == "classify" and config.data != "python"
+    sides = labelled and data.read_rows(config.data, (config.field, "label"), held_out=HELD_OUT)
+    if sides:
+        names = {str(row["label"]) for side in sides for row in side}
+        config = dataclasses.replace(config, classes=len(names))
+    elif config.class_weights:
+        raise ValueError("--class-weights is for labelled rows: give --data such, or leave it out")
+    language.check_least(config, classes=2, held_out_rows=1, examples=0)
+    fields = (config.field, "text_pair")
+    split = data.texts_of_rows(sides, fields) if sides else split_of(config)
     tokenizer = open_tokenizer(config, split)
     model = model_config(config, tokenizer.vocab_size)
     rows_of, conclude = {
         "mask": (masked_text, conclude_masked),
-        "classify": (classified_text, conclude_classified),
+        "classify": (labelled_text if sides else classified_text, conclude_classified),
     }[config.task]
-    text = rows_of(config, model, split, tokenizer)
+    text = rows_of(config, model, sides or split, tokenizer)
     step = outline(config, vocab_size=tokenizer.vocab_size)
     told = special_tokens(config, tokenizer)
     told |= label_fields(text.classes) if text.classes else {}
@@ -256,6 +268,59 @@ def classified_text(
     return Text(tokenizer, rows[0], held_out, classes, tuple(files), kept)
 
 
+def labelled_text(
+    config: Config,
+    model: EncoderConfig,
+    sides: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: data.SubwordTokenizer,
+) -> Text:
+    """Rows that say their class themselves; of what is too long for one, the end is cut off."""
+    classes = tuple(sorted({str(row["label"]) for side in sides for row in side}))
+    train, held_out = (LabelledRows(config, model, tokenizer, rows, classes) for rows in sides)
+    if config.class_weights:
+        counts_K = np.bincount(train.labels, minlength=len(classes))
+        train.weights_K = len(train) / len(classes) / np.maximum(counts_K, 1)
+    prints = [hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides]
+    kept = {"text": prints[0], "held_out_text": prints[1], "classes": ", ".join(classes)}
+    some = [held_out[place] for place in language.spread(len(held_out), config.held_out_rows)]
+    return Text(tokenizer, train, some, classes, (len(train), len(held_out)), kept)
+
+
+class LabelledRows:
+    """Texts, or pairs of them, with their classes: rows for batches, as those of Fragments."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: EncoderConfig,
+        tokenizer: data.SubwordTokenizer,
+        rows: Sequence[Mapping[str, Any]],
+        classes: Sequence[str],
+    ):
+        self.length = row_length(config, model)
+        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
+        self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
+        self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
+        parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
+        self._tokens = [tokenizer.encode_batch(part) for part in parts]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (first, last), label = self.ends, self.labels[index]
+        text, pair = (part[index].tolist() for part in self._tokens)
+        while len(text) + len(pair) > self.length - 2 - bool(pair):
+            (text if len(text) >= len(pair) else pair).pop()
+        both = [first, *text, last], [*pair, last] if pair else []
+        tokens_T, segments_T, types_T = np.zeros((3, self.length), np.int32)
+        stop = len(both[0]) + len(both[1])
+        tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
+        types_T[len(both[0]) : stop] = self.typed
+        row = {"tokens": tokens_T, "segments": segments_T, "types": types_T}
+        return row | {"label": label, "mask": np.float32(self.weights_K[label])}
+
+
 def fragments(
     config: Config,
     model: EncoderConfig,
@@ -368,7 +433,8 @@ def guesses(
 ) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Some held-out rows, each with what the trained model finds most probable."""
     rows = [text.held_out[i] for i in language.spread(len(text.held_out), config.examples)]
-    batch = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segments")}
+    names = rows[0].keys() & {"tokens", "segments", "types"}
+    batch = {name: np.stack([row[name] for row in rows]) for name in names}
 
     def best(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         return encoder.logits(model, stack.natural(params), batch).argmax(-1)
@@ -407,7 +473,7 @@ def facts(config: Config, text: Text) -> dict[str, str]:
         task = f"which of {len(text.classes)}: {', '.join(text.classes)}"
     return {
         "task": task,
-        "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} files to train "
+        "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} texts to train "
         f"on, {rows[1]:,} rows of {files[1]:,} others held out",
     }
 

@@ -60,8 +60,9 @@ class Config(language.Config):
         default_factory=lambda: PipelineOptions(schedule="interleaved")
     )
 
-    task: Literal["spans", "name"] = "spans"
-    """What to learn: to fill in spans of text, or to name functions of Python."""
+    task: Literal["spans", "name", "rows"] = "spans"
+    """What to learn: to fill in spans of text, to name functions of Python, or to write the target
+    of rows of source and target (translations, summaries)."""
     model: Literal[tuple(t5.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
     z_loss: float | None = None
@@ -73,7 +74,8 @@ class Config(language.Config):
 
     data: str = "python"
     """Text: "python" (the standard library's source), or a folder or file of text; for spans a
-    store that `jaxtrain tokenize` has made too."""
+    store that `jaxtrain tokenize` has made too; for rows JSONL, CSV, TSV or Parquet, a file, or a
+    folder with train.* and validation.*."""
     tokenizer: str | None = None
     """"bytes"; a tokenizer.json; a number trains a BPE tokenizer of that many tokens first, which
     is what is done where it is left out, with 2,048. Stores have their own."""
@@ -104,7 +106,7 @@ def build(config: Config) -> jt.Experiment:
       ValueError: for options that do not fit each other.
     """
     language.check_least(config, held_out_bytes=0, examples=0, beams=1)
-    text = data.open_data(
+    text = (open_rows if config.task == "rows" else data.open_data)(
         config.data,
         field=config.field,
         tokenizer=language.tokenizer_name(config),
@@ -118,6 +120,7 @@ def build(config: Config) -> jt.Experiment:
     rows_of, conclude = {
         "spans": (span_rows, conclude_spans),
         "name": (name_rows, conclude_names),
+        "rows": (pair_rows, conclude_names),
     }[config.task]
     train, held_out, own = rows_of(config, model, text)
     fingerprints = {"text": train.fingerprint, "held_out_text": held_out.fingerprint}
@@ -170,6 +173,12 @@ def span_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
     """Rows to train on and held out, and facts for the header."""
     corpora = text.stores[""].corpus(), text.held_out(config.held_out_bytes)[""]
     marks = sentinels(text.tokenizer)
+    if marks[0] >= model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has no <extra_id_0> to stand for a span, and '{config.init_from}' no "
+            "token behind the tokenizer's: give --tokenizer one made of it by adding <extra_id_0> "
+            "to <extra_id_99>"
+        )
     options = {"sentinels": marks[marks < model.vocab_size], "eod": text.tokenizer.eod}
     train, held_out = (
         data.CorruptedSpans(corpus, model.source_len, model.target_len, **options)
@@ -243,7 +252,7 @@ def spelled(tokenizer: data.Tokenizer, tokens: Iterable[int], names: Mapping[int
 
 
 class NameRows:
-    """Functions without their names, and their names: rows for batches."""
+    """Sources and targets, such as functions and their names: rows for batches."""
 
     def __init__(self, pairs: list[Pair], tokenizer: data.Tokenizer, model: t5.T5Config):
         self.pairs, self.model, self.eod = pairs, model, tokenizer.eod
@@ -286,6 +295,30 @@ def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
         "task": "the name of a function and the first line of its docstring, of its body",
     }
     return train, held_out, facts
+
+
+def open_rows(path: str, *, field: str, tokenizer: str, kept: Any) -> data.TextData:
+    """Opens rows of source and target, and the tokenizer that they are read with.
+
+    Raises:
+      ValueError: there are none.
+    """
+    sides = data.read_rows(path, Pair._fields)
+    if sides is None:
+        raise ValueError(
+            f"--task rows reads rows of source and target, and '{path}' is no JSONL, CSV, TSV or "
+            "Parquet, and no folder of such: give one"
+        )
+    pairs = [[Pair(str(row["source"]), str(row["target"])) for row in side] for side in sides]
+    made = data.open_tokenizer(tokenizer, data.texts_of_rows(sides, Pair._fields), kept=kept)
+    return data.TextData(data.parse_data(path), made, {"": pairs}, field)
+
+
+def pair_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[Any, ...]:
+    """As :func:`span_rows`, of rows of source and target."""
+    train, held_out = (NameRows(side, text.tokenizer, model) for side in text.found[""])
+    rows = f"{config.data}: {len(train):,} rows to train on, {len(held_out):,} held out"
+    return train, held_out, {"text": rows, "task": "the target of a row, of its source"}
 
 
 def functions(documents: Iterable[data.Document]) -> Iterator[Pair]:
@@ -332,7 +365,8 @@ def conclude_names(
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
-    """Says how well held-out functions were named, next to the most frequent name, with samples."""
+    """Says how well held-out functions were named, or targets written, next to the most frequent
+    one, with samples."""
     del means
     if not config.examples:
         return []
@@ -341,12 +375,16 @@ def conclude_names(
     written = write(config, model, stack, state, rows, eod=tokenizer.eod)
     texts = [spelled(tokenizer, until(tokens, tokenizer.eod), {}) for tokens in written]
     wanted = [held_out.pairs[index].target for index in chosen]
+    of_names = config.task == "name"
+    parts_of = name_and_docstring if of_names else lambda target: (target, "")
     told = zip(*(parts_of(pair.target) for pair in train.pairs), strict=True)
     parts = [collections.Counter(filter(None, part)) for part in told]
     frequent = [part.most_common(1)[0][0] if part else "" for part in parts]
     count = sum(bool(parts_of(target)[1]) for target in wanted)
     title = f"{len(rows)} held-out functions, {count} with a docstring"
     lines = [f"{title:<48} exact name    name F1  docstring F1"]
+    if not of_names:
+        lines = [f"{f'{len(rows)} held-out targets':<48} exact text    text F1"]
     for told, found in (
         ("the model", map(parts_of, texts)),
         (f"always {': '.join(frequent)[:36]}", [frequent] * len(rows)),
@@ -358,10 +396,10 @@ def conclude_names(
     return lines
 
 
-def parts_of(target: str) -> tuple[str, str]:
+def name_and_docstring(target: str) -> tuple[str, str]:
     """The name in a target, and what it says of the docstring.
 
-    >>> parts_of("half: Halves."), parts_of("half")
+    >>> name_and_docstring("half: Halves."), name_and_docstring("half")
     (('half', 'Halves.'), ('half', ''))
     """
     name, _, told = target.partition(":")
@@ -379,7 +417,8 @@ def score(found: Iterable[tuple[str, str]], wanted: Iterable[tuple[str, str]]) -
     exact = [a[0] == b[0] for a, b in pairs]
     names = [token_f1(a[0], b[0]) for a, b in pairs]
     told = [token_f1(a[1], b[1]) for a, b in pairs if b[1]]
-    return f"{np.mean(exact):11.1%} {np.mean(names):10.1%} {np.mean(told or 0):13.1%}"
+    docstrings = f" {np.mean(told):13.1%}" if told else ""
+    return f"{np.mean(exact):11.1%} {np.mean(names):10.1%}{docstrings}"
 
 
 def token_f1(found: str, wanted: str) -> float:

@@ -14,6 +14,7 @@ Others: ``--data FOLDER`` with a folder of images for each class, a .parquet, or
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -67,6 +68,13 @@ class Config(jt.Config):
     image_size: int | None = None
     """Height and width that files of images are brought to; left out, those of the model that the
     run begins with, or all have the same."""
+    crop: int = 0
+    """Up to how many pixels an image to train on moves along each axis, anew in every epoch."""
+    flip: bool = False
+    """Mirror half of the images to train on, left to right, anew in every epoch."""
+    mixup: float = 0.0
+    """Mix images to train on by shares of the Beta distribution with this parameter, and draw the
+    label by the shares; 0 mixes none."""
     workers: int = 0
     """Processes that decode images; 0 decodes them in the loader's thread."""
 
@@ -106,9 +114,15 @@ def build(config: Config) -> jt.Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
+    for name in ("crop", "mixup"):
+        if not 0 <= (value := getattr(config, name)) < math.inf:
+            raise ValueError(f"--{name} is {value}: give 0 or more")
     sizes, images = sizes_of(config), normalized(config, load(config))
     make = {"convnet": of_convnet, "vit": of_vit}[config.model]
-    rows = data.WorkerRows(images.train, config.workers) if config.workers else images.train
+    rows = images.train
+    if config.crop or config.flip or config.mixup:
+        rows = data.Augmented(rows, config.seed, config.crop, config.flip, config.mixup)
+    rows = data.WorkerRows(rows, config.workers) if config.workers else rows
     return config.experiment(
         "vision",
         **config.batches_of(rows, images.held_out),

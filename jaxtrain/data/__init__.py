@@ -14,7 +14,7 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 """
 
 from jaxtrain.data.chat import ChatTemplate, encode_prompt, load_template
-from jaxtrain.data.images import Images, LabelledImages, Normalized, open_images
+from jaxtrain.data.images import Augmented, Images, LabelledImages, Normalized, open_images
 from jaxtrain.data.loader import (
     ORDER_VERSION,
     Batches,
@@ -58,7 +58,9 @@ from jaxtrain.data.sources import (
     hash_fraction,
     open_text,
     python_stdlib,
+    read_rows,
     text_folder,
+    texts_of_rows,
 )
 from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
 from jaxtrain.data.tokenizers import (
@@ -75,6 +77,7 @@ from jaxtrain.data.writing import cached_store, tokenize, write_store
 __all__ = [
     "EOD",
     "ORDER_VERSION",
+    "Augmented",
     "BPETokenizer",
     "BatchStream",
     "Batches",
@@ -122,7 +125,9 @@ __all__ = [
     "parse_data",
     "predictions",
     "python_stdlib",
+    "read_rows",
     "text_folder",
+    "texts_of_rows",
     "tokenize",
     "tokenizer_of_stores",
     "trained_kind",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.sources import hash_fraction
 from jaxtrain.host.memory import human_bytes
 
@@ -78,6 +79,50 @@ class Normalized:
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return (self[i] for i in range(len(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmented:
+    """Rows whose images are moved, mirrored and mixed at random, anew in every epoch: a source for
+    `Batches`. What is drawn is a function of the seed, the row and the epoch.
+
+    Args:
+      rows: such as :class:`Images`.
+      seed: of the draws; that of the order of rows is the seed of `Batches`.
+      crop: up to how many pixels an image moves along each axis; zeros come in.
+      flip: whether half of the images are mirrored, left to right.
+      mixup: the parameter of the Beta distribution of the share of an image; the rest is another
+        image's (Zhang et al. 2018, https://arxiv.org/abs/1710.09412). The label is drawn by the
+        shares, so the loss is on average that of both labels. 0 mixes none.
+    """
+
+    rows: Any
+    seed: int
+    crop: int = 0
+    flip: bool = False
+    mixup: float = 0.0
+
+    # Indices go on after the last row, so that every epoch draws anew.
+    row_order = MaskedTokens.row_order
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((self.seed, index))
+        row = self.rows[index % len(self)]
+        image, label = self._moved(row["image"], rng), row["label"]
+        if self.mixup:
+            share, other = rng.beta(self.mixup, self.mixup), self.rows[rng.integers(len(self))]
+            image = share * image + (1 - share) * self._moved(other["image"], rng)
+            label = label if rng.random() < share else other["label"]
+        return row | {"image": np.ascontiguousarray(image, np.float32), "label": label}
+
+    def _moved(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        (height, width, _), edge = image.shape, self.crop
+        y, x = rng.integers(0, 2 * edge + 1, 2)
+        image = np.pad(image, ((edge, edge), (edge, edge), (0, 0)))[y : y + height, x : x + width]
+        return image[:, ::-1] if self.flip and rng.random() < 0.5 else image
 
 
 @dataclasses.dataclass(frozen=True)

@@ -288,7 +288,9 @@ def whole_batches(
         yield batch, global_batch
     while left:
         count = next(n for n in range(left, 0, -1) if global_batch % n == 0)
-        part = _Part(source, len(source) - left, count)
+        first = len(source) - left
+        indices = range(first, first + count)
+        part = storage.retrying(lambda: [source[n] for n in indices], "held-out rows")  # noqa: B023
         (batch,) = _in_order(part, global_batch, 1, sharding)
         yield batch, count
         left -= count
@@ -342,19 +344,6 @@ class _PaddedRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._source[index] if index < len(self._source) else self._zeros
-
-
-class _Part:
-    """Some rows of a source that follow each other."""
-
-    def __init__(self, source: RowSource, start: int, count: int):
-        self._source, self._start, self._count = source, start, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._source[self._start + index]
 
 
 def _check(source: RowSource, global_batch: int) -> None:

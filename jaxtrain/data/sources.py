@@ -6,6 +6,7 @@ a hash of its name so that the choice survives new files, other machines and oth
 """
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import gzip
@@ -36,6 +37,7 @@ TEXT_SUFFIXES = (
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _COLUMN_SUFFIXES = (".parquet", ".arrow")
 ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
+TABLE_SUFFIXES = (*_JSON_SUFFIXES, ".csv", ".tsv", ".parquet")
 _SPLITS = "dataset_dict.json"  # of a saved dataset that has several
 # Beside a saved dataset lie files that some process has made of it.
 _NOT_DATASET = ("cache-", "indices-", "tmp")
@@ -265,12 +267,76 @@ def text_folder(
         names = _find(root, wanted, skip=set())
     if not names:
         raise FileNotFoundError(
-            f"'{path}' holds no file ending in {', '.join(wanted)}: convert others, or have "
-            "text_folder read them by suffixes=..."
+            f"'{path}' holds no file ending in {', '.join(wanted)}: convert others to JSON lines"
         )
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _import_parquet()
     return _split(root, names, held_out, field=field, chat=chat)
+
+
+def read_rows(
+    path: str | os.PathLike[str], fields: Iterable[str], *, held_out: float = HELD_OUT
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
+    """Returns rows of several fields, to train on and held out, of JSON lines, CSV, TSV or Parquet.
+
+    In a folder, files that are called validation, dev or test are held out; without one, rows are,
+    by a hash of their file and number. None where `path` has files of another kind.
+
+    Raises:
+      ValueError: a row lacks one of `fields`, a side is empty, or a file is damaged.
+    """
+    root = as_path(path)
+    files = sorted(root.iterdir()) if root.is_dir() else [root] * root.exists()
+    files = [file for file in files if not file.name.startswith(".")]
+    if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
+        return None
+    kept = [file for file in files if file.name.split(".")[0] in ("validation", "dev", "test")]
+    sides = [], []
+    for file in files:
+        for number, row in enumerate(_rows_of(file), 1):
+            if lacking := [name for name in fields if row.get(name) in (None, "")]:
+                has = ", ".join(repr(name) for name in row) or "no fields at all"
+                raise ValueError(
+                    f"'{file}' row {number} has no '{lacking[0]}'; it has {has}: rename the field, "
+                    "or drop such rows"
+                )
+            draw = hash_fraction(f"{file.name}:{number}") < held_out
+            sides[file in kept if kept else draw].append(row)
+    if not all(sides):
+        raise ValueError(
+            f"'{path}' has {len(sides[0])} rows to train on and {len(sides[1])} held out: give "
+            "more rows, or a folder with train.* and validation.*"
+        )
+    return sides
+
+
+def texts_of_rows(sides: Iterable[list[dict[str, Any]]], fields: Iterable[str]) -> Split:
+    """Returns the texts of rows as documents, such as a tokenizer learns from."""
+
+    def texts(rows: list[dict[str, Any]]) -> Documents:
+        parts = [[str(row.get(name) or "") for name in fields] for row in rows]
+        return Documents(lambda: (Document("", "\n".join(each).encode()) for each in parts))
+
+    return Split(*map(texts, sides))
+
+
+def _rows_of(path: epath.Path) -> Iterator[dict[str, Any]]:
+    name = path.name.lower()
+    if name.endswith(_JSON_SUFFIXES):
+        with _open_lines(path, 0) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _json_record(_decode(line, path, first_byte=0), f"'{path}' line {number}")
+    elif name.endswith(".parquet"):
+        parquet = _import_parquet()
+        try:
+            yield from parquet.read_table(io.BytesIO(path.read_bytes())).to_pylist()
+        except ValueError as error:  # as those of Arrow are
+            _check_damage(path, error)
+    else:
+        text = _decode(path.read_bytes(), path, first_byte=0).removeprefix("\ufeff")
+        delimiter = "\t" if name.endswith(".tsv") else ","
+        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
 
 
 def open_text(

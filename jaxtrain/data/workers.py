@@ -40,6 +40,8 @@ class WorkerRows:
         if workers < 1:
             raise ValueError(f"workers is {workers}; give at least 1")
         self.source, self.workers = source, workers
+        if order := getattr(source, "row_order", None):
+            self.row_order = order
 
     def __len__(self) -> int:
         return len(self.source)

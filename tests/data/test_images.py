@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from jaxtrain.data import Batches, open_images
+from jaxtrain.data import Augmented, Batches, Images, WorkerRows, open_images
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,55 @@ def test_without_pillow(kinds, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[vision\]'"):
         open_images(kinds / "folder")
+
+
+def test_augmented_images_are_those_of_the_definition():
+    pixels = np.random.default_rng(0).random((6, 5, 4, 1)).astype(np.float32) + 1
+    images = Images(pixels, np.arange(6, dtype=np.int32))
+    moved = {
+        label: [
+            np.pad(pixels[label], ((2, 2), (2, 2), (0, 0)))[y : y + 5, x : x + 4][:, ::turn]
+            for y in range(5)
+            for x in range(5)
+            for turn in (1, -1)
+        ]
+        for label in range(6)
+    }
+    rows, seen = Augmented(images, seed=3, crop=2, flip=True), set()
+    for index in range(60):  # ten epochs
+        row = rows[index]
+        assert row["label"] == index % 6
+        (found,) = [n for n, x in enumerate(moved[index % 6]) if np.array_equal(x, row["image"])]
+        seen.add(found)
+    assert len(seen) > 25  # of 50
+
+    mixed, kept, same = Augmented(images, seed=3, mixup=0.4), 0.0, 0
+    for index in range(600):
+        row, basis = mixed[index], np.stack(pixels).reshape(6, -1).T
+        shares = np.linalg.lstsq(basis, row["image"].ravel(), rcond=None)[0]
+        np.testing.assert_allclose(basis @ shares, row["image"].ravel(), atol=1e-4)
+        assert (np.sort(shares)[:4] < 1e-3).all()
+        assert shares.sum() == pytest.approx(1, abs=1e-3)
+        kept, same = kept + shares[index % 6], same + (row["label"] == index % 6)
+    # A share is one half on average, but where an image meets itself, one time in six.
+    assert kept / 600 == pytest.approx(7 / 12, abs=0.05)
+    assert same / 600 == pytest.approx(7 / 12, abs=0.06)
+
+
+def test_augmented_batches_are_of_the_seed_and_the_step_alone():
+    images = Images(np.random.default_rng(0).random((6, 5, 4, 1)), np.arange(6, dtype=np.int32))
+
+    def batches(seed=1, workers=0):
+        rows = Augmented(images, seed=seed, crop=2, flip=True, mixup=0.4)
+        rows = WorkerRows(rows, workers) if workers else rows
+        return Batches(rows, global_batch=6, seed=0)
+
+    one, by_workers = batches(), batches(workers=1)
+    for step in (7, 0, 1):  # whatever was read before
+        for again in (batches(), by_workers):
+            for name, value in one.batch(step).items():
+                np.testing.assert_array_equal(value, again.batch(step)[name])
+    first, second, other = one.batch(0), one.batch(1), batches(seed=2).batch(0)
+    assert not np.array_equal(first["image"], other["image"])
+    assert not np.array_equal(np.sort(first["image"], None), np.sort(second["image"], None))
+    assert sorted(one.source_index(n) % 6 for n in range(6, 12)) == list(range(6))

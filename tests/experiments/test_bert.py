@@ -1,6 +1,7 @@
 """The BERT experiment, small: both tasks, one begun from the other, exported, resumed, refused."""
 
 import contextlib
+import csv
 import io
 import json
 import re
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from experiments.bert import Config, build, class_of, largest_classes, outline, split_of
-from jaxtrain import hf
-from jaxtrain.experiment import make_experiment_mesh, make_state
+from jaxtrain import data, hf
+from jaxtrain.experiment import make_experiment_mesh, make_state, rows_of
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.run import trained
 from jaxtrain.run.loop import fit
@@ -122,6 +123,94 @@ def test_classes_are_the_largest_folders_with_files_on_both_sides(folder):
         ValueError, match=r"--classes is 9, and .* folders with texts to train on and"
     ):
         largest_classes(split, parse(Config, ["--data", folder, "--classes", "9"]))
+
+
+ROWS = [
+    {"text": f"{n} apple 'pear', \"plum\"", "text_pair": "iron " * (n % 7), "label": "a/b"[n % 3]}
+    for n in range(90)
+]
+
+
+def labelled(path, kind, rows):
+    """Writes labelled rows, as others do."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_suffix(f".{kind}")
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), file)
+    else:
+        with file.open("w", newline="", encoding="utf-8-sig") as out:
+            writer = csv.DictWriter(out, rows[0], delimiter="," if kind == "csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(file)
+
+
+def test_labelled_rows_of_every_kind_are_the_same(tmp_path):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
+    built, rows = [], {}
+    for kind in ("jsonl", "csv", "tsv", "parquet"):
+        labelled(tmp_path / kind / "train", kind, ROWS[:60])
+        labelled(tmp_path / kind / "validation", kind, ROWS[60:])
+        built.append(build(parse(Config, [*flags, str(tmp_path / kind)])))
+        rows[kind] = rows_of(next(iter(built[-1].eval_batches(None))))
+        jax.tree.map(np.testing.assert_array_equal, rows[kind], rows["jsonl"])
+    assert len({str(each.fingerprints) for each in built[:3]}) == 1
+    assert built[0].config["special_tokens"]["id2label"] == {"0": "/", "1": "a", "2": "b"}
+    assert built[0].config["model"]["classes"] == 3
+    assert "60 rows of 60 texts to train on, 30 rows" in built[0].facts["text"]
+    tokenizer = trained_tokenizer(built[0], tmp_path)
+    batch, ids = rows["jsonl"], [tokenizer.special_id(b"[CLS]"), tokenizer.eod]
+    for n in range(8):
+        row = ROWS[60 + n]
+        text, pair = (tokenizer.encode(row[name]).tolist() for name in ("text", "text_pair"))
+        while len(text) + len(pair) > 13 + (not pair):
+            (text if len(text) >= len(pair) else pair).pop()
+        tokens = [ids[0], *text, ids[1], *pair, *([ids[1]] if pair else [])]
+        types = [0] * (len(text) + 2) + [1] * (len(tokens) - len(text) - 2)
+        for name, wanted in (("tokens", tokens), ("segments", [1] * len(tokens)), ("types", types)):
+            expected = wanted + [0] * (16 - len(tokens))
+            # The tiny model has one type of tokens.
+            expected = [0] * 16 if name == "types" else expected
+            assert batch[name][n].tolist() == expected, name
+        assert batch["label"][n] == "/ab".index(row["label"])
+
+
+def trained_tokenizer(experiment, path):
+    (path / "tokenizer.json").write_text(experiment.files["tokenizer.json"])
+    return data.SubwordTokenizer.load(path)
+
+
+def test_classes_may_weigh_the_same_in_training_alone(tmp_path):
+    rows = [{"text": "apple pear", "label": int(n % 5 == 0)} for n in range(100)]
+    path = labelled(tmp_path / "rows", "csv", rows)
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", path]
+    experiment = build(parse(Config, [*flags, "--class-weights", "--global-batch", "100"]))
+    with experiment.train_batches(0, None) as batches:
+        batch = next(batches)
+    sums = [batch["mask"][batch["label"] == label].mean() for label in (0, 1)]
+    shares = [np.mean(batch["label"] == label) for label in (0, 1)]
+    # A batch of all of an epoch and a part of the next.
+    assert sums[1] / sums[0] == pytest.approx(shares[0] / shares[1], rel=0.2)
+    (held_out,) = list(experiment.eval_batches(None))[:1]
+    assert (rows_of(held_out)["mask"] == 1).all()
+
+
+def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
+    unnamed = labelled(tmp_path / "a", "csv", [{"sentence": "x", "label": 1}])
+    few = labelled(tmp_path / "b", "jsonl", [{"text": "x", "label": 1}])
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    for given, message in (
+        ([unnamed], r"a.csv' row 1 has no 'text'; it has 'sentence', 'label': rename the field"),
+        ([few], "b.jsonl' has . rows to train on and . held out: give more rows, or a folder"),
+        ([str(tmp_path / "c.parquet")], "c.parquet' is cut short or damaged"),
+        ([folder, "--class-weights"], "--class-weights is for labelled rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(parse(Config, [*flags, *given]))
 
 
 @pytest.mark.parametrize("task", ["mask", "classify"])

@@ -1,6 +1,8 @@
 """The encoder-decoder experiment, small: rows of both tasks, a run, its way out and in again."""
 
 import ast
+import dataclasses
+import json
 import re
 
 import jax
@@ -18,7 +20,7 @@ from experiments.t5 import (
 from jaxtrain import data, hf
 from jaxtrain.hf import command
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.run.main import main
+from jaxtrain.run.main import main, parse
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--source-len", "40", "--target-len"]
 SMALL += ["24", "--steps", "3", "--global-batch", "8", "--tokenizer", "bytes", "--examples", "8"]
@@ -142,3 +144,36 @@ def test_flags_that_do_not_fit_are_refused(texts):
     assert planned.batch["source"].shape == (32, 512)
     shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))
     assert shapes["encoder"]["mlp"]["gate"]["kernel"].shape == (8, 512, 1024)
+
+
+@pytest.mark.slow
+def test_rows_of_source_and_target_are_learned(tmp_path, capsys):
+    rows = [f"{n},{n + 1}\n" for n in range(80)]
+    (tmp_path / "rows.csv").write_text("source,target\n" + "".join(rows))
+    main(Config, build, [*SMALL, "--task", "rows", "--data", str(tmp_path / "rows.csv")])
+    printed = capsys.readouterr().out
+    assert re.search(r"held-out targets +exact text    text F1\n  the model  ", printed)
+    assert "it wrote" in printed
+
+
+def test_rows_of_source_and_target_are_pairs(texts, tmp_path):
+    for name, numbers in (("train", range(60)), ("validation", range(60, 80))):
+        lines = [json.dumps({"source": f"{n}?", "target": f"{n + 1}"}) for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    flags = [*SMALL, "--task", "rows", "--data"]
+    built = build(parse(Config, [*flags, str(tmp_path)]))
+    batch = next(iter(built.eval_batches(None)))
+    assert batch["source"][0, :4].tolist() == [*b"60?", 256]
+    assert batch["targets"][0, :3].tolist() == [*b"61", 256]
+    assert "60 rows to train on, 20 held out" in built.facts["text"]
+    with pytest.raises(ValueError, match="--task rows reads rows of source and target, and '"):
+        build(parse(Config, [*flags, texts]))
+
+
+def test_a_tokenizer_without_tokens_for_spans_is_named(texts, tmp_path):
+    tokenizer = data.SubwordTokenizer.train([b"a b c"], 257)
+    model = dataclasses.replace(MODEL, vocab_size=257)
+    files = {"tokenizer.json": tokenizer.to_json()}
+    hf.save(tmp_path, model, t5.init(model, jax.random.key(0)), files=files)
+    with pytest.raises(ValueError, match=r"has no <extra_id_0> .* by adding <extra_id_0> to <ext"):
+        build(Config(init_from=str(tmp_path), data=texts))

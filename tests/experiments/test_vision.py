@@ -53,6 +53,16 @@ def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
     flags[1] = str(tmp_path / "moved")
     main(Config, build, [*flags, "--resume"])
     assert "held-out accuracy" in capsys.readouterr().out
+    # Only images to train on are augmented, and of every epoch anew.
+    plain, augmented = (
+        build(parse(Config, [*flags[:6], *more])) for more in ([], ["--crop", "1", "--flip"])
+    )
+    held_out = [rows_of(next(iter(each.eval_batches(None)))) for each in (plain, augmented)]
+    np.testing.assert_array_equal(*(each["image"] for each in held_out))
+    with plain.train_batches(0, None) as one, augmented.train_batches(0, None) as two:
+        one, two = next(one), next(two)
+    np.testing.assert_array_equal(one["label"], two["label"])
+    assert not np.array_equal(one["image"], two["image"])
     with pytest.raises(SystemExit):
         main(Config, build, ["--image-size", "4"])
     assert "--image-size is of files of images" in capsys.readouterr().err
