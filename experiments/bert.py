@@ -34,6 +34,8 @@ from jaxtrain.state import TrainState
 
 # Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).
 RATES = {"muon": 2e-3}
+# A published model is tuned with that of BERT's paper (Devlin et al. 2019, appendix A.3).
+PUBLISHED = RATES | {"adamw": 5e-5}
 HELD_OUT = 0.2
 # Its tests are about all the other packages, and larger than them together.
 NO_PACKAGE = {"test"}
@@ -139,13 +141,14 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     classes = config.task == "classify"
     predictions = 1 if classes else batch["places"].shape[1]
     flops = encoder.flops_per_row(model, length=length, predictions=predictions)
+    rates = RATES if config.source is None or config.source.is_run else PUBLISHED
     family = "roberta" if config.model.startswith("roberta") else "bert"
     return language.outline(
         config,
         "bert",
         model,
         batch,
-        rates=(language.tuning_rates(LEARNING_RATES) if config.source else {}) | RATES,
+        rates=(language.tuning_rates(LEARNING_RATES) if config.source else {}) | rates,
         stored={} if config.source else {"family": family},
         items_per_step=config.global_batch * length,
         flops_per_step=float(config.global_batch * flops),
