@@ -371,7 +371,8 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
             before = place(state, state)
             state, parts = run_step(program, state, batch)
             before = dataclasses.replace(before, opt_state=before.opt_state[-1])
-            run.append(Step(before, jax.device_get(batch), state.opt_state[0], parts))
+            # A copy, for the next step is given the state to write over.
+            run.append(Step(before, jax.device_get(batch), _copy(state.opt_state[0]), parts))
     return run
 
 
@@ -473,7 +474,8 @@ def groups(
 ) -> dict[str, dict[str, np.ndarray]]:
     """The leaves of a tree by what their path has in front of a parameter's path.
 
-    A stacked parameter, and what an optimizer keeps of it, is one leaf per layer.
+    A stacked parameter, and what an optimizer keeps of it, is one leaf per layer, unless what lies
+    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`).
 
     Args:
       tree: of arrays.
@@ -481,6 +483,7 @@ def groups(
       stack: which of them are stacked.
     """
     result: dict[str, dict[str, np.ndarray]] = {}
+    fits = stack.fits(params)
     for name, leaf in named_leaves(tree).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
@@ -488,7 +491,7 @@ def groups(
         owner = owner_of(name, params)
         # What follows no parameter (a counter) is a group by itself.
         group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
-        layers = params[owner].shape[: stack.lead] if stack.holds(owner) else ()
+        layers = params[owner].shape[: stack.lead] if fits and stack.holds(owner) else ()
         if layers and value.shape[: len(layers)] == layers:
             each = value.reshape(-1, *value.shape[len(layers) :])
             group |= {f"{name}, layer {i}": layer for i, layer in enumerate(each)}

@@ -203,11 +203,13 @@ def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
 def test_a_wrong_sum_over_a_slow_network_is_found(layout, monkeypatch):
     @jt.row_wise
     def loss_fn(params, batch, rng):
-        error = jnp.square(jnp.tanh(batch @ params["in"]) @ params["out"]).mean(-1)
+        hidden = jnp.tanh(batch @ params["blocks"]["in"] + params["blocks"]["bias"])
+        error = jnp.square(hidden @ params["out"]).mean(-1)
         return jt.WeightedLoss(error.sum(), jnp.float32(len(error)))
 
-    def init_fn(rng):
-        return {"in": jax.random.normal(rng, (8, 16)) / 4, "out": jnp.ones((16, 8)) / 4}
+    def init_fn(rng):  # what is called blocks is no stack of layers
+        blocks = {"in": jax.random.normal(rng, (8, 16)) / 4, "bias": jnp.zeros(16)}
+        return {"blocks": blocks, "out": jnp.ones((16, 8)) / 4}
 
     given = init_fn, loss_fn, np.random.default_rng(0).normal(size=(16, 8)).astype("f4")
     assert "1 of 1 meshes agree" in jt.parity(*given, layouts=[layout])
@@ -217,7 +219,7 @@ def test_a_wrong_sum_over_a_slow_network_is_found(layout, monkeypatch):
         # The last is what crosses the slow network.
         wrong = lambda *args, right=right: right(*args) * (2 if args[-1] else 1)  # noqa: E731
         monkeypatch.setattr(hierarchy, name, wrong)
-    with pytest.raises(AssertionError, match=r"the gradients of '(in|out)' differ"):
+    with pytest.raises(AssertionError, match=r"the gradients of '(blocks/\w+|out)' differ"):
         jt.parity(*given, layouts=[layout])
 
 
@@ -377,14 +379,14 @@ def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
 )
 def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
     experiment = jt.Experiment("stacked", None, None, None, None, None, 1, **changes)
-    params = {"blocks": {"q": np.zeros((6, 3))}, "embed": np.zeros((6, 3))}
+    params = {"blocks": {"q": np.zeros((6, 3, 3))}, "embed": np.zeros((6, 3))}
     if experiment.stack.key == "blocks":
         params = experiment.stack.cut(params)
     named = jt.tree.named_leaves(params)
     (found,) = agreement.groups(params, params=named, stack=experiment.stack).values()
     expected = [f"blocks/q, layer {i}" for i in range(layers)] or ["blocks/q"]
     assert list(found) == [*expected, "embed"]
-    assert np.shape(found[expected[0]]) == ((3,) if layers else (6, 3))
+    assert np.shape(found[expected[0]]) == ((3, 3) if layers else (6, 3, 3))
 
 
 def test_layouts_read_back():
