@@ -256,14 +256,14 @@ def run(number: int) -> str | None:
     return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(run=run, about=__doc__, devices=DEVICES) -> int:
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--case", type=int, nargs="+", help="these and no others")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_num_cpu_devices", devices)
     end, tried, wrong, refused = time.monotonic() + options.seconds, 0, 0, 0
     for number in options.case or itertools.count(options.seed * 1_000_000):
         if options.case is None and time.monotonic() > end:

@@ -1,10 +1,16 @@
-"""Models that constrain nothing train on every mesh as on one device; see tests/fuzz.py."""
+"""Models that constrain nothing train on every mesh as on one device, and random losses of users as
+their definition says; see tests/fuzz.py and tests/fuzz_losses.py."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
+import time
 
+import jax
 import pytest
+
+from tests import fuzz_losses
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -30,3 +36,21 @@ def test_models_that_were_wrong_once_agree_with_one_device():
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_random_models_rules_and_meshes_agree_with_one_device(seed):
     fuzz("--seed", seed, "--seconds", 60, seconds=600)
+
+
+# Accumulated over calls on a mesh, and stages of unequal depth: weights of either sign and of none.
+@pytest.mark.parametrize("number", [25, 61])
+def test_losses_of_users_are_what_they_are_by_definition(number):
+    assert fuzz_losses.run(number) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_random_losses_of_users_are_what_they_are_by_definition(seed):
+    end, faults = time.monotonic() + 60, []
+    for number in itertools.count(seed * 1_000_000):
+        if time.monotonic() > end:
+            break
+        faults += filter(None, [fuzz_losses.run(number)])
+        jax.clear_caches()
+    assert not faults
