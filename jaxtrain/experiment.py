@@ -240,13 +240,6 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     )
 
 
-def microbatches_of(experiment: Experiment, mesh: Mesh) -> int:
-    """Into how many microbatches a step cuts its batch."""
-    if mesh.shape.get("pipe", 1) > 1:
-        return experiment.pipeline.get("microbatches", 1)
-    return experiment.accumulate
-
-
 def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
     """Whether another number of microbatches changes more than rounding.
 
@@ -255,14 +248,10 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
     """
     if experiment.has_model_state:
         return True
-    policy = experiment.policy
-
-    def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array) -> Any:
-        params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
-        return experiment.loss_fn(params, batch, rng)
-
-    given = state.params, experiment.batch, jax.random.key(0)
-    traced, loss = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
+    params = jax.eval_shape(experiment.policy.cast_to_compute, state.params)
+    given = params, jax.eval_shape(experiment.policy.cast_inputs, experiment.batch)
+    trace = jax.make_jaxpr(experiment.loss_fn, return_shape=True)
+    traced, loss = trace(*given, jax.random.key(0))
     return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr)
 
 

@@ -197,8 +197,8 @@ def build_update(
         training = constrain(scaled(training, per_token))
         # An infinity that stands there already, as of a running minimum, is not of this batch.
         states = zip(*map(jax.tree.leaves, (sums.model_state, state.model_state)), strict=True)
-        real = [(x, y) for x, y in states if jnp.issubdtype(x.dtype, jnp.inexact)]
-        moved = [jnp.where(new == old, 0, new) for new, old in real]
+        inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+        moved = [jnp.where(new == old, 0, new) for new, old in states if inexact(new)]
         finite = all_finite((training, sums.loss.total, sums.loss.weight, moved))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
@@ -224,9 +224,14 @@ def build_update(
         with jax.named_scope("optimizer"), stacked_as(stack, exact=True):
             try:
                 updates, opt_state = optimizer.update(grads, before, state.params, **extras)
-            except Exception as error:
-                _check_optimizer(optimizer, state)
-                raise error
+            except Exception:
+                made = jax.eval_shape(optimizer.init, state.params)
+                if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
+                    raise
+                raise ValueError(
+                    "the state was made with another optimizer than the step: give init_state and "
+                    "the step builder the same one"
+                ) from None
         opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
         applied = usable | (updates_made(opt_state) != updates_made(before))
@@ -449,15 +454,6 @@ def _check_model_state(given: PyTree, returned: PyTree) -> None:
                 f"the loss was given model state {name!r} as {before.get(name, 'nothing')} and "
                 f"returned {after.get(name, 'nothing')}: return every leaf as it came"
             )
-
-
-def _check_optimizer(optimizer: optax.GradientTransformation, state: TrainState) -> None:
-    wanted = jax.tree.structure(jax.eval_shape(optimizer.init, state.params))
-    if wanted != jax.tree.structure(state.opt_state):
-        raise ValueError(
-            "the state was made with another optimizer than the step: give init_state and the "
-            "step builder the same one"
-        )
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:

@@ -43,9 +43,7 @@ _CARRYING = define_prng_impl(
 )
 
 
-def microbatch_keys(
-    rng: jax.Array, microbatches: int, trace: Callable[[], Any]
-) -> Callable[[int | jax.Array], jax.Array]:
+def microbatch_keys(rng: jax.Array, microbatches: int, trace: Callable[[], Any]) -> Callable:
     """Returns the function from the number of a microbatch to its key.
 
     Args:

@@ -22,7 +22,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.experiment import Experiment, microbatches_of
+from jaxtrain.experiment import Experiment
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.folder import write_text
 
@@ -81,7 +81,8 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         own["batch"] = [
             f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(experiment.batch)
         ]
-    own["microbatches"] = microbatches_of(experiment, mesh)
+    piped = mesh.shape.get("pipe", 1) > 1
+    own["microbatches"] = experiment.pipeline["microbatches"] if piped else experiment.accumulate
     own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
     own["versions"] = {}
     for name in PACKAGES:

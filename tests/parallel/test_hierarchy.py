@@ -13,9 +13,10 @@ from jaxtrain.parallel import hierarchy
 AXES = ("data", "fsdp")
 
 
-@pytest.mark.parametrize(
-    "slow", [{"data": 2}, {"fsdp": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}], ids=str
-)
+SLOW = [pytest.param(slow, marks=pytest.mark.slow) for slow in ({"data": 2}, {"fsdp": 2})]
+
+
+@pytest.mark.parametrize("slow", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, *SLOW], ids=str)
 def test_two_steps_over_a_slow_network_are_one(slow):
     mesh = jt.make_mesh(data=2, fsdp=4)
     x = np.random.default_rng(0).integers(0, 99, (8, 16, 24)).astype(np.float32)
