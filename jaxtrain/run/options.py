@@ -11,7 +11,8 @@ from jaxtrain.run.provenance import ROUNDED, SAME
 
 # What a resumed run may have otherwise, and what that means for its steps. All that is not here
 # changes what is computed: the seed, the rate, the batch, the model, the precision, and the number
-# of steps, by which schedules go.
+# of steps, by which schedules go. Another number of microbatches is refused too, where the loss is
+# another with it (`jaxtrain.experiment.depends_on_microbatches`).
 MAY_CHANGE = {
     "distributed.*": "",  # who this process is: of the start, and not of the run
     "mesh.*": ROUNDED,
