@@ -1,8 +1,24 @@
 """The options of a function that is chosen by name: what its signature takes by keyword."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of rules or of schedules, as a keyword and as a flag.
+
+    Attributes:
+      kind: type of the flag.
+      help: what it is.
+      check: ``(name, value) -> value`` as the function takes it; a ValueError for any other value.
+    """
+
+    kind: Any
+    help: str
+    check: Callable[[str, Any], Any] = lambda name, value: value
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -22,7 +22,7 @@ import optax
 from jaxtrain.optim import layerwise, masks
 from jaxtrain.optim.masks import Mask, Stacked
 from jaxtrain.optim.numerics import check_choice, check_integer, check_number, concrete
-from jaxtrain.optim.options import keywords, resolve
+from jaxtrain.optim.options import Option, keywords, resolve
 
 Stages = list[optax.GradientTransformation]
 
@@ -64,21 +64,6 @@ def rule(*, learning_rate: float) -> Callable[[Callable[..., Stages]], Callable[
         return function
 
     return register
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """An option of rules, as a keyword and as a flag.
-
-    Attributes:
-      kind: type of the flag.
-      help: what it is.
-      check: ``(name, value) -> value`` as a rule takes it; a ValueError for any other value.
-    """
-
-    kind: Any
-    help: str
-    check: Callable[[str, Any], Any]
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -130,6 +115,10 @@ OPTIONS = {
         Literal["rms", "width"], "Muon's update as large as AdamW's, or by width.", _rms_or_width
     ),
     "adam_ratio": Option(float, "Of the learning rate, for what Muon leaves to AdamW.", _positive),
+    "trust_mask": Option(
+        tuple[str, ...],
+        "Regexes of the paths that LAMB and LARS scale by a trust ratio; left out, what decays.",
+    ),
 }
 
 

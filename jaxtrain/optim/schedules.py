@@ -15,13 +15,13 @@ negative, not an integer, or not longer than the warm-up.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.optim.numerics import check_choice, check_integer, check_number
-from jaxtrain.optim.options import keywords, resolve
+from jaxtrain.optim.options import Option, keywords, resolve
 
 Schedule = Callable[[Any], jax.Array]
 Rate = float | jax.Array
@@ -225,6 +225,21 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     )
 }
 
+# What every option of a shape is, but for what a run says of itself.
+OPTIONS = {
+    "final": Option(float, "Learning rate that the schedule falls to; 0 where left out."),
+    "decay_rate": Option(float, "Factor of the exponential schedule in every decay_steps updates."),
+    "decay_steps": Option(
+        int, "Updates of the last fall (warmup_stable_decay), or of one decay_rate (exponential)."
+    ),
+    "boundaries": Option(tuple[int, ...], "Updates at which the step schedule falls by factor."),
+    "factor": Option(float, "Factor of the step schedule; 0.1 where left out."),
+    "period": Option(int, "Updates of the first cycle of cosine_restarts; by default three fit."),
+    "multiplier": Option(int, "Length of a cycle of cosine_restarts over that of the one before."),
+    "timescale": Option(int, "Updates of inverse_sqrt; left out, those of the warm-up."),
+    "decay_shape": Option(Literal["linear", "sqrt"], "Shape of the fall of warmup_stable_decay."),
+}
+
 
 def make_schedule(
     name: str, peak: Rate, *, total_steps: int, warmup_steps: int = 0, **options: Any
@@ -234,9 +249,9 @@ def make_schedule(
     Args:
       name: one of ``SCHEDULES``.
       peak: the highest learning rate, reached at the end of the warm-up.
-      total_steps: updates in the run. Shapes with an end take it as their end; ``exponential`` and
-        ``cosine_restarts`` as the end of one ``decay_steps`` or ``period`` not given; the rest,
-        which have no end, have no use for it.
+      total_steps: updates in the run. Shapes with an end take it as their end; ``exponential`` as
+        that of one ``decay_steps`` and ``cosine_restarts`` as that of three cycles, where these are
+        not given; the rest, which have no end, have no use for it.
       warmup_steps: updates of linear warm-up.
       **options: the shape's own arguments, such as ``final=``; None stands for not given.
 
@@ -259,12 +274,14 @@ inverse_sqrt, linear, step, warmup_stable_decay
     takes = keywords(SCHEDULES[name])
     if "total_steps" in takes:
         given["total_steps"] = total_steps
-    for key, schedule_name in (("decay_steps", "exponential"), ("period", "cosine_restarts")):
-        if name == schedule_name:
-            given.setdefault(key, steps)
+    if name == "exponential":
+        given.setdefault("decay_steps", steps)
+    if name == "cosine_restarts":
+        m = check_integer("multiplier", given.get("multiplier", 1), low=1)
+        given.setdefault("period", -(-steps // (1 + m + m**2)))
     for key, parameter in takes.items():
         if parameter.default is parameter.empty and key not in given:
-            raise ValueError(f"schedule {name!r} needs {key}=")
+            raise ValueError(f"schedule {name!r} has no default of `{key}`: give one")
     return SCHEDULES[name](peak, warmup_steps=warmup_steps, **given)
 
 

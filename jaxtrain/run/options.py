@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxtrain import optim
 from jaxtrain.optim.numerics import check_number
+from jaxtrain.optim.options import keywords
 from jaxtrain.run.observe import alert_rules, trackers
 from jaxtrain.run.provenance import ROUNDED, SAME
 
@@ -228,16 +229,22 @@ class _ChainOptions:
     update, which the log and the report show; 0 measures none."""
 
 
-# A flag for each option of a rule that a command line can take.
-RULE_OPTIONS = optim.rules.OPTIONS
+# A flag for each option of a rule or a schedule that a command line can take.
+SHAPE_OPTIONS, RULE_OPTIONS = optim.schedules.OPTIONS, optim.rules.OPTIONS
+OPTIONS = {name: (o.kind, o.help) for name, o in (SHAPE_OPTIONS | RULE_OPTIONS).items()}
+# The one that both have goes to the schedule where that takes it.
+OPTIONS["decay_rate"] = (
+    float,
+    f"{SHAPE_OPTIONS['decay_rate'].help} Under other schedules: {RULE_OPTIONS['decay_rate'].help}",
+)
 OptimizerOptions = dataclasses.make_dataclass(
     "OptimizerOptions",
-    [(name, option.kind | None, None) for name, option in RULE_OPTIONS.items()],
+    [(name, kind | None, None) for name, (kind, _) in OPTIONS.items()],
     bases=(_ChainOptions,),
     namespace={
-        "__doc__": "The optimizer chain. An option left out takes the optimizer's own default."
-        "\n\nArgs:\n"
-        + "".join(f"  {name}: {option.help}\n" for name, option in RULE_OPTIONS.items()),
+        "__doc__": "The optimizer chain. An option left out takes the default of the rule or of "
+        "the schedule.\n\nArgs:\n"
+        + "".join(f"  {name}: {text}\n" for name, (_, text) in OPTIONS.items()),
         "__module__": __name__,
     },
     frozen=True,
@@ -262,13 +269,16 @@ def make_optimizer(
     warmup = options.warmup_steps
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
     peak = peak if options.learning_rate is None else options.learning_rate
+    passed_on = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    taken = keywords(optim.schedules.SCHEDULES[options.schedule])
+    of_shape = {n for n in SHAPE_OPTIONS if n in taken or n not in RULE_OPTIONS}
     rate = optim.make_schedule(
         options.schedule,
         check_number("learning_rate", peak, low=0.0),
         total_steps=updates,
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
+        **{name: passed_on.pop(name) for name in of_shape},
     )
-    ours = ("name", "learning_rate", "schedule", "warmup_steps")
-    passed_on = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    passed_on = {name: value for name, value in passed_on.items() if name not in ours}
+    for name in ("name", "learning_rate", "schedule", "warmup_steps"):
+        del passed_on[name]
     return optim.make_optimizer(options.name, rate, **passed_on, **more)

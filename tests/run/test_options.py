@@ -14,13 +14,80 @@ from jaxtrain import optim
 from jaxtrain.optim.options import keywords
 from jaxtrain.run import options
 from jaxtrain.run.main import parse
+from tests.optim.test_schedules import COUNTS, cosine, sgdr, stable_decay, warmed
 
 
-def test_every_option_of_every_rule_is_a_flag_but_masks():
+def test_every_option_of_every_rule_and_schedule_is_a_flag_but_a_mask():
     flags = inspect.signature(options.OptimizerOptions).parameters.keys()
-    taken = {name for rule in optim.rules.RULES.values() for name in keywords(rule)}
-    assert taken - flags == {"trust_mask", "muon_mask"}
-    assert optim.rules.OPTIONS.keys() <= taken & flags
+    for module, functions, no_flags in (
+        (optim.rules, optim.rules.RULES, {"muon_mask"}),
+        (optim.schedules, optim.schedules.SCHEDULES, {"total_steps"}),
+    ):
+        taken = {name for function in functions.values() for name in keywords(function)}
+        assert taken - flags == no_flags
+        assert module.OPTIONS.keys() <= taken & flags
+
+
+# Each schedule with each of its options by flags, and its definition in the steps since the end of
+# a warm-up of 4, to a peak of 0.2, in a run of 40.
+SCHEDULES = {
+    "constant": lambda t: 0.2,
+    "linear": lambda t: 0.2 * (1 - min(t / 36, 1)),
+    "linear --optimizer.final 0.1": lambda t: 0.2 - 0.1 * min(t / 36, 1),
+    "cosine": lambda t: cosine(min(t / 36, 1), 0.2, 0),
+    "cosine --optimizer.final 0.1": lambda t: cosine(min(t / 36, 1), 0.2, 0.1),
+    "cosine_restarts": lambda t: sgdr(t, 12, 1, 0.2, 0),
+    "cosine_restarts --optimizer.final 0.1": lambda t: sgdr(t, 12, 1, 0.2, 0.1),
+    "cosine_restarts --optimizer.period 7": lambda t: sgdr(t, 7, 1, 0.2, 0),
+    "cosine_restarts --optimizer.multiplier 2": lambda t: sgdr(t, 6, 2, 0.2, 0),
+    "cosine_restarts --optimizer.period 7 --optimizer.multiplier 3": (
+        lambda t: sgdr(t, 7, 3, 0.2, 0)
+    ),
+    "exponential --optimizer.decay-rate 0.3": lambda t: 0.2 * 0.3 ** (t / 36),
+    "exponential --optimizer.decay-rate 0.3 --optimizer.decay-steps 9 --optimizer.final 0.1": (
+        lambda t: max(0.1, 0.2 * 0.3 ** (t / 9))
+    ),
+    "step --optimizer.boundaries 11 30": lambda t: 0.2 * 0.1 ** ((t >= 7) + (t >= 26)),
+    "step --optimizer.boundaries 11 30 --optimizer.factor 0.5": (
+        lambda t: 0.2 * 0.5 ** ((t >= 7) + (t >= 26))
+    ),
+    "inverse_sqrt": lambda t: 0.2 * (4 / (4 + t)) ** 0.5,
+    "inverse_sqrt --optimizer.timescale 9": lambda t: 0.2 * (9 / (9 + t)) ** 0.5,
+    "warmup_stable_decay": lambda t: stable_decay(t, 36, 8, 0.2, 0, "linear"),
+    "warmup_stable_decay --optimizer.decay-steps 12 --optimizer.final 0.1": (
+        lambda t: stable_decay(t, 36, 12, 0.2, 0.1, "linear")
+    ),
+    "warmup_stable_decay --optimizer.decay-shape sqrt": (
+        lambda t: stable_decay(t, 36, 8, 0.2, 0, "sqrt")
+    ),
+}
+
+
+def schedule_of(flags, monkeypatch):
+    given = "--optimizer.learning-rate 0.2 --optimizer.warmup-steps 4 --optimizer.schedule"
+    monkeypatch.setattr(optim, "make_optimizer", lambda name, rate, **_: rate)
+    return options.make_optimizer(parse(jt.Config, [*given.split(), *flags]).optimizer, steps=40)
+
+
+@pytest.mark.parametrize("flags", SCHEDULES)
+def test_flags_make_every_schedule_with_every_option(flags, monkeypatch):
+    rate = schedule_of(flags.split(), monkeypatch)
+    expected = warmed(SCHEDULES[flags], 4, 0.2)
+    np.testing.assert_allclose(jax.vmap(rate)(COUNTS), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_an_option_of_another_schedule_is_refused(monkeypatch):
+    """Every pair of the two that the table above has not, and what has no default."""
+    for name, function in optim.schedules.SCHEDULES.items():
+        for option in optim.schedules.OPTIONS.keys() - keywords(function) - {"decay_rate"}:
+            chosen = options.OptimizerOptions(schedule=name, **{option: 3})
+            with pytest.raises(ValueError, match=f"'{name}' has no option {option} "):
+                options.make_optimizer(chosen, steps=40)
+    chosen = options.OptimizerOptions(decay_rate=0.3)
+    with pytest.raises(ValueError, match="optimizer 'muon' has no option decay_rate "):
+        options.make_optimizer(chosen, steps=40)
+    with pytest.raises(ValueError, match="'step' has no default of `boundaries`"):
+        schedule_of(["step"], monkeypatch)
 
 
 @pytest.mark.parametrize(
