@@ -343,6 +343,7 @@ def outline(
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.steps,
+            global_batch=config.global_batch,
             default_rates=rates,
             stacked=stack.axes,
         ),

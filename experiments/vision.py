@@ -248,6 +248,7 @@ def optimizer_of(config: Config, **more: Any) -> optax.GradientTransformation:
     return options.make_optimizer(
         config.optimizer,
         steps=config.steps,
+        global_batch=config.global_batch,
         default_rates=LEARNING_RATES if config.source is None else TUNING_RATES,
         **more,
     )

@@ -175,6 +175,7 @@ def of_preferences(
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.steps,
+            global_batch=config.global_batch,
             stacked=stages.stacked.axes,
             freeze=preferences.FREEZE,
         ),

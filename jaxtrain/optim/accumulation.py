@@ -1,9 +1,11 @@
 """Gradient accumulation across calls, weighted by tokens: ``optax.MultiSteps`` made exact."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.gradients import all_finite, select
@@ -18,7 +20,8 @@ class AccumulationState(optax.MultiStepsState):
       mini_step: int32 scalar, calls so far of the present update.
       gradient_step: int32 scalar, updates made so far.
       inner_opt_state: of the optimizer inside.
-      acc_grads: the pair (sum of weighted gradients, sum of weights), float32 or wider.
+      acc_grads: sum of weighted gradients, sum of weights and, where asked for, sum of weighted
+        losses; float32 or wider.
       skip_state: int32 scalar, calls so far whose update was left out.
     """
 
@@ -26,7 +29,11 @@ class AccumulationState(optax.MultiStepsState):
 
 
 def accumulate(
-    tx: optax.GradientTransformation, every: int
+    tx: optax.GradientTransformation,
+    every: int,
+    *,
+    ramp: Sequence[tuple[int, int]] = (),
+    mean_value: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``tx`` once every ``every`` calls, on the weighted mean of their gradients.
 
@@ -44,12 +51,15 @@ def accumulate(
     Args:
       tx: the optimizer to run on the means.
       every: calls per update, at least 1.
+      ramp: other calls per update for the first ones, as pairs (calls, updates): ``[(1, 100), (2,
+        50)]`` makes 100 updates of one call each, then 50 of two.
+      mean_value: whether ``tx`` gets the weighted mean of the ``value`` of all calls.
 
     Returns:
       The accumulating transformation; its state is an ``AccumulationState``.
 
     Raises:
-      ValueError: if ``every`` is not an integer of at least 1.
+      ValueError: if ``every``, or a number of the ramp, is not an integer of at least 1.
 
     >>> tx = accumulate(optax.sgd(1.0), every=2)
     >>> state = tx.init(jnp.zeros(1))
@@ -59,32 +69,41 @@ def accumulate(
     [-2.0]
     """
     every = check_integer("every", every, low=1)
+    ramp = [[check_integer("accumulate_ramp", n, low=1) for n in pair] for pair in ramp]
+    edges = np.cumsum([updates for _, updates in ramp], dtype=np.int32)
+    sizes = np.array([*(calls for calls, _ in ramp), every], np.int32)
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
         def zeros(p):
             return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
 
+        scalars = tuple(jnp.zeros([], jnp.float32) for _ in range(1 + mean_value))
         return AccumulationState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=tx.init(params),
-            acc_grads=(jax.tree.map(zeros, params), jnp.zeros([], jnp.float32)),
+            acc_grads=(jax.tree.map(zeros, params), *scalars),
             skip_state=jnp.zeros([], jnp.int32),
         )
 
     def update(updates, state, params=None, *, weight: Any = 1.0, **extra):
         weight = jnp.asarray(weight, jnp.float32)
-        parts = jax.tree.map(lambda g: weight * jnp.where(weight == 0, 0, g), updates)
-        sums, total = sums_and_total = jax.tree.map(jnp.add, state.acc_grads, (parts, weight))
+        every = jnp.asarray(sizes)[jnp.searchsorted(edges, state.gradient_step, side="right")]
+        given = (updates, jnp.float32(extra["value"])) if mean_value else (updates,)
+        parts = jax.tree.map(lambda g: weight * jnp.where(weight == 0, 0, g), given)
+        added = (parts[0], weight, *parts[1:])
+        sums, total, *values = sums_and_total = jax.tree.map(jnp.add, state.acc_grads, added)
         last, finite = state.mini_step == every - 1, all_finite(sums_and_total)
         made = last & finite & (total != 0)
 
         def apply(inner):
             # Under vmap this runs where nothing is made too: no NaN may reach its derivatives.
             divisor = jnp.where(made, total, 1.0)
-            means = jax.tree.map(lambda s: jnp.where(made, s, 0.0) / divisor, sums)
-            new_updates, new_inner = tx.update(means, inner, params, **extra)
+            mean_of = lambda s: jnp.where(made, s, 0.0) / divisor  # noqa: E731
+            means, mean_values = jax.tree.map(mean_of, (sums, values))
+            more = extra | ({"value": mean_values[0]} if mean_value else {})
+            new_updates, new_inner = tx.update(means, inner, params, **more)
             return cast_like(new_updates, updates), cast_like(new_inner, inner)
 
         def hold(inner):
@@ -101,6 +120,21 @@ def accumulate(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def updates_in(calls: int, every: int, ramp: Sequence[tuple[int, int]] = ()) -> int:
+    """Returns how many updates :func:`accumulate` makes in so many calls, none of them left out.
+
+    >>> updates_in(10, 4, [(1, 2)])
+    4
+    """
+    made = 0
+    for size, updates in ramp:
+        done = min(updates, calls // size)
+        made, calls = made + done, calls - done * size
+        if done < updates:
+            return made
+    return made + calls // every
 
 
 def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:

@@ -1,12 +1,15 @@
 """Optimizers by name: clipping, update rule, weight decay, masks and accumulation in one chain."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.optim import layerwise, masks, numerics, rules
@@ -48,18 +51,24 @@ def make_optimizer(
     *,
     weight_decay: float | jax.Array = 0.0,
     clip_norm: float | jax.Array | None = None,
+    clip_order: float | Literal["max"] = 2.0,
+    clip_value: float | jax.Array | None = None,
     decay_mask: Mask | None = None,
     decay_multipliers: Multipliers = (),
     rate_multipliers: Multipliers = (),
     freeze: Mask | None = None,
     stacked: Stacked | Callable[[Any], Stacked] | None = None,
     accumulate: int = 1,
+    accumulate_ramp: Sequence[tuple[int, int]] = (),
+    plateau_factor: float | None = None,
+    plateau_patience: int = 10,
+    plateau_window: int = 100,
     skip_spikes: float | None = None,
     ema: float | None = None,
     watch_every: int = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Builds an optimizer: clip by global norm, update rule with weight decay, learning rate.
+    """Builds an optimizer: clip by value and norm, update rule with weight decay, learning rate.
 
     The rules are the functions of :mod:`jaxtrain.optim.rules`, of which each tells its options, its
     paper and where weight decay enters: ``help(jaxtrain.optim.rules.lamb)``. An option left out, or
@@ -84,6 +93,9 @@ def make_optimizer(
       learning_rate: a number, a traced scalar, or a schedule ``count -> rate``.
       weight_decay: strength; the rule says where it enters.
       clip_norm: largest global norm of the gradient; None does not clip.
+      clip_order: p of that norm, ``(sum |g|^p)^(1/p)``, at least 1; ``"max"`` is infinity.
+      clip_value: largest absolute value of the gradient, before its norm is clipped; None does not
+        clip.
       decay_mask: which parameters decay, ``params -> tree of bools`` or path regexes; by default
         ``masks.decay_mask``, all but norms, biases and whatever has rank below 2 per layer.
       decay_multipliers: factors on the weight decay of those that decay, by path.
@@ -96,6 +108,13 @@ def make_optimizer(
         parameters that look stacked.
       accumulate: calls per update; beyond 1, ``update`` takes ``weight=``, the number of tokens
         behind each mean gradient; see ``accumulation.accumulate``.
+      accumulate_ramp: other calls per update for the first ones, as pairs (calls, updates), by
+        which the batch of an update grows; as there.
+      plateau_factor: multiplies the learning rate where the loss (``update(..., value=)``) has not
+        fallen by 0.01 % in ``plateau_patience`` windows in a row; None never does. It is
+        ``optax.contrib.reduce_on_plateau``; under ``accumulate`` the loss is that of all calls.
+      plateau_patience: windows.
+      plateau_window: updates in a window, whose losses are averaged.
       skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
         clipping, is so many standard deviations above the mean of the last 128; see
         ``spikes.skip_spikes``. None leaves out none.
@@ -123,7 +142,8 @@ def make_optimizer(
     Traceback (most recent call last):
     ...
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, accumulate, skip_spikes, ema, \
+clip_order, clip_value, decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, \
+accumulate, accumulate_ramp, plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, \
 watch_every
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
@@ -136,6 +156,22 @@ watch_every
         numerics.check_number("skip_spikes", skip_spikes, low=0.0, open_low=True)
     if ema is not None:
         numerics.check_number("ema", ema, low=0.0, high=1.0, open_low=True)
+    order = np.inf if clip_order == "max" else clip_order
+    numerics.check_number("clip_order", order, low=1.0, high=None)
+    if clip_value is not None:
+        numerics.check_number("clip_value", clip_value, low=0.0, open_low=True)
+    if clip_order != 2 and clip_norm is None:
+        raise ValueError(f"clip_order is {clip_order} and clip_norm None: give clip_norm too")
+    if plateau_factor is None and (plateau_patience, plateau_window) != (10, 100):
+        raise ValueError("plateau_patience and plateau_window need plateau_factor: give it too")
+    plateau = None
+    if plateau_factor is not None:
+        numerics.check_number("plateau_factor", plateau_factor, low=0.0, high=1.0, open_low=True)
+        plateau = optax.contrib.reduce_on_plateau(
+            plateau_factor,
+            numerics.check_integer("plateau_patience", plateau_patience, low=1),
+            accumulation_size=numerics.check_integer("plateau_window", plateau_window, low=1),
+        )
     every = numerics.check_integer("accumulate", accumulate, low=1)
     watch_every = numerics.check_integer("watch_every", watch_every, low=0)
 
@@ -162,6 +198,7 @@ watch_every
         def multipliers(option: str, given: Multipliers) -> Any:
             return kept(masks.multipliers(option, given, params, stacked=axes))
 
+        factors = multipliers("rate_multipliers", rate_multipliers)
         strengths = jax.tree.map(
             lambda decays, factor: weight_decay * factor if decays else False,
             mask("decay_mask", decay_mask, functools.partial(masks.decay_mask, stacked=axes)),
@@ -170,7 +207,9 @@ watch_every
         stages = rules.RULES[name](
             rules.Parts(
                 decay=optax.identity() if no_decay else layerwise.add_decayed_weights(strengths),
-                rate=scale_by_learning_rate(learning_rate),
+                rate=scale_by_learning_rate(
+                    learning_rate, groups=_groups(rate_multipliers), plateau=plateau
+                ),
                 params=kept(params),
                 strengths=strengths,
                 mask=mask,
@@ -179,13 +218,16 @@ watch_every
             **options,
         )
         if rate_multipliers:
-            stages.append(_scale_by(multipliers("rate_multipliers", rate_multipliers)))
-        clip = optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm)
-        tx = optax.chain(clip, *stages)
+            stages.append(_scale_by(factors))
+        clips = [] if clip_value is None else [optax.clip(clip_value)]
+        clips += [] if clip_norm is None else [_clip_by_global_norm(clip_norm, order)]
+        tx = optax.chain(optax.chain(*clips) if clips else optax.identity(), *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = tx if ema is None else ema_of(tx, ema)
         tx = watch(tx, watch_every, stacked=axes) if watch_every else tx
-        tx = accumulate_calls(tx, every) if every > 1 else tx
+        if every > 1 or accumulate_ramp:
+            mean_value = plateau is not None
+            tx = accumulate_calls(tx, every, ramp=accumulate_ramp, mean_value=mean_value)
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)
 
@@ -220,12 +262,35 @@ def _trainable(freeze: Mask | None, params: Any) -> Any:
     return trainable
 
 
-def _clip_by_global_norm(limit: float | jax.Array) -> optax.GradientTransformation:
-    """optax's, with a derivative where the gradient is 0."""
+def _groups(multipliers: Multipliers) -> tuple[tuple[str, Any], ...]:
+    """The factors of patterns, by what is left of these in the name of a metric."""
+    found: dict[str, Any] = {}
+    for pattern, factor in () if callable(multipliers) else multipliers:
+        name = re.sub(r"[^\w/.-]", "", pattern).strip("/") or "all"
+        name = name if name not in found else f"{name}_{len(found)}"
+        with contextlib.suppress(jax.errors.TracerArrayConversionError):
+            value = np.asarray(factor, np.float64)
+            found[name] = tuple(value.ravel().tolist()) if value.ndim else float(value)
+    return tuple(found.items())
+
+
+def _clip_by_global_norm(limit: float | jax.Array, order: float) -> optax.GradientTransformation:
+    """optax's, of any order, with a derivative where the gradient is 0."""
+
+    def norm_of(updates):
+        if order == 2:
+            square = optax.tree.norm(updates, squared=True)
+            return jnp.sqrt(jnp.where(square == 0, 1, square))
+        sizes = jax.tree.leaves(jax.tree.map(jnp.abs, updates))
+        largest = functools.reduce(jnp.maximum, (x.max(initial=0) for x in sizes))
+        largest = jnp.where(largest == 0, 1, largest)
+        # Powers of what is at most 1 do not overflow.
+        if order == np.inf:
+            return largest
+        return largest * sum(jnp.sum((x / largest) ** order) for x in sizes) ** (1 / order)
 
     def clip(updates, _):
-        square = optax.tree.norm(updates, squared=True)
-        norm = jnp.sqrt(jnp.where(square == 0, 1, square))
+        norm = norm_of(updates)
         return jax.tree.map(lambda u: jnp.where(norm < limit, u, u / norm * limit), updates)
 
     return optax.stateless(clip)

@@ -1,5 +1,6 @@
 """The stage that multiplies by the learning rate, and leaves in the state the one it used."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,28 +13,56 @@ from jaxtrain.optim.reports import reports
 LearningRate = float | jax.Array | Callable[[jax.Array], jax.Array]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """State without arrays: groups of parameters with a rate of their own, by name.
+
+    Attributes:
+      factors: pairs of a name and what multiplies the rate, or that of each layer.
+    """
+
+    factors: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
+
+
 class LearningRateState(NamedTuple):
     """State of ``scale_by_learning_rate``.
 
     Attributes:
       count: int32 scalar, updates made so far.
       learning_rate: float32 scalar, the rate of the latest update; before any, that of count 0.
+      groups: those whose rates are reported too.
+      plateau: of the transformation that scales the rate by the loss.
     """
 
     count: jax.Array
     learning_rate: jax.Array
+    groups: Groups = Groups(())
+    plateau: Any = ()
 
     def reports(self) -> dict[str, jax.Array]:
-        return {"learning_rate": self.learning_rate}
+        rates = {
+            f"learning_rate/{name}": jnp.multiply.outer(self.learning_rate, jnp.float32(factor))
+            for name, factor in self.groups.factors
+        }
+        return {"learning_rate": self.learning_rate} | rates
 
 
-def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransformation:
+def scale_by_learning_rate(
+    learning_rate: LearningRate,
+    *,
+    groups: tuple[tuple[str, Any], ...] = (),
+    plateau: optax.GradientTransformationExtraArgs | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Multiplies updates by minus the learning rate, which it keeps readable in its state.
 
     optax's own stage keeps a count only when given a schedule, and the rate never.
 
     Args:
       learning_rate: a number, a traced scalar, or a schedule ``count -> rate``.
+      groups: pairs of a name and a factor, or one for each layer, to report the rates of.
+      plateau: such as ``optax.contrib.reduce_on_plateau``, whose ``scale`` multiplies the rate;
+        ``update`` then takes ``value=``, the loss.
 
     Returns:
       A transformation whose state is a ``LearningRateState``.
@@ -53,15 +82,24 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransfo
     def init(params):
         del params
         count = jnp.zeros([], jnp.int32)
-        return LearningRateState(count, rate_at(count))
+        watched = () if plateau is None else plateau.init(jnp.float32(0))
+        return LearningRateState(count, rate_at(count), Groups(groups), watched)
 
-    def update(updates, state, params=None):
-        del params
-        scaled = lambda u: (-rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731
-        count = optax.safe_increment(state.count)
-        return jax.tree.map(scaled, updates), LearningRateState(count, rate_at(state.count))
+    def update(updates, state, params=None, *, value=None, **extra):
+        del params, extra
+        watched, scale = state.plateau, 1
+        if plateau is not None:
+            if value is None:
+                raise ValueError(
+                    "the rate follows the loss: call update(grads, state, params, value=loss)"
+                )
+            _, watched = plateau.update((), watched, value=value)
+            scale = watched.scale
+        scaled = lambda u: (-scale * rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731
+        count, rate = optax.safe_increment(state.count), scale * rate_at(state.count)
+        return jax.tree.map(scaled, updates), LearningRateState(count, rate, state.groups, watched)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def current_learning_rate(opt_state: Any) -> jax.Array | None:

@@ -96,6 +96,11 @@ class Config:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
 
+    def __getattribute__(self, name: str) -> Any:
+        if name == "optimizer":  # A module that reads its flags may make an optimizer of them.
+            object.__setattr__(self, "_optimizer_is_read", True)
+        return object.__getattribute__(self, name)
+
     def experiment(self, name: str, **given: Any) -> Experiment:
         """Makes an experiment of what these flags say, and of what is given.
 
@@ -104,6 +109,8 @@ class Config:
           **given: the other arguments of :class:`jaxtrain.Experiment`. ``config`` and
             ``may_change`` are added to what these flags say; any other comes in its place.
         """
+        if "optimizer" in given and not getattr(self, "_optimizer_is_read", False):
+            self._refuse_void_flags(name)
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
         may_change = MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
@@ -115,7 +122,8 @@ class Config:
 
             def optimizer_of(stack: Stack) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
-                return make_optimizer(self.optimizer, steps=self.steps, stacked=found)
+                rows = {"global_batch": self.global_batch}
+                return make_optimizer(self.optimizer, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
         if self.gather == "layer" and given.get("gather") != "model":
@@ -138,6 +146,19 @@ class Config:
             "item": "rows",
         }
         return Experiment(name=name, config=record, may_change=may_change, **ours | given)
+
+    def _refuse_void_flags(self, name: str) -> None:
+        """Raises ValueError for flags of an optimizer that the module has not read."""
+        field = next(f for f in dataclasses.fields(self) if f.name == "optimizer")
+        made = field.default_factory is not dataclasses.MISSING
+        left_out = dataclasses.asdict(field.default_factory() if made else field.default)
+        given = dataclasses.asdict(self.optimizer).items()
+        if typed := [flag for flag, value in given if value != left_out.get(flag)]:
+            flags = ", ".join(f"--optimizer.{flag.replace('_', '-')}" for flag in typed)
+            raise ValueError(
+                f"experiment {name!r} has an optimizer of its own, which {flags} cannot change: "
+                "leave that out"
+            )
 
     def batches_of(
         self,

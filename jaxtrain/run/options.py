@@ -1,10 +1,11 @@
 """Options that runs and experiments share: plain data, which the command line turns into flags."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from jaxtrain import optim
+from jaxtrain.optim.accumulation import updates_in
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.options import keywords
 from jaxtrain.run.observe import alert_rules, trackers
@@ -214,10 +215,35 @@ class _ChainOptions:
     """Steps of linear warm-up; left out, 2 % of all steps and at least 10."""
     weight_decay: float = 0.1
     """Not applied to norms and biases."""
+    base_batch: int | None = None
+    """Rows per update that the learning rate is for: the rate is multiplied by the ratio of the
+    rows that an update has (--global-batch x --optimizer.accumulate) to these."""
+    batch_scaling: Literal["linear", "sqrt"] = "linear"
+    """Whether the rate follows that ratio, or its square root."""
+    plateau_factor: float | None = None
+    """Multiplies the learning rate where the training loss has stopped falling; None never does."""
+    plateau_patience: int = 10
+    """Windows in a row without a better mean loss, after which the rate falls."""
+    plateau_window: int = 100
+    """Updates in such a window."""
+    rate_multipliers: tuple[str, ...] = ()
+    """REGEX=FACTOR: learning rates of parameters by path, of which the first match decides; of
+    stacked layers also a factor for each, REGEX=0.5,0.7,1."""
+    decay_multipliers: tuple[str, ...] = ()
+    """REGEX=FACTOR: the same for the weight decay."""
+    freeze: tuple[str, ...] = ()
+    """Regexes of the paths of parameters that do not train."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
+    clip_order: Literal["max"] | float = 2.0
+    """Order of that norm; max for the largest value."""
+    clip_value: float | None = None
+    """Largest absolute value of a gradient, before its norm is clipped; None for no clipping."""
     accumulate: int = 1
     """Calls per update (optax.MultiSteps), weighted by tokens."""
+    accumulate_ramp: tuple[str, ...] = ()
+    """CALLS:UPDATES, in order: other calls per update for the first updates, such as 1:500 2:250,
+    by which the batch of an update grows."""
     skip_spikes: float | None = None
     """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
     of the last 128 steps (6 is usual); None leaves out none."""
@@ -252,23 +278,38 @@ OptimizerOptions = dataclasses.make_dataclass(
 
 
 def make_optimizer(
-    options: OptimizerOptions, *, steps: int, default_rates: Mapping[str, float] = {}, **more
+    options: OptimizerOptions,
+    *,
+    steps: int,
+    global_batch: int | None = None,
+    default_rates: Mapping[str, float] = {},
+    **more,
 ):
     """Makes the optax chain that the flags describe.
 
     Args:
       options: the flags.
       steps: calls of the train step in all.
+      global_batch: rows of a step, where the rate is to follow them.
       default_rates: peak learning rate by optimizer name, where it is not the rule's own.
       **more: passed on to :func:`jaxtrain.make_optimizer`.
     """
     for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
         if not 1 <= value < 2**31:
             raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
-    updates = max(1, steps // options.accumulate)
+    ramp = [_pair("accumulate_ramp", text, ":", int, "1:500") for text in options.accumulate_ramp]
+    updates = max(1, updates_in(steps, options.accumulate, ramp))
     warmup = options.warmup_steps
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
     peak = peak if options.learning_rate is None else options.learning_rate
+    if options.base_batch is None and options.batch_scaling != "linear":
+        raise ValueError(f"batch_scaling is {options.batch_scaling!r}: give base_batch too")
+    if options.base_batch is not None:
+        if options.base_batch < 1 or global_batch is None:
+            given = "give at least 1" if global_batch else "the rows of a step are not known here"
+            raise ValueError(f"base_batch is {options.base_batch}: {given}")
+        ratio = global_batch * options.accumulate / options.base_batch
+        peak *= ratio if options.batch_scaling == "linear" else ratio**0.5
     passed_on = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     taken = keywords(optim.schedules.SCHEDULES[options.schedule])
     of_shape = {n for n in SHAPE_OPTIONS if n in taken or n not in RULE_OPTIONS}
@@ -279,6 +320,24 @@ def make_optimizer(
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
         **{name: passed_on.pop(name) for name in of_shape},
     )
-    for name in ("name", "learning_rate", "schedule", "warmup_steps"):
-        del passed_on[name]
+    ours = ("name", "learning_rate", "schedule", "warmup_steps", "base_batch", "batch_scaling")
+    passed_on = {name: value for name, value in passed_on.items() if name not in ours}
+    for name in ("rate_multipliers", "decay_multipliers"):
+        texts = passed_on[name]
+        passed_on[name] = [_pair(name, text, "=", _factor, "^head/=0.1") for text in texts]
+    freeze = (*passed_on.pop("freeze"), *more.pop("freeze", ()))
+    passed_on |= {"accumulate_ramp": ramp, "freeze": freeze or None}
     return optim.make_optimizer(options.name, rate, **passed_on, **more)
+
+
+def _pair(name: str, text: str, sign: str, second: Callable, example: str) -> tuple[Any, Any]:
+    first, _, last = text.rpartition(sign)
+    try:
+        return (int(first) if second is int else first), second(last)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}: write it as {example}") from None
+
+
+def _factor(text: str) -> float | list[float]:
+    factors = [float(word) for word in text.split(",")]
+    return factors if len(factors) > 1 else factors[0]

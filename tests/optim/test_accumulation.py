@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import jit
 
 from jaxtrain.optim import accumulate, make_optimizer
+from jaxtrain.optim.accumulation import updates_in
 from jaxtrain.tree import named_leaves
 
 PARAMS = {"a": {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]])}, "b": jnp.array([0.3, -0.7])}
@@ -223,3 +224,52 @@ def test_scan_vmap_and_grad_go_through():
     slopes, losses = jit(jax.grad(mapped, has_aux=True))(lanes)
     np.testing.assert_allclose(slopes[:2], (losses[4:] - losses[2:4]) / (2 * h), rtol=1e-2)
     np.testing.assert_allclose(jit(final_loss)(0.1, stacked, weights), losses[1], rtol=1e-6)
+
+
+def test_a_ramp_makes_updates_of_growing_batches():
+    """Of 1, 1, 2, 2, then 3 calls; one of the calls is not finite, and its update is made again."""
+    ramp = [(1, 2), (2, 2)]
+    tx = make_optimizer("adamw", 0.1, clip_norm=0.5, accumulate=3, accumulate_ramp=ramp)
+    plain = make_optimizer("adamw", 0.1, clip_norm=0.5)
+    grads, weights = gradients(0, 14), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    grads[4] = jax.tree.map(lambda g: g * np.nan, grads[4])
+    state, plain_state = tx.init(PARAMS), plain.init(PARAMS)
+    update, plain_update = jit(tx.update), jit(plain.update)
+    ends = {0: [0], 1: [1], 3: [2, 3], 7: [6, 7], 10: [8, 9, 10], 13: [11, 12, 13]}
+    for i, (g, weight) in enumerate(zip(grads, weights, strict=True)):
+        updates, state = update(g, state, PARAMS, weight=weight)
+        calls = ends.get(i)
+        if calls is None:
+            assert not any(u.any() for u in jax.tree.leaves(updates))
+            continue
+        mean = weighted_mean([grads[j] for j in calls], [weights[j] for j in calls])
+        wanted, plain_state = plain_update(mean, plain_state, PARAMS)
+        assert_close(updates, wanted, rtol=1e-4, atol=1e-6)
+    assert (int(state.gradient_step), int(state.skip_state)) == (len(ends), 2)
+    assert updates_in(12, 3, ramp) == 6
+    assert [updates_in(calls, 3, ramp) for calls in (1, 3, 5, 6, 8)] == [1, 2, 3, 4, 4]
+
+
+def test_multi_steps_of_optax_equals_ours_for_equal_weights_alone():
+    inside = make_optimizer("momentum", 0.1, weight_decay=0.1, clip_norm=0.5, ema=0.9)
+    theirs = optax.MultiSteps(inside, every_k_schedule=3).gradient_transformation()
+    ours = make_optimizer("momentum", 0.1, weight_decay=0.1, clip_norm=0.5, ema=0.9, accumulate=3)
+
+    @jit
+    def last(grads, weights):
+        found, states = [], [tx.init(PARAMS) for tx in (ours, theirs)]
+        for i in range(3):
+            g = jax.tree.map(lambda x, i=i: x[i], grads)
+            a, states[0] = ours.update(g, states[0], PARAMS, weight=weights[i])
+            b, states[1] = theirs.update(g, states[1], PARAMS)
+            found = [a, b]
+        return found
+
+    grads = jax.tree.map(lambda *x: jnp.stack(x), *gradients(0, 3))
+    assert_close(*last(grads, jnp.ones(3)), rtol=1e-5, atol=1e-7)
+    exact, equal = last(grads, jnp.array([5.0, 1.0, 1.0]))
+    assert jnp.abs(exact["b"] - equal["b"]).max() > 1e-2
+    grads["b"] = grads["b"].at[1].set(jnp.nan)
+    held, poisoned = last(grads, jnp.ones(3))
+    assert not any(x.any() for x in jax.tree.leaves(held))
+    assert jnp.isnan(poisoned["b"]).all()

@@ -9,10 +9,12 @@ import optax
 import pytest
 from jax import jit
 
+import jaxtrain as jt
 from jaxtrain.optim import OPTIMIZERS, decay_mask, make_optimizer, schedules
 from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rules import PER_LAYER, RULES
 from jaxtrain.tree import map_named, named_leaves
+from tests import problems
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -562,3 +564,56 @@ def test_adam_ratio_is_the_rate_of_what_muon_leaves():
     for path in whole:
         ratio = 1.0 if path in ("blocks/attn/w", "pairs/w") else 0.25
         np.testing.assert_allclose(part[path], ratio * whole[path], rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1.0, 3.0, "max"])
+def test_clips_by_value_and_then_by_another_norm(order):
+    """Of the mean of two weighted calls, whose powers would overflow."""
+    one, two = (jax.tree.map(lambda x: 1e20 * x, random_tree(seed)) for seed in (2, 3))
+    tx = make_optimizer(
+        "sgd", 1.0, clip_value=3e19, clip_norm=2e19, clip_order=order, accumulate=2, stacked=STACKED
+    )
+
+    @jit
+    def run(one, two):
+        _, state = tx.update(one, tx.init(one), one, weight=1.0)
+        return tx.update(two, state, one, weight=3.0)[0]
+
+    mean = jax.tree.map(lambda a, b: np.clip((np.float64(a) + 3 * b) / 4, -3e19, 3e19), one, two)
+    flat = np.concatenate([x.ravel() for x in jax.tree.leaves(mean)])
+    scale = min(1, 2e19 / np.linalg.norm(flat, np.inf if order == "max" else order))
+    assert_close(run(one, two), jax.tree.map(lambda x: -scale * x, mean), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2}, {"fsdp": 4, "tensor": 2}])
+def test_clips_ramps_and_plateaus_are_the_same_on_a_mesh(sizes):
+    tx = make_optimizer(
+        "lamb",
+        0.05,
+        clip_value=0.01,
+        clip_norm=0.05,
+        clip_order="max",
+        accumulate=3,
+        accumulate_ramp=[(1, 2), (2, 2)],
+        plateau_factor=0.5,
+        plateau_patience=1,
+        plateau_window=1,
+        rate_multipliers=[("kernel", 0.5)],
+        weight_decay=0.1,
+    )
+
+    def run(mesh):
+        state = jt.init_state(problems.init, tx, jax.random.key(0), mesh=mesh)
+        step = jt.build_train_step(problems.loss_fn, tx)
+        train = jt.compile_step(step, state, problems.make_batch(), mesh=mesh)
+        rates = []
+        for i in range(15):
+            state, metrics = train(state, problems.make_batch(i, keep=0.2 + 0.05 * i))
+            rates.append([metrics["learning_rate"], metrics["learning_rate/kernel"]])
+        return jax.device_get((state.params, rates))
+
+    (alone, rates), (apart, others) = run(None), run(jt.make_mesh(**sizes))
+    assert_close(alone, apart, rtol=1e-4, atol=1e-6)
+    assert_close(rates, others, rtol=1e-6)
+    assert rates[-1][0] < 0.05

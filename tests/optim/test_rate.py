@@ -58,3 +58,44 @@ def test_ours_wins_over_an_injected_one():
         make_optimizer("sgd", 0.25).init(PARAMS),
     )
     assert float(current_learning_rate(both)) == 0.25
+
+
+def plateau(losses, rate, factor, patience, window):
+    """The definition: the rate of every update, after it has seen the loss of that update."""
+    best, bad, rates = np.inf, 0, []
+    for i in range(len(losses)):
+        if (i + 1) % window == 0:
+            mean = np.mean(losses[i + 1 - window : i + 1])
+            bad = 0 if mean < best * (1 - 1e-4) else bad + 1
+            best = min(best, mean) if bad == 0 else best
+            if bad == patience:
+                rate, bad = rate * factor, 0
+        rates.append(rate)
+    return rates
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["adamw", "lars"])
+def test_the_rate_falls_where_the_loss_has_stopped_falling(name, every):
+    """Across calls of unequal weight, of which some are left out, and a stop in between."""
+    given = {"plateau_factor": 0.5, "plateau_patience": 2, "plateau_window": 3}
+    tx = make_optimizer(name, 0.2, **given, accumulate=every, skip_spikes=50.0, ema=0.9)
+    step = jit(lambda w, state, x: tx.update(w, state, w, value=x[0], weight=x[1]))
+    rng = np.random.default_rng(0)
+    losses = 1 + 0.1 * rng.random(60 * every).astype(np.float32)
+    weights = rng.integers(1, 9, 60 * every).astype(np.float32)
+    w, seen = jnp.ones((3, 3)), []
+    state = tx.init(w)
+    for i, x in enumerate(zip(losses, weights, strict=True)):
+        if i % (4 * every) == 0:  # a step that is not finite changes nothing, accumulated or not
+            for _ in range(every):
+                _, state = step(w, state, (np.float32(np.nan), np.float32(1)))
+        _, state = step(w, state, x)
+        if (i + 1) % every == 0:
+            seen.append(float(current_learning_rate(state)))
+        leaves, tree = jax.tree.flatten(state)  # what a checkpoint holds
+        state = jax.tree.unflatten(tree, [np.asarray(x) for x in leaves])
+    pairs = losses.reshape(-1, every), weights.reshape(-1, every)
+    means = (pairs[0] * pairs[1]).sum(1) / pairs[1].sum(1)
+    np.testing.assert_allclose(seen, plateau(means, 0.2, 0.5, 2, 3), rtol=1e-6)
+    assert seen[-1] < 0.2 / 4

@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -214,3 +215,69 @@ def test_an_optimizer_that_does_not_know_the_stack_is_named():
 def test_muon_with_nothing_to_orthogonalise_is_refused():
     with pytest.raises(ValueError, match="optimizer 'muon' has nothing to orthogonalise"):
         jt.make_optimizer("muon", 0.1).init({"norm": {"scale": np.ones((4, 4))}, "b": np.ones(4)})
+
+
+def test_flags_of_groups_are_their_rates_in_the_metrics():
+    flags = "--optimizer.rate-multipliers ^blocks/b$=3 ^blocks/=0.5,0.7,1 --optimizer.freeze ^out$"
+    flags += " --optimizer.decay-multipliers ^blocks/=2 --optimizer.warmup-steps 0"
+    flags += " --optimizer.name sgd --optimizer.learning-rate 0.2 --optimizer.clip-norm None"
+    tx = options.make_optimizer(
+        parse(jt.Config, flags.split()).optimizer, steps=40, stacked=("^blocks/",)
+    )
+    layers = {"w": np.ones((3, 4, 4), np.float32), "b": np.ones((3, 4), np.float32)}
+    params = {"blocks": layers, "out": np.ones((4, 2), np.float32)}
+    updates, state = jax.jit(lambda p: tx.update(p, tx.init(p), p))(params)
+    told = optim.reports(state)
+    assert told.keys() == {"learning_rate", "learning_rate/blocks/b", "learning_rate/blocks"}
+    np.testing.assert_allclose(told["learning_rate/blocks/b"], 0.6, rtol=1e-6)
+    np.testing.assert_allclose(told["learning_rate/blocks"], [0.1, 0.14, 0.2], rtol=1e-6)
+    # The gradient is 1, and the decay of the matrices 0.1 times 2.
+    expected = np.broadcast_to(np.reshape([-0.12, -0.168, -0.24], (3, 1, 1)), (3, 4, 4))
+    np.testing.assert_allclose(updates["blocks"]["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(updates["blocks"]["b"], -0.6, rtol=1e-5)
+    assert not np.any(updates["out"])
+    plain = options.make_optimizer(options.OptimizerOptions(name="sgd"), steps=40)
+    assert optim.reports(plain.init({"w": 1.0})).keys() == {"learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "factor"),
+    [("--optimizer.accumulate 2", 4.0), ("--optimizer.batch-scaling sqrt", 2**0.5)],
+)
+def test_the_rate_follows_the_rows_of_an_update(flags, factor, monkeypatch):
+    monkeypatch.setattr(optim, "make_optimizer", lambda name, rate, **_: rate)
+    flags = f"--optimizer.learning-rate 0.1 --optimizer.base-batch 16 {flags}"
+    config = parse(jt.Config, ["--optimizer.schedule", "constant", *flags.split()])
+    rate = options.make_optimizer(config.optimizer, steps=40, global_batch=32)
+    assert float(rate(39)) == pytest.approx(0.1 * factor)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rate_multipliers": ("^a",)}, "rate_multipliers is '^a': write it as ^head/=0.1"),
+        ({"accumulate_ramp": ("1",)}, "accumulate_ramp is '1': write it as 1:500"),
+        ({"accumulate_ramp": ("1:0",)}, "accumulate_ramp is 0; it must be at least 1"),
+        ({"batch_scaling": "sqrt"}, "batch_scaling is 'sqrt': give base_batch too"),
+        ({"base_batch": 8}, "base_batch is 8: the rows of a step are not known here"),
+        ({"clip_norm": None, "clip_order": 1.0}, "give clip_norm too"),
+        ({"plateau_patience": 3}, "need plateau_factor"),
+    ],
+)
+def test_flags_that_cannot_be_are_named(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        options.make_optimizer(options.OptimizerOptions(name="sgd", **given), steps=40).init(1.0)
+
+
+def test_flags_of_an_optimizer_that_a_module_replaces_are_refused():
+    def build(flags, read):
+        config = parse(jt.Config, ["--optimizer.learning-rate", *flags.split()])
+        own = optax.sgd(config.optimizer.learning_rate if read else 0.1)
+        given = {"init_fn": None, "loss_fn": None, "batch": None, "train_batches": None}
+        return config.experiment("own", optimizer=own, **given)
+
+    build("0.2 --optimizer.ema 0.9", read=True)
+    with pytest.raises(
+        ValueError, match=r"own, which --optimizer\.learning-rate, --optimizer\.ema"
+    ):
+        build("0.2 --optimizer.ema 0.9", read=False)
