@@ -282,9 +282,9 @@ def whole_batches(
     >>> [(batch["x"][:, 0].tolist(), count) for batch, count in whole_batches(rows, 4)]
     [([1, 2, 3, 4], 4), ([5, 6, 5, 6], 2), ([7, 7, 7, 7], 1)]
     """
-    _check(source, global_batch)
+    rows = _PaddedRows(source, global_batch)  # in the order of their indices, whatever the source's
     whole, left = divmod(len(source), global_batch)
-    for batch in _in_order(source, global_batch, whole, sharding):
+    for batch in _in_order(rows, global_batch, whole, sharding):
         yield batch, global_batch
     while left:
         count = next(n for n in range(left, 0, -1) if global_batch % n == 0)

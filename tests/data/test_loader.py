@@ -27,6 +27,7 @@ from jaxtrain.data import (
     PackedTokens,
     eval_batches,
     tokenize,
+    whole_batches,
 )
 from jaxtrain.data.loader import addressable_rows, shuffled
 from jaxtrain.host import storage
@@ -440,6 +441,25 @@ def test_eval_batches_are_every_row_once_in_order(length, global_batch):
     assert joined["mask"].sum() == 4 * length
     assert not joined["mask"][length:].any()
     assert not joined["tokens"][length:].any()
+
+
+class Reversed(Rows):
+    """Rows with an order of their own, as of masked ones, that is of training alone."""
+
+    def row_order(self, *, seed, global_batch):
+        return lambda position: len(self) - 1 - position % len(self)
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(1, 20), global_batch=st.integers(1, 25))
+def test_whole_batches_are_every_row_equally_often_in_order(length, global_batch):
+    seen = []
+    for batch, count in whole_batches(Reversed(length), global_batch):
+        found = numbers(batch)
+        assert len(found) == global_batch
+        assert found == found[:count] * (global_batch // count)
+        seen += found[:count]
+    assert seen == list(range(length))
 
 
 def test_eval_batches_on_devices(mesh):
