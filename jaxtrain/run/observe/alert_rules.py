@@ -197,7 +197,7 @@ class Rising:
         self._best, self._at, self._above = math.inf, 0, 0
 
     def __call__(self, step: int, value: float) -> str | None:
-        if value < self._best:
+        if -math.inf < value < self._best:
             self._best, self._at = value, step
         # Written so that what is not finite counts too.
         fine = value <= self._best + self._level * abs(self._best)

@@ -3,13 +3,12 @@
 import contextlib
 import json
 import logging
-import math
 import os
-import queue
 import re
 import socket
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -82,14 +81,11 @@ class Alerts:
         self._told: set[tuple[str, int]] = set()
         # Of a run that is recalled, the first step of which an alert is still to be acted upon.
         self._acts_from: float | None = None
-        # None wakes the thread.
-        self._posts: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._closed, self._threads = threading.Event(), []
 
     def __enter__(self) -> "Alerts":
-        if "stall" in self._rules or (self._webhook and self._rules):
-            self._thread = threading.Thread(target=self._watch, name="jaxtrain-alerts", daemon=True)
-            self._thread.start()
+        if "stall" in self._rules:
+            self._in_thread(self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,9 +93,15 @@ class Alerts:
 
     def close(self) -> None:
         """Waits for what is being posted, for at most ``CLOSE_SECONDS``."""
-        self._posts.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        self._closed.set()
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _in_thread(self, act: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=act, args=args, name="jaxtrain-alerts", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def recall(self, start: int, *, acts_from: float) -> None:
         """Learns what the log holds of the steps up to ``start``, without a word.
@@ -161,7 +163,8 @@ class Alerts:
             self._note(f"step {step}: alert {rule}: {text}")
             self._journal.event("alert", rule=rule, step=step, text=text, actions=list(actions))
             if self._webhook:
-                self._posts.put(self._message(rule, step, text))
+                # Each in a thread of its own: one that is never answered holds up no other.
+                self._in_thread(self._post, self._message(rule, step, text))
         self.wanted |= {"save", "trace"} & set(actions)
         if "stop" in actions:
             self._end(f"alert {rule}: {text}")
@@ -177,23 +180,14 @@ class Alerts:
         return {"text": whole, "run": run, "host": host, "rule": rule, "step": step}
 
     def _watch(self) -> None:
-        """The thread's: posts what is to be posted, and sees whether anything moves."""
-        stalled, look = False, min(LOOK_SECONDS, self._stall_seconds / 4)
-        while True:
-            with contextlib.suppress(queue.Empty):
-                message = self._posts.get(timeout=look)
-                if message is None:
-                    return
-                self._post(message)
+        """The thread's: sees whether anything moves."""
+        stalled, seconds = False, self._rules["stall"].level
+        while not self._closed.wait(min(LOOK_SECONDS, seconds / 4)):
             idle, doing = self._idle()
-            was, stalled = stalled, idle > self._stall_seconds
+            was, stalled = stalled, idle > seconds
             if stalled and not was:
                 text = f"nothing has ended for {idle:.0f} s, {doing}"
                 self._fire("stall", self._journal.step, text)
-
-    @property
-    def _stall_seconds(self) -> float:
-        return self._rules["stall"].level if "stall" in self._rules else math.inf
 
     def _post(self, message: Mapping[str, object]) -> None:
         data, headers = json.dumps(message).encode(), {"Content-Type": "application/json"}
@@ -204,7 +198,10 @@ class Alerts:
                 with urllib.request.urlopen(request, timeout=POST_SECONDS):
                     return
             except Exception as error:  # whatever it is, the run goes on
-                why = str(error) or type(error).__name__
+                # Not its words, which may quote the address.
+                cause = getattr(error, "reason", None)
+                why = type(cause if isinstance(cause, Exception) else error).__name__
+                why += f" {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
         logger.warning("an alert cannot be posted to $%s (%s); the run goes on", WEBHOOK, why)
         self._journal.event("alert not posted", rule=message["rule"], why=why)
 
@@ -213,11 +210,19 @@ def webhook() -> str | None:
     """The address that alerts are posted to, from the environment.
 
     Raises:
-      ValueError: it is none of HTTP.
+      ValueError: it is none of HTTP, or has what nothing can be posted to; it is a secret, and is
+        not quoted.
     """
     url = os.environ.get(WEBHOOK) or None
-    if url is not None:
+    if url is None:
+        return None
+    sound = all("!" <= letter <= "~" for letter in url)
+    with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"${WEBHOOK} is no address of http:// or https://")
-    return url
+        sound &= parts.scheme in ("http", "https") and "@" not in parts.netloc
+        if sound and parts.hostname and parts.port != 0:  # a port that is none is a ValueError
+            return url
+    raise ValueError(
+        f"${WEBHOOK} is no address of http:// or https:// that can be posted to: give one without "
+        "a user or password, without spaces, and with a port from 1 to 65535 if any"
+    )

@@ -6,6 +6,8 @@ import http.server
 import json
 import threading
 import time
+import traceback
+import urllib.error
 
 import numpy as np
 import pytest
@@ -126,6 +128,13 @@ def test_a_fault_fires_its_rule_once_whenever_the_run_was_killed(tmp_path, rule)
         assert resumed.steps == (whole.steps if killed < at else [])
 
 
+def test_an_evaluation_of_minus_infinity_is_no_best_to_rise_above(tmp_path):
+    told = Told(tmp_path, "all:off", "held-out=0.01")
+    for step, loss in enumerate([2.0, -np.inf, 2.0, 2.0, 2.0, 2.0]):
+        told.alerts.write(step, {"eval/loss": loss})
+    assert told.notes == []
+
+
 def test_an_alert_comes_again_when_its_reason_had_ceased(tmp_path):
     curves = clean(1)
     for at in (60, 64, 150):
@@ -242,18 +251,120 @@ def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_whe
         p.read_text(errors="replace") for p in (tmp_path / "a").glob("*") if p.is_file()
     )
     stopping = dataclasses.replace(
-        options, run_dir=str(tmp_path / "b"), alerts=("loss_spike:stop", "grad_norm:off")
+        options,
+        run_dir=str(tmp_path / "b"),
+        save_every=23,  # step 46 is saved, and the alert of step 45 is not to come again
+        alerts=("loss_spike:stop", "grad_norm:off"),
     )
     with pytest.raises(Killed):  # as the run is about to end for the alert
         jt.fit(spiky(45), stopping, hooks=[Kill(46)])
     resumed = jt.fit(spiky(45), stopping)
     assert resumed.stopped == f"alert loss_spike: {told['text']}"
     assert (resumed.code, jt.fit(spiky(45), stopping).code) == (81, 81)  # and whenever it is asked
-    assert jt.fit(spiky(45), options).code == 0
-    assert int(resumed.state.step) == 46
+    assert int(resumed.state.step) == 47
     told = [x["attempt"] for x in read_events(epath.Path(tmp_path / "b")) if x["event"] == "alert"]
     assert told == [1]
     assert [x["run"][-1] for x in hub.posts] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://user:s3cret@hooks.example.com/T",
+        "https://hooks.example.com/s3cret token",
+        "https://hooks.example.com/s3cret\n",
+        "https://hooks.example.com:s3cret/T",
+        "https://hooks.example.com:99999/s3cret",
+        "https://[s3cret/T",
+        "ftp://hooks.example.com/s3cret",
+    ],
+)
+def test_an_address_that_cannot_be_posted_to_is_refused_and_not_quoted(address, monkeypatch):
+    monkeypatch.setenv(alerts.WEBHOOK, address)
+    with pytest.raises(ValueError, match=r"^\$JAXTRAIN_ALERT_WEBHOOK is no address of") as refused:
+        alerts.webhook()
+    text = "".join(traceback.format_exception(refused.value))
+    assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("unknown url type: s3cret"), "ValueError"),
+        (urllib.error.URLError(ConnectionRefusedError("s3cret")), "ConnectionRefusedError"),
+        (urllib.error.HTTPError("http://s3cret", 403, "s3cret", {}, None), "HTTPError 403"),
+    ],
+)
+def test_what_is_said_of_a_failed_post_has_nothing_of_its_address(
+    error, why, tmp_path, monkeypatch, caplog
+):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(alerts.urllib.request, "urlopen", fail)
+    monkeypatch.setattr(alerts, "POST_PAUSES", (0.0,))
+    journal = Journal()
+    journal.open(claim_run_dir(epath.Path(tmp_path / "run")))
+    told = Told(tmp_path / "run", "host_memory=0.5", journal=journal)
+    told.alerts._webhook = "http://localhost:1/s3cret"
+    with told.alerts:
+        told.alerts.write(1, {"host/memory_fraction": 0.9})
+    (event,) = [x for x in journal_of(tmp_path / "run") if x["event"] == "alert not posted"]
+    assert event["why"] == why
+    assert f"({why})" in caplog.text
+    assert "s3cret" not in caplog.text + (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def journal_of(folder):
+    return read_events(epath.Path(folder))
+
+
+def test_an_address_that_drips_hides_no_standstill(tmp_path, monkeypatch):
+    monkeypatch.setattr(alerts, "CLOSE_SECONDS", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(alerts.urllib.request, "urlopen", lambda *_, **__: ended.wait(60))
+    idle = [(0.0, "")]
+    told = Told(tmp_path, "stall=1", "host_memory=0.5", idle=lambda: idle[0])
+    told.alerts._webhook = "http://localhost:1/"
+    with told.alerts:
+        told.alerts.write(1, {"host/memory_fraction": 0.9})
+        idle[0] = (5.0, "after the dispatch of step 2")
+        deadline = time.monotonic() + 30
+        while len(told.notes) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    ended.set()
+    assert "alert stall" in told.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("steps_per_call", "at", "acts"),
+    [
+        (1, 45, True),  # everyday: the test of a whole run above
+        (1, 44, False),
+        (2, 43, True),
+        (2, 42, False),
+    ],
+)
+@pytest.mark.slow
+def test_an_end_is_awaited_of_the_last_two_calls_alone(steps_per_call, at, acts, tmp_path):
+    """Metrics are read a call late: what ends step 46 is an alert of the call before, not of one
+    before that, whose end came or was declined."""
+    options = jt.RunOptions(
+        str(tmp_path),
+        auto_resume=True,
+        log_every=steps_per_call,
+        save_every=46,
+        alerts=("all:off", "loss_spike=10"),
+    )
+    experiment = dataclasses.replace(spiky(at), steps_per_call=steps_per_call)
+    with pytest.raises(Killed):
+        jt.fit(experiment, options, hooks=[Kill(46)])
+    stopping = dataclasses.replace(options, alerts=("all:off", "loss_spike=10:stop"))
+    resumed = jt.fit(experiment, stopping)
+    assert int(resumed.state.step) == (46 + steps_per_call if acts else 50)
 
 
 def test_a_run_in_which_nothing_moves_alarms_once(tmp_path, monkeypatch):
