@@ -26,6 +26,7 @@ _PASSING_NUMBERS = frozenset(
     getattr(errno, name)
     for name in (
         *("EIO", "ETIMEDOUT", "ESTALE", "EAGAIN", "EBUSY", "EINTR", "ENOSPC", "EDQUOT"),
+        *("EMFILE", "ENFILE"),  # descriptors, which others give back
         *("EREMOTEIO", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENOTCONN"),
         *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOBUFS"),
     )

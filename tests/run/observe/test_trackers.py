@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from jaxtrain.host.exit_codes import Ended
 from jaxtrain.run.observe import trackers
 from jaxtrain.run.observe.journal import read_events
 from jaxtrain.run.observe.report import health, records
-from jaxtrain.run.observe.trackers import queued
+from jaxtrain.run.observe.trackers import prometheus, queued
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
 from jaxtrain.run.observe.trackers.queued import Queued
 from tests.run.test_loop import lines, make_experiment
@@ -199,6 +200,37 @@ def test_a_scrape_gives_the_newest_values_of_arrays_and_of_what_is_not_finite(tm
     assert f'jaxtrain_train_load{{{run},index="0/0"}} 0.25' in lines
     assert f'jaxtrain_train_load{{{run},index="0/1"}} NaN' in lines
     assert f"jaxtrain_a_b_c{{{run}}} 1e-30" in lines
+
+
+def test_who_connects_and_says_nothing_takes_few_places_and_not_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.3)
+    writer = PrometheusWriter(tmp_path / "m", run="a", address=("127.0.0.1", 0))
+    writer.write(1, {"train/loss": 2.0})
+    address = ("127.0.0.1", writer.port)
+    idle = [socket.create_connection(address, timeout=10) for _ in range(12)]
+    served = [thread for thread in threading.enumerate() if "process_request" in thread.name]
+    assert len(served) <= prometheus.CONNECTIONS
+    for each in idle:  # all are sent away
+        with each:
+            assert each.recv(1) == b""
+    with urllib.request.urlopen(f"http://127.0.0.1:{writer.port}/metrics", timeout=10) as answer:
+        assert b"jaxtrain_train_loss" in answer.read()
+    writer.close()
+
+
+def test_without_a_host_the_port_is_of_this_machine_alone():
+    for place, host in (("9400", "127.0.0.1"), ("0.0.0.0:9400", "0.0.0.0")):
+        assert trackers._address("prometheus", place) == (host, 9400)
+
+
+def test_the_password_of_a_service_is_not_said(caplog):
+    def fail():
+        raise OSError("API request to https://me:s3cret@mlflow.example.com/api failed")
+
+    tracker = Queued("mlflow", fail, pauses=(0.0,))
+    tracker.write(1, {})
+    assert tracker.close()["why"] == "OSError: API request to https://mlflow.example.com/api failed"
+    assert "s3cret" not in caplog.text
 
 
 @pytest.mark.parametrize(

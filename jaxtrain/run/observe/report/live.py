@@ -112,6 +112,8 @@ def serve(
     """
 
     class Page(http.server.BaseHTTPRequestHandler):
+        timeout = 5.0  # of who connects and says nothing
+
         def do_GET(self) -> None:
             # A page of somebody else's, whose name was made to lead here, is not to read the runs.
             host = self.headers.get("Host", "").partition(":")[0]

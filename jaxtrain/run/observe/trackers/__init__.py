@@ -100,4 +100,4 @@ def _address(text: str, place: str) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     if not port.isdecimal() or int(port) >= 2**16:
         raise ValueError(f"tracker {text!r}: give a port from 0 to 65535, or HOST:PORT")
-    return host, int(port)
+    return host or "127.0.0.1", int(port)

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -15,6 +16,8 @@ from jaxtrain.run.observe.writers import flat
 
 # Between two writings of the file, on a disk and in a bucket.
 FILE_SECONDS, REMOTE_FILE_SECONDS = 1.0, 30.0
+# How many may be connected at a time, and how long one may say nothing.
+CONNECTIONS, REQUEST_SECONDS = 8, 5.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -115,11 +118,31 @@ def exposition(gauges: Mapping[tuple[str, str], float], run: str) -> str:
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    """Answers a few at a time: what is connected takes a descriptor of the run's."""
+
     daemon_threads = True
     text: Callable[[], str]
 
+    def __init__(self, *args: Any):
+        self._places = threading.BoundedSemaphore(CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = REQUEST_SECONDS
+
     def do_GET(self) -> None:
         found = self.path.split("?")[0] in ("/metrics", "/")
         body = self.server.text().encode() if found else b""

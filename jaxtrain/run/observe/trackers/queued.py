@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +149,9 @@ class Queued:
                 return None
             # Clients of services raise all kinds, and some try to end the process.
             except (Exception, SystemExit) as error:
-                why = f"{type(error).__name__}: {storage.why(error)}"
+                # Without the user and password of an address.
+                said = re.sub(r"//[^/\s]*@", "//", storage.why(error))
+                why = f"{type(error).__name__}: {said}"
         return why
 
     def _lose(self, why: str) -> None:
