@@ -17,8 +17,10 @@ while they connect, on the interface where they have met, and to strangers it is
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
+import random
 import secrets
 import selectors
 import socket
@@ -363,7 +365,9 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
         deadline = time.monotonic() + JOIN_SECONDS
         # Anybody may connect, and say anything or nothing: nobody is waited for.
         while len(peers) < processes - 1 and time.monotonic() < deadline:
-            for key, _ in selector.select(timeout=0.2):
+            ready = [key for key, _ in selector.select(timeout=0.2)]
+            # Last whoever knocks, for one who has spoken may have to leave for that.
+            for key in sorted(ready, key=lambda key: key.fileobj is server):
                 if key.fileobj is server:
                     with contextlib.suppress(OSError):
                         peer, _ = server.accept()
@@ -371,8 +375,9 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
                         selector.register(peer, selectors.EVENT_READ, _Greeting())
                     strangers = [key for key in selector.get_map().values() if key.data]
                     if len(strangers) > processes + MOST_STRANGERS:
-                        selector.unregister(strangers[0].fileobj)
-                        strangers[0].fileobj.close()
+                        leaving = random.choice(strangers).fileobj  # a flood evicts itself
+                        selector.unregister(leaving)
+                        leaving.close()
                     continue
                 hello = key.data.read(key.fileobj)
                 if hello is None:
@@ -452,9 +457,13 @@ def _listen(processes: int) -> tuple[socket.socket, list[str]]:
 def _call(
     process: int, call: dict[str, Any]
 ) -> tuple[dict[int, socket.socket], dict[int, str], str | None]:
-    """Another process: connects to process 0 at the first address where that answers."""
+    """Another process: connects to process 0 at the first address where that answers; again and
+    again, for a crowd of strangers may be before it."""
     hello = {"token": call["token"], "process": process, "host": socket.gethostname()}
-    for address in call["addresses"]:
+    deadline = time.monotonic() + JOIN_SECONDS
+    for address in itertools.cycle(call["addresses"]):
+        if time.monotonic() > deadline:
+            break
         with contextlib.suppress(OSError, ValueError, KeyError):
             peer = socket.create_connection((address, call["port"]), timeout=5.0)
             try:
@@ -463,6 +472,7 @@ def _call(
                     return {0: peer}, {0: call["host"]}, None
             except (OSError, ValueError, KeyError):
                 peer.close()
+        time.sleep(random.uniform(0.05, 0.2))
     failure = (
         f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
         f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "

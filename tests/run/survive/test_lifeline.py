@@ -75,6 +75,34 @@ def test_strangers_neither_end_nor_hold_up_those_who_join(joining):
         theirs[0].close()
 
 
+def test_a_flood_of_strangers_keeps_no_peer_out(joining, monkeypatch):
+    monkeypatch.setattr(lifeline, "MOST_STRANGERS", 5)
+    call, result, thread = joining
+    socks, over = [], threading.Event()
+
+    def flood():
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                socks.append(connect(call))
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for each in floods:
+        each.start()
+    try:
+        for process in (1, 2):
+            theirs, _, missing = lifeline._call(process, call | {"token": TOKEN})
+            assert missing is None
+            theirs[0].close()
+        thread.join(30)
+    finally:
+        over.set()
+    for each in floods:
+        each.join()
+    for each in socks:
+        each.close()
+    assert sorted(result[0][0]) == [1, 2]
+
+
 def test_half_open_connections_are_ended_after_a_while(joining, monkeypatch):
     monkeypatch.setattr(lifeline, "GREETING_SECONDS", 0.3)
     call, _, thread = joining
