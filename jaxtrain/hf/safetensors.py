@@ -20,7 +20,7 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")  # a plain name
 # The header of a published model with thousands of tensors has under one megabyte.
-HEADER_BYTES = 1 << 27
+HEADER_BYTES = 1 << 24
 # What json raises: of text that is not JSON, not UTF-8, or nested by the thousand.
 _NOT_JSON = (ValueError, RecursionError)
 
@@ -141,12 +141,25 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         size = path.stat().st_size
         text = file.read(length) if length <= min(size, HEADER_BYTES) else b""
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_object)
         header.pop("__metadata__", None)
         entries = {n: (of["dtype"], of["shape"], of["data_offsets"]) for n, of in header.items()}
     except (*_NOT_JSON, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' is not a safetensors file, or was cut short") from error
-    return {name: _tensor(path, 8 + length, size, name, *of) for name, of in entries.items()}
+    found = {name: _tensor(path, 8 + length, size, name, *of) for name, of in entries.items()}
+    places = sorted(place for *_, place in entries.values())
+    starts, ends = zip(*places, strict=True) if places else ((), ())
+    if (*starts, size - 8 - length) != (0, *ends):  # as the reference library demands
+        raise ValueError(
+            f"'{path}' is damaged: its tensors overlap, leave a hole or do not reach its end"
+        )
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _tensor(
@@ -167,8 +180,9 @@ def _tensor(
 
 
 def _sizes(found: Any) -> bool:
-    """Whether it is a list of sizes."""
-    return isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
+    """Whether it is a list of sizes that some tensor may have."""
+    sizes = isinstance(found, list) and len(found) <= 8
+    return sizes and all(type(n) is int and 0 <= n < 1 << 48 for n in found)
 
 
 def read_json(path: Path) -> dict[str, Any]:

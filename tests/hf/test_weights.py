@@ -310,6 +310,25 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
         (folder / "model.safetensors").write_bytes(wrong)
         with pytest.raises(ValueError, match=message):
             hf.open_weights(folder)
+    place = [b'{"x": ', b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}']
+    for entries, message in (
+        (place[0] + place[1] + b', "y": ' + place[1] + b"}", "its tensors overlap, leave a hole"),
+        (place[0] + place[1].replace(b"0, 4", b"4, 8") + b"}", "its tensors overlap, leave a hole"),
+        (place[0] + place[1] + b"}", "its tensors overlap, leave a hole"),
+        (place[0] + place[1] + b", " + place[0][1:] + place[1] + b"}", "is not a safetensors file"),
+        (place[0] + place[1].replace(b"[1]", b"[0, %d]" % 2**70) + b"}", "of 'x' say no place"),
+        (place[0] + place[1].replace(b"[1]", b"%r" % ([1] * 100)) + b"}", "of 'x' say no place"),
+        (b" " * (1 << 24) + b"{}", "is not a safetensors file, or was cut short"),
+    ):
+        raw = len(entries).to_bytes(8, "little") + entries + bytes(8)
+        (folder / "model.safetensors").write_bytes(raw)
+        with pytest.raises(ValueError, match=rf"model.safetensors' .*{message}"):
+            safetensors.tensors_in(folder)
+        if "overlap" in message:
+            theirs = pytest.importorskip("safetensors", reason="needs the extra oracle")
+            with pytest.raises(theirs.SafetensorError):
+                theirs.safe_open(folder / "model.safetensors", "np").keys()
+    (folder / "model.safetensors").write_bytes(whole)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     (folder / safetensors.INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}')
     with pytest.raises(ValueError, match="has no weight_map of tensors to files beside it"):
