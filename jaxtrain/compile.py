@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import platform
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.host.cache import delete_oldest
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.offload import is_on_host
 from jaxtrain.parallel.overlap import compile_hiding
@@ -30,6 +32,9 @@ from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
+
+# Of the compiled programs that are kept under the cache; those used longest ago go first.
+PROGRAM_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +268,9 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     if directory is None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         directory = pathlib.Path(home) / "jaxtrain" / "programs" / _processor()
+        # In a thread, for over a network thousands of files take seconds to look at.
+        room = (directory, PROGRAM_BYTES)
+        threading.Thread(target=delete_oldest, args=room, daemon=True).start()
     jax.config.update("jax_compilation_cache_dir", str(directory))
     return str(directory)
 

@@ -1,5 +1,9 @@
 """What a compiled step promises, and what it says when the promise cannot be kept."""
 
+import os
+import pathlib
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,6 +175,17 @@ def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
         assert used.startswith(str(tmp_path / "jaxtrain" / "programs"))
         assert jax.config.jax_compilation_cache_dir == used
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+        monkeypatch.setattr("jaxtrain.compile.PROGRAM_BYTES", 150)
+        os.makedirs(used, exist_ok=True)
+        for age, name in enumerate(("new", "old", "oldest")):
+            (pathlib.Path(used) / name).write_bytes(bytes(100))
+            os.utime(pathlib.Path(used) / name, (1e9 - age, 1e9 - age))
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert use_compilation_cache() == used
+        deadline = time.monotonic() + 30
+        while os.listdir(used) != ["new"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         # Told already: it stays.
         assert use_compilation_cache(tmp_path / "other") == used
         monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -43,10 +44,13 @@ from jaxtrain.data.store import (
 )
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
+from jaxtrain.host.cache import delete_oldest
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
 PROGRESS_SECONDS = 10.0
+# Of all stores that are kept under the cache; those used longest ago go first.
+CACHE_BYTES = 64 << 30
 _ENCODE_BYTES = 1 << 23
 _RANKED = "held_out"  # the set whose documents are chosen by rank
 _MIXED = "some rows have chosen and rejected and some have not: keep them apart"
@@ -124,7 +128,8 @@ def cached_store(
 
     It is found by names, sizes and times of files, so the text is not read again. Where that folder
     (``$XDG_CACHE_HOME`` is heeded) cannot be written, the store is in a temporary one, for this
-    process alone. Arguments and errors are those of `write_store`.
+    process alone. Above ``CACHE_BYTES`` the stores used longest ago are deleted, but for those that
+    a process has open. Arguments and errors are those of `write_store`.
     """
     stamps = [_stamp(side.files or side) for side in split]
     key = _hash(tokenizer.fingerprint, tokenizer.eod, *stamps)
@@ -137,7 +142,25 @@ def cached_store(
         folder = Path(temporary.name)
     store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
     store.temporary = temporary  # which is removed with the store and its tokens
+    with contextlib.suppress(OSError):
+        # Shared as long as the store is in use here; whoever makes room wants it alone.
+        lock = os.open(store.path / MANIFEST, os.O_RDONLY)
+        weakref.finalize(store, os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    if temporary is None:
+        delete_oldest(folder, CACHE_BYTES, in_use=_is_in_use)
     return store
+
+
+def _is_in_use(path: Path) -> bool:
+    if not is_store(path) or path.with_name(f"{path.name}.lock").exists():
+        return True
+    try:
+        with open(path / MANIFEST, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def tokenize(

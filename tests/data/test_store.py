@@ -631,6 +631,30 @@ def test_cache_is_keyed_by_text_and_tokenizer(tmp_path):
     assert len(os.listdir(tmp_path / "cache")) == 5
 
 
+def test_of_the_cache_the_oldest_stores_that_nobody_has_open_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "jaxtrain" / "tokens"
+
+    def cached(n):
+        documents = documents_of([b"%d" % n * 1000])
+        split = Split(Documents(lambda: iter(documents)), Documents(lambda: iter(())))
+        store = writing.cached_store(split, BYTES)
+        os.utime(store.path, (n, n))
+        for path in store.path.iterdir():
+            os.utime(path, (n, n))
+        return store.path.name, store
+
+    (first, opened), _, (third, _) = map(cached, range(3))
+    del _
+    (folder / "of_another_kind").mkdir()
+    size = sum(path.stat().st_size for path in (folder / third).iterdir())
+    monkeypatch.setattr(writing, "CACHE_BYTES", int(1.5 * size))
+    fourth, _ = cached(3)
+    # Two are too many: the third goes, the second too, and the first is in use.
+    assert {path.name for path in folder.iterdir()} == {first, fourth, "of_another_kind"}
+    assert opened.corpus().tokens[:5].tolist() == [48] * 5
+
+
 def test_cache_leaves_nothing_half_written(tmp_path):
     class Failing(ByteTokenizer):
         def encode_batch(self, texts):
