@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Copies the working tree to all workers: what git tracks, and what it does not ignore, as it is now.
+# What git does not track and is named like a secret (.env*, .netrc, *.key, *.pem, id_rsa* and the
+# like, *credentials*.json) stays here, and is said; track it to have it copied.
 #
 #   sync.sh --project P --zone Z --name N
 #
@@ -25,10 +27,22 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 keep=$archive
 archive=${archive:-${TMPDIR:-/tmp}/$name.tar.gz}
 
+without_secrets() {
+  local file
+  while IFS= read -r -d '' file; do
+    case ${file##*/} in
+      .env* | .netrc | *.key | *.pem | id_rsa* | id_ecdsa* | id_ed25519* | *credentials*.json)
+        echo "not copied, as it may be a secret: $file" >&2
+        ;;
+      *) printf '%s\0' "$file" ;;
+    esac
+  done
+}
+
 # Files that were deleted and not committed are still in git's list.
 pack() {
   cd "$root"
-  git ls-files -z --cached --others --exclude-standard |
+  { git ls-files -z --cached && git ls-files -z --others --exclude-standard | without_secrets; } |
     while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
     tar --null --files-from - -czf "$archive.new"
   mv "$archive.new" "$archive"

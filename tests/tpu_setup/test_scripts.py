@@ -234,7 +234,14 @@ def test_versions_are_written_down_once_and_installed_again(cloud):
 def test_sync_packs_the_working_tree_as_it_is(cloud):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
-    assert cloud.run("sync.sh").returncode == 0
+    secret = ROOT / ".env.of-a-test"
+    secret.touch()
+    try:
+        done = cloud.run("sync.sh")
+    finally:
+        secret.unlink()
+    assert done.returncode == 0
+    assert f"not copied, as it may be a secret: {secret.name}\n" in done.stderr
     copy, unpack = cloud.calls[:2]
     archive = cloud.folder / "n.tar.gz"
     kept = cloud.folder / "kept.tar.gz"
@@ -250,6 +257,7 @@ def test_sync_packs_the_working_tree_as_it_is(cloud):
         names = set(tar.getnames())
     assert {"pyproject.toml", "jaxtrain/run/loop.py", "experiments/gpt/__init__.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(".git/")]
+    assert secret.name not in names
 
 
 def test_run_quotes_the_command_and_gathers_logs(cloud):
