@@ -43,11 +43,11 @@ TOKENIZER = "tokenizer.json"
 FORMAT = "jaxtrain token store 1"
 COUNTS = ".counts"  # the ending of files that say which tokens count
 SUMS = "sha256"  # of every shard and array, by name, in the manifest
-# What a manifest holds, and its tokenizer and sets.
-_KINDS = {"tokenizer": dict, "source": dict, "dtype": str}
+# What a manifest holds, and each of its sets.
 _TOKENIZER_KINDS = {"fingerprint": str, "vocab_size": int, "eod": int}
-_SET_KINDS = {"bytes": int, "documents": int, "tokens": int, "longest": int, "text": str}
-_SET_KINDS |= {"lengths": list, "shards": list}
+_KINDS = {"tokenizer": _TOKENIZER_KINDS, "source": {}, "dtype": str}
+_SET_KINDS = dict.fromkeys(("bytes", "documents", "tokens", "longest"), int)
+_SET_KINDS |= {"text": str, "lengths": list, "shards": list}
 # Of all stores together: each stays open, of which systems allow a process 256 or 1024.
 _MAPPED_FILES = 128
 
@@ -86,15 +86,10 @@ class Store:
         about = self.manifest["sets"][name]
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
+        dtype, below = np.dtype(self.manifest["dtype"]), self.manifest["tokenizer"]["vocab_size"]
         corpus = Corpus(
-            tokens := MappedTokens(
-                paths,
-                counts,
-                self._dtype,
-                owner=self,
-                below=self.manifest["tokenizer"]["vocab_size"],
-            ),
-            self._starts(name, len(tokens)),
+            MappedTokens(paths, counts, dtype, owner=self, below=below),
+            self._starts(name, sum(counts)),
             about["bytes"],
             about["text"],
             pairs=self.pairs,
@@ -102,8 +97,8 @@ class Store:
         if "counted" not in about:
             return corpus
         paths = [path.with_suffix(COUNTS) for path in paths]
-        marks = MappedTokens(paths, counts, np.dtype(np.uint8), below=2)
-        return dataclasses.replace(corpus, counts=marks)
+        marked = MappedTokens(paths, counts, np.dtype(np.uint8), below=2)
+        return dataclasses.replace(corpus, counts=marked)
 
     def held_out(self, num_bytes: int) -> Corpus:
         """Returns whole held-out documents of up to so many bytes together, in memory.
@@ -182,10 +177,9 @@ class Store:
         Raises:
           ValueError: files differ, or an earlier version wrote them without a checksum.
         """
-        sums, size, names = self.manifest.get(SUMS, {}), self._dtype.itemsize, []
+        sums, names = self.manifest.get(SUMS, {}), ["held_out.sizes.npy", "held_out.ranks.npy"]
         for name, about in self.manifest["sets"].items():
-            names += [*shard_files(about, size), f"{name}.starts.npy"]
-        names += [f"held_out.{what}.npy" for what in ("sizes", "ranks")]
+            names += [*shard_files(about, 1), f"{name}.starts.npy"]
         if missing := [name for name in names if name not in sums]:
             raise ValueError(
                 f"'{self.path}' has no checksum of '{missing[0]}': an earlier version wrote it; "
@@ -195,15 +189,9 @@ class Store:
             found = pool.map(_digest, [self.path / name for name in names])
         differ = [name for name, now in zip(names, found, strict=True) if now != sums[name]]
         if differ:
-            raise ValueError(
-                f"'{self.path}' is damaged: {', '.join(differ)} "
-                f"({len(differ)} of {len(names)} files); copy it or make it again"
-            )
+            which = f"{', '.join(differ)} ({len(differ)} of {len(names)} files)"
+            raise ValueError(f"'{self.path}' is damaged: {which}; copy it or make it again")
         return sum((self.path / name).stat().st_size for name in names)
-
-    @property
-    def _dtype(self) -> np.dtype:
-        return np.dtype(self.manifest["dtype"])
 
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Where documents begin; the ends are looked at, what lies between is for `verify`."""
@@ -376,20 +364,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads(storage.retrying(path.read_text, f"'{path}'"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
-        _check(manifest, _KINDS, "it")
-        _check(manifest["tokenizer"], _TOKENIZER_KINDS, "its tokenizer")
+        _check(manifest, _KINDS)
         if manifest["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"its dtype is {manifest['dtype']!r}")
         if "sets" in manifest:
-            _check(manifest, {"sets": dict} | ({SUMS: dict} if SUMS in manifest else {}), "it")
-            _check(manifest["sets"], {"train": dict, "held_out": dict}, "it")
-        for name, about in manifest.get("sets", {}).items():
-            counted = {"counted": int} if "counted" in about else {}
-            _check(about, _SET_KINDS | counted, f"its {name}")
-            numbers = [*about["lengths"], *(count for _, count in about["shards"])]
-            texts = [name for name, _ in about["shards"]]
-            if any(type(n) is not int for n in numbers) or any(type(t) is not str for t in texts):
-                raise ValueError(f"its {name} has a shard or a length that is none")
+            sets = {"sets": {"train": _SET_KINDS, "held_out": _SET_KINDS}}
+            _check({SUMS: {}} | manifest, sets | {SUMS: {}})
+        for about in manifest.get("sets", {}).values():
+            numbers = [*about["lengths"], about.get("counted", 0), *(n for _, n in about["shards"])]
+            names = [name for name, _ in about["shards"]]
+            if {*map(type, numbers)} - {int} or {*map(type, names)} - {str}:
+                raise ValueError("it has a shard or a length that is none")
         return manifest
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -397,13 +382,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"'{path}' is damaged ({error}); {make_again(folder)}") from None
 
 
-def _check(found: Any, kinds: dict[str, type], what: str) -> None:
-    """Sees that a JSON object has fields of these kinds."""
+def _check(found: dict[str, Any], kinds: dict[str, Any]) -> None:
+    """Sees that a JSON object has fields of these kinds; objects are again a dict of such."""
     for name, kind in kinds.items():
         if name not in found:
-            raise ValueError(f"{what} has no {name}")
-        if not isinstance(found[name], kind):
-            raise ValueError(f"{what} has a {name} that is {found[name]!r}")
+            raise ValueError(f"it has no {name}")
+        if not isinstance(found[name], dict if isinstance(kind, dict) else kind):
+            raise ValueError(f"its {name} is {found[name]!r}")
+        if isinstance(kind, dict):
+            _check(found[name], kind)
 
 
 def _digest(path: Path) -> str:
