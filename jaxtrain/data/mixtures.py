@@ -310,7 +310,7 @@ def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | Non
     if trained_kind(given) or SubwordTokenizer.load(given).fingerprint != found.fingerprint:
         raise ValueError(
             f"the token stores were made with another tokenizer than '{given}': leave `tokenizer` "
-            "out, and theirs is taken"
+            "out, or give theirs where a run begins with a model"
         )
     return found
 
