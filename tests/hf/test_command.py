@@ -267,7 +267,10 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("added", [40, 60])  # the padded table has room for the first
+@pytest.mark.parametrize(
+    "added",  # for 40 the padded table has room
+    [60, pytest.param(40, marks=pytest.mark.slow)],
+)
 def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tmp_path, capsys):
     model = dataclasses.replace(MISTRAL, tied=tied)
     files = {"tokenizer.json": tokenizer.to_json()}
