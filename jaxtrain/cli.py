@@ -221,7 +221,7 @@ class PlanOptions:
     """A module with Config and build(config), such as experiments.gpt."""
     target: str
     """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x) or v5litepod-16, h100:4x8 (hosts x GPUs;
-    also a100, h200), or cpu:8."""
+    also a100, h200, b200, gb200), or cpu:8."""
     slices: int = 1
     """TPU slices of that topology."""
     json: bool = False

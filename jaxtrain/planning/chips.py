@@ -34,6 +34,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H100 NVL": {"bfloat16": 835.5e12, "float16": 835.5e12, "float8": 1670.5e12},
     "NVIDIA H200": _HOPPER_SXM,
     "NVIDIA B200": {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12},
+    "NVIDIA GB200": {"bfloat16": 2500e12, "float16": 2500e12, "float8": 5000e12},
     "NVIDIA L4": {"bfloat16": 121e12, "float16": 121e12, "float8": 242.5e12},
     "NVIDIA L40S": {"bfloat16": 362.05e12, "float16": 362.05e12, "float8": 733e12},
     "Tesla V100-SXM2-16GB": {"float16": 125e12},
@@ -109,12 +110,13 @@ class Chip:
 # the scaling book (jax-ml.github.io/scaling-book), which has 45 for v4; of NVLink, half of the
 # figure for both ways. Network: v5e hosts have 2 x 100 Gb/s for 8 chips, v5p 50 Gb/s per chip, v6e
 # and TPU7x 100 Gb/s per chip, v4 by the scaling book 25 GB/s per host of 4; DGX A100 8 x 200 Gb/s,
-# DGX H100 and H200 8 x 400 Gb/s. Memory: the limit that the TPU compiler states when a program
-# exceeds it (hosts of v5e are as that compiler lays them out, 2 x 2), and device_memory_size of
-# gpu_targets/. TPU7x: one of a chip's two cores, with half of its memory, bandwidths and links.
+# DGX H100, H200 and B200 8 x 400 Gb/s, GB200 400 Gb/s per GPU. Memory: the limit that the TPU
+# compiler states when a program exceeds it (hosts of v5e are as that compiler lays them out,
+# 2 x 2), and device_memory_size of gpu_targets/. TPU7x: one of a chip's two cores, with half of its
+# memory, bandwidths and links.
 #
 # Host: PCIe, of TPUs by chapter 2 of the scaling book (15 GB/s per chip, v6e 32); of GPUs half of
-# the data sheets' figure for both ways (A100 64 GB/s, H100 and H200 128).
+# the data sheets' figure for both ways (A100 64 GB/s, H100, H200 and B200 128).
 #
 # Efficiencies of products, attention, memory and links are stated once per chip, by what published
 # runs reach (planning's README); of chips without such a run, as their neighbours'.
@@ -132,10 +134,13 @@ _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039, 300, 200, (0.65, 0.5, 0.9, 0.8), 156),
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3352, 450, 400, (0.6, 0.5, 0.9, 0.8), 494.7),
     "h200": ("NVIDIA H200", 151_397_597_184, 4800, 450, 400, (0.6, 0.5, 0.9, 0.8), 494.7),
+    "b200": ("NVIDIA B200", 191_514_411_008, 7672, 900, 400, (0.6, 0.5, 0.9, 0.8), 1125),
+    "gb200": ("NVIDIA GB200", 197_897_748_480, 7928, 900, 400, (0.6, 0.5, 0.9, 0.8), 1250),
 }
 
 
-_HOST_LINKS = {"v4": 15, "v5e": 15, "v5p": 15, "v6e": 32, "a100": 32, "h100": 64, "h200": 64}
+_HOST_LINKS = {"v4": 15, "v5e": 15, "v5p": 15, "v6e": 32}
+_HOST_LINKS |= {"a100": 32, "h100": 64, "h200": 64, "b200": 64}  # GB200's is not published apart
 
 
 def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares, float32) -> Chip:

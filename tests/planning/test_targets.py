@@ -18,6 +18,8 @@ from jaxtrain.planning.targets import GPU_TARGETS, parse_target
         ("7x:2x2x2", 1, 16, 2),
         ("h100:4x8", 1, 32, 4),
         ("a100:8", 1, 8, 1),
+        ("b200:2x8", 1, 16, 2),
+        ("gb200:1x72", 1, 72, 1),
         ("cpu:8", 1, 8, 1),
         ("v5litepod-16", 1, 16, 4),
         ("v6e-256", 1, 256, 64),
