@@ -278,6 +278,9 @@ def compare(
     """
     if steps < 1:
         raise ValueError(f"{steps} steps have nothing to compare: use 1 or more")
+    if isinstance(policy, str):
+        cast = experiment.policy.cast_batch
+        policy = dataclasses.replace(Policy.named(policy), cast_batch=cast)
     experiment = dataclasses.replace(experiment, policy=policy)
     layouts = list(layouts)
     # An accumulation has its number everywhere; else a pipeline alone has microbatches.

@@ -9,6 +9,7 @@ import pathlib
 import platform
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from jaxtrain.parallel.overlap import compile_hiding
 from jaxtrain.parallel.placement import tell, tracing_on
 from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
-from jaxtrain.precision import equations, products_in
+from jaxtrain.precision import OPTIMIZER, PrecisionWarning, equations, products_in
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
@@ -39,11 +40,14 @@ PROGRAM_BYTES = 4 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of a compiled step's report: a promise, what was found, whether it holds."""
+    """One line of a compiled step's report: a promise, what was found, whether it holds.
+
+    ``holds`` is None where the step is right and does not compute as it was asked to.
+    """
 
     promise: str
     found: str
-    holds: bool
+    holds: bool | None
 
 
 class CompiledStep:
@@ -132,9 +136,12 @@ class CompiledStep:
         """Draws the checks as a table."""
         width = max(len(check.promise) for check in self.checks)
         return "\n".join(
-            f"{'ok ' if check.holds else 'NOT'}  {check.promise.ljust(width)}  {check.found}"
+            f"{_MARKS[check.holds]}  {check.promise.ljust(width)}  {check.found}"
             for check in self.checks
         )
+
+
+_MARKS = {True: "ok ", False: "NOT", None: "BAD"}
 
 
 def peak_bytes(compiled: Any) -> int:
@@ -196,6 +203,9 @@ def compile_step(
       ValueError: where the state is not on the mesh, a large leaf lies whole on it by accident, the
         batch does not divide, or the step returns a state unlike the one it was given.
       RuntimeError: where the compiled program breaks a promise (see ``CompiledStep.checks``).
+
+    Warns:
+      PrecisionWarning: most products of a step in bfloat16 or float16 are in float32.
     """
     mesh = mesh and automatic(mesh)
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
@@ -238,11 +248,11 @@ def compile_step(
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += [Check(what, found, True) for what, found in told.items()]
-    checks += _check_products(traced.jaxpr.jaxpr)
+    checks += _check_products(traced.jaxpr.jaxpr, batch_shapes)
     result = CompiledStep(
         compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told, traced.jaxpr
     )
-    if not all(check.holds for check in checks):
+    if any(check.holds is False for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result
 
@@ -318,13 +328,26 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
     ]
 
 
-def _check_products(jaxpr: Any) -> list[Check]:
+def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:
     """Names the float32 products of a program that computes in bfloat16 or float16 besides."""
-    count, lines, reduced = products_in(jaxpr)
+    count, lines, reduced = products_in(jaxpr, outside=OPTIMIZER)
     if not reduced:
         return []
     promise = f"{len(lines)} of {count} products in float32"
-    return [Check(promise, "; ".join(dict.fromkeys(lines)) or "none", True)]
+    most = 2 * len(lines) > count
+    if most:
+        leaves = named_leaves(batch).items()
+        wide = [repr(name) for name, x in leaves if x.dtype in (jnp.float32, jnp.float64)]
+        warnings.warn(
+            f"the step computes {promise} although it is to compute in 16 bits: one float32 "
+            "operand is enough. Cast what the model reads of the batch's float32 leaves "
+            f"({', '.join(wide) or 'none'}) by a regex, as Policy.bf16(cast_batch='^x$') or "
+            "--cast-batch '^x$'; and what a norm returns whose parameters are kept in float32. "
+            f"The first of them: {lines[0]}",
+            PrecisionWarning,
+            stacklevel=3,
+        )
+    return [Check(promise, "; ".join(dict.fromkeys(lines)) or "none", None if most else True)]
 
 
 def _check_returned(given: PyTree, result: Any) -> None:

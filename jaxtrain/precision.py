@@ -20,6 +20,12 @@ from jaxtrain.tree import map_named, named_leaves
 
 PyTree = Any
 REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+# The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
+OPTIMIZER = "optimizer"
+
+
+class PrecisionWarning(UserWarning):
+    """Most products of a step that computes in bfloat16 or float16 take a float32 operand."""
 
 
 @jax.tree_util.register_dataclass
@@ -191,15 +197,15 @@ def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
     return products_in(jax.make_jaxpr(function)(*args).jaxpr)[1]
 
 
-def products_in(jaxpr: Any) -> tuple[int, list[str], bool]:
-    """Counts the products of a traced program.
+def products_in(jaxpr: Any, *, outside: str | None = None) -> tuple[int, list[str], bool]:
+    """Counts the products of a traced program, leaving out a named scope.
 
     Returns:
       How many there are, those with a float32 operand as :func:`float32_products` lists them, and
       whether the program computes anything in bfloat16 or float16 at all.
     """
     count, lines, reduced = 0, [], False
-    for eqn in equations(jaxpr):
+    for eqn in equations(jaxpr, outside=outside):
         reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
@@ -219,14 +225,17 @@ def _where(eqn: Any) -> str:
     return ""
 
 
-def equations(jaxpr: Any, *, but: str | None = None) -> Iterator[Any]:
+def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None) -> Iterator[Any]:
     """The equations of a jaxpr and of all within it, but for those of Pallas kernels.
 
     Args:
       jaxpr: where to look.
       but: the name of a primitive, or of a jitted function, that is not looked into either.
+      outside: a named scope, whose equations are left out.
     """
     for eqn in jaxpr.eqns:
+        if outside and outside in str(eqn.source_info.name_stack).split("/"):
+            continue
         yield eqn
         name = eqn.primitive.name
         if name == "pallas_call" or (but and but in (name, eqn.params.get("name"))):
@@ -235,7 +244,7 @@ def equations(jaxpr: Any, *, but: str | None = None) -> Iterator[Any]:
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from equations(inner, but=but)
+                    yield from equations(inner, but=but, outside=outside)
 
 
 def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:
@@ -243,9 +252,11 @@ def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:
     leaves = named_leaves(tree)
     found = {name for name, x in leaves.items() if _is_floating(x) and re.search(pattern, name)}
     if not found:
+        case = any(re.search(pattern, name, re.IGNORECASE) for name in leaves)
+        mend = "it is case-sensitive, and (?i) in front of it makes it not so" if case else ""
         raise ValueError(
             f"{option}={pattern!r} matches no floating-point leaf of {what}, whose leaves are "
-            f"{sorted(leaves)}: correct the regex"
+            f"{sorted(leaves)}: {mend or 'correct the regex'}"
         )
     return found
 

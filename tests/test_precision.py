@@ -1,7 +1,9 @@
 """Dtypes, loss scaling, and what no bf16 step may hold."""
 
+import dataclasses
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import agreement
 from jaxtrain.models import convnet
-from jaxtrain.precision import LossScale
-from tests import problems
+from jaxtrain.precision import LossScale, PrecisionWarning
+from tests import problems, small
 
 POLICIES = {
     "f32": jt.Policy.f32(),
@@ -98,15 +101,36 @@ def test_a_policy_casts_the_inputs_it_names_and_no_weight_and_no_target(name):
     assert float(metrics["weight"]) == 257 * problems.ROWS
 
 
-def test_the_compile_report_names_the_float32_products_of_a_bf16_step():
-    state = jt.init_state(problems.init, optax.sgd(0.1), jax.random.key(0), policy="bf16")
-    step = jt.build_train_step(plain_loss, optax.sgd(0.1), policy="bf16", accumulate=2)
-    report = jt.compile_step(step, state, problems.make_batch()).report()
-    assert "5 of 5 products in float32" in report
+def test_a_bf16_step_of_float32_products_warns_names_them_and_is_not_ok():
+    # Muon's own products are float32 on purpose, and are not counted.
+    optimizer = jt.make_optimizer("muon", 1e-2)
+    state = jt.init_state(problems.init, optimizer, jax.random.key(0), policy="bf16")
+    step = jt.build_train_step(plain_loss, optimizer, policy="bf16", accumulate=2)
+    wanted = r"5 of 5 products in float32 .* \('mask', 'x', 'y'\) by a regex.* --cast-batch '\^x\$'"
+    with pytest.warns(PrecisionWarning, match=wanted):
+        report = jt.compile_step(step, state, problems.make_batch()).report()
+    assert "BAD  5 of 5 products in float32" in report
     assert "dot_general float32[8,8] x bfloat16[8,32] at" in report
     assert "test_precision.py" in report
     state, step = make("f32")
     assert "in float32" not in jt.compile_step(step, state, problems.make_batch()).report()
+
+
+def test_the_flag_casts_the_inputs_of_a_run_and_of_both_sides_of_a_comparison():
+    config = small.Config(precision="bf16", cast_batch="^x$")
+    experiment = small.build(config)
+    assert experiment.policy == jt.Policy.bf16(cast_batch="^x$")
+    experiment = dataclasses.replace(experiment, loss_fn=plain_loss)
+    layouts = [agreement.parse_layout("data=2")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        (comparison,) = agreement.compare(experiment, layouts=layouts, steps=1, policy="bf16")
+    assert comparison.agrees(2e-2)
+
+
+def test_a_regex_that_matches_in_other_letters_is_told_so():
+    with pytest.raises(ValueError, match=r"keep='UP' matches no .* case-sensitive, and \(\?i\)"):
+        jt.Policy.bf16(keep="UP").cast_to_compute({"up": jnp.ones(2)})
 
 
 def test_the_convnet_multiplies_in_bfloat16_behind_its_norms_too():

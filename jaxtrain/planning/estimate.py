@@ -39,13 +39,14 @@ from jaxtrain.planning.partition import Cost, Spec, spec_of
 from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
+from jaxtrain.precision import PrecisionWarning
 from jaxtrain.state import TrainState, local_bytes, shapes_on
 from jaxtrain.tree import named_leaves
 
 PyTree = Any
 
 # Warnings of a trace, which a plan prints as notes.
-TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning)
+TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning, PrecisionWarning)
 
 
 @dataclasses.dataclass(frozen=True)

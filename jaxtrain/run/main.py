@@ -24,7 +24,7 @@ from jaxtrain.host import distributed, exit_codes, output, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.precision import POLICIES
+from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.folder import runs
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.loop import fit
@@ -66,6 +66,9 @@ class Config:
     evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
+    cast_batch: str | None = None
+    """A regex, such as '^x$': the batch's floating-point arrays in whose name it is found are cast
+    to the dtype of the compute; a model that casts its inputs itself needs none."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
     offload_optimizer: bool = False
@@ -135,7 +138,7 @@ class Config:
             "gather_once": None if self.gather is None else self.gather == "step",
             "steps": self.steps,
             "mesh": dataclasses.asdict(self.mesh),
-            "policy": self.precision,
+            "policy": dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch),
             "accumulate": self.accumulate,
             "steps_per_call": self.steps_per_call,
             "zero": self.zero,
