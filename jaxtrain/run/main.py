@@ -39,7 +39,7 @@ from jaxtrain.run.options import (
     make_optimizer,
 )
 from jaxtrain.run.provenance import OF_START, SAME, from_plain, known_fields, read_record
-from jaxtrain.run.refusal import refusing, with_flags
+from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.accidents import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
 
@@ -250,6 +250,7 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
       default: a config that has what the flags leave out.
     """
     defaults = {} if default is None else {"default": default}
+    refuse_aliases(config_type, sys.argv[1:] if arguments is None else arguments)
     config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
     if count := getattr(config, "simulate_devices", 0):
         simulate_devices(count)
@@ -342,6 +343,7 @@ def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tupl
       module_name, flags, command: as for :func:`load_experiment`.
     """
     module = experiment_module(module_name)
+    refuse_aliases(module.Config, flags)
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
     return module, config
 

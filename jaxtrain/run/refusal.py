@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import traceback
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxtrain.host import exit_codes, storage
 
@@ -23,6 +23,38 @@ from jaxtrain.host import exit_codes, storage
 _ARGUMENT = re.compile(
     r"""`(?P<marked>\w+?)(?P<off>=False)?`|(?<![\w./'"`-])(?P<name>\w+_\w+)(?![\w/'"`(=]|\.\w)"""
 )
+
+# What other programs call a flag, by that flag; tyro itself suggests what is spelled alike.
+_ELSEWHERE = {
+    "optimizer.learning-rate": "lr peak-lr max-lr",
+    "optimizer.name": "optim optimizer",
+    "optimizer.schedule": "lr-schedule lr-scheduler lr-scheduler-type scheduler",
+    "optimizer.warmup-steps": "warmup num-warmup-steps warmup-iters",
+    "optimizer.clip-norm": "grad-clip gradient-clip-val gradient-clipping max-grad-norm",
+    "global-batch": "batch-size train-batch-size per-device-train-batch-size micro-batch-size",
+    "accumulate": "gradient-accumulation-steps grad-accum accum-steps",
+    "steps": "max-steps num-steps train-steps total-steps max-iters iterations",
+    "epochs": "num-epochs num-train-epochs max-epochs",
+    "seq-len": "block-size context-length sequence-length max-length max-seq-length",
+    "layers": "n-layer n-layers num-layers num-hidden-layers depth",
+    "heads": "n-head n-heads num-heads num-attention-heads",
+    "width": "n-embd hidden-size d-model dim embed-dim",
+    "precision": "dtype bf16 fp16 amp mixed-precision",
+    "remat": "gradient-checkpointing activation-checkpointing checkpointing",
+    "run-dir": "output-dir out-dir save-dir log-dir logdir workdir",
+    "resume": "resume-from-checkpoint load-checkpoint ckpt",
+    "eval-every": "eval-steps eval-interval eval-freq",
+    "save-every": "save-steps save-interval checkpoint-every",
+    "log-every": "logging-steps log-interval",
+    "init-from": "pretrained model-name-or-path checkpoint load",
+    "trackers": "report-to wandb tracker",
+    "mesh.tensor": "tp tensor-parallel tensor-parallel-size",
+    "mesh.pipe": "pp pipeline-parallel pipeline-parallel-size",
+    "mesh.data": "dp data-parallel data-parallel-size",
+    "tokens": "max-new-tokens max-tokens num-tokens",
+    "samples": "num-samples num-return-sequences",
+    "run": "checkpoint-dir model-path ckpt",
+}
 
 # What calls a user's Config, build(config) and main: a ValueError of theirs refuses, as ours do.
 _STARTING = {
@@ -79,6 +111,24 @@ def refuse(error: Exception, *config_types: type) -> SystemExit:
     return SystemExit(exit_codes.STORAGE if passes else exit_codes.REFUSED)
 
 
+def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
+    """Ends the program where an argument is what other programs call one of its flags.
+
+    Args:
+      config_type: the dataclass of its flags.
+      arguments: the command line.
+    """
+    flags = {flag for *_, flag in _all_flags(config_type)}
+    known = {flag: names for flag, names in _ELSEWHERE.items() if flag in flags}
+    names = {alias: flag for flag, aliases in known.items() for alias in aliases.split()}
+    for word in arguments:
+        typed = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        flag = names.get(typed.rpartition(".")[2])
+        if word.startswith("--") and flag and typed not in flags:
+            text = f"--{typed} is no option of this program: the same is --{flag} here"
+            raise refuse(ValueError(text))
+
+
 def sentence(error: Exception) -> str:
     """Returns an error's text on one line, and a system error's without its number.
 
@@ -125,15 +175,23 @@ def with_flags(text: str, *config_types: type) -> str:
     return _ARGUMENT.sub(flag, text)
 
 
-def _flags(config_type: type, prefix: str = "") -> Mapping[str, str]:
+def _flags(config_type: type) -> Mapping[str, str]:
     """Flags by the names of fields; where two have one name, it is the outer one's."""
     flags = {}
+    for _, name, flag in sorted(_all_flags(config_type), key=lambda found: found[0]):
+        flags.setdefault(name, flag)
+    return flags
+
+
+def _all_flags(
+    config_type: type, prefix: str = "", depth: int = 0
+) -> Iterator[tuple[int, str, str]]:
+    """Every flag, with how many groups it is in and the name of its field."""
     hints = typing.get_type_hints(config_type, include_extras=True)
     for field in dataclasses.fields(config_type):
         kind, flat = hints[field.name], typing.get_origin(hints[field.name]) is typing.Annotated
         kind = typing.get_args(kind)[0] if flat else kind
         if dataclasses.is_dataclass(kind):
-            flags = _flags(kind, prefix if flat else f"{prefix}{field.name}.") | flags
+            yield from _all_flags(kind, prefix if flat else f"{prefix}{field.name}.", depth + 1)
         else:
-            flags[field.name] = f"{prefix}{field.name}".replace("_", "-")
-    return flags
+            yield depth, field.name, f"{prefix}{field.name}".replace("_", "-")

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from experiments import gpt
+from experiments.gpt import generate
 from jaxtrain.run import refusal
-from jaxtrain.run.main import main
+from jaxtrain.run.main import load_config, main
 from tests.workers import poisoned
 
 
@@ -65,3 +67,46 @@ def test_a_folder_that_is_called_as_a_flag_is_keeps_its_name(monkeypatch):
     for typed in (["--run-dir", "save_every"], ["--run-dir=save_every"]):
         monkeypatch.setattr("sys.argv", ["gpt", *typed, "--log_every", "3"])
         assert refusal.with_flags(sentence, jt.RunOptions).endswith("in save_every: --log-every")
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(jt.Config):
+    """Has a flag of its own that other programs know by another name."""
+
+    lr: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag"),
+    [
+        ("--lr", "optimizer.learning-rate"),
+        ("--optimizer.lr", "optimizer.learning-rate"),
+        ("--batch_size=3", "global-batch"),
+        ("--output-dir", "run-dir"),
+        ("--bf16", "precision"),
+    ],
+)
+def test_what_other_programs_call_a_flag_names_ours(typed, flag, capsys):
+    for read in (main_of_flags, load_of_flags):
+        with pytest.raises(SystemExit, match="2"):
+            read(typed)
+        name = typed.partition("=")[0].replace("_", "-")
+        wanted = f"error: {name} is no option of this program: the same is --{flag} here\n"
+        assert capsys.readouterr().err == wanted
+
+
+def main_of_flags(*flags):
+    main(jt.Config, poisoned.build, flags)
+
+
+def load_of_flags(*flags):
+    load_config("tests.small", flags, command="plan")
+
+
+def test_every_flag_that_is_named_so_is_one_and_a_flag_of_ones_own_stays():
+    configs = (gpt.Config, generate.Config)
+    flags = {flag for config in configs for *_, flag in refusal._all_flags(config)}
+    aliases = [word for words in refusal._ELSEWHERE.values() for word in words.split()]
+    assert set(refusal._ELSEWHERE) - flags <= {"epochs"}
+    assert not flags & set(aliases)
+    refusal.refuse_aliases(Own, ["--lr", "0.1", "--run-dir", "lr"])
