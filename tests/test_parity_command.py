@@ -149,7 +149,8 @@ def layers():
     """A model of two layers as loss and as stages, with noise in each, and a batch."""
 
     def block(layer, x, batch, rng):
-        return x + jnp.tanh(x @ layer["w"]) * jax.random.bernoulli(rng, 0.5, x.shape)
+        noise = jax.random.bernoulli(rng, 0.5, x.shape)
+        return x + layer["gain"] * jnp.tanh(x @ layer["w"]) * noise
 
     def head_loss(params, x, batch):
         error = jnp.square(x @ params["out"] - batch["y"]).mean(-1)
@@ -160,11 +161,13 @@ def layers():
     def loss_fn(params, batch, rng):
         x = stages.embed(params, batch, rng)
         for i in range(2):
-            x = block({"w": params["blocks"]["w"][i]}, x, batch, jax.random.fold_in(rng, i))
+            layer = jax.tree.map(lambda p, i=i: p[i], params["blocks"])
+            x = block(layer, x, batch, jax.random.fold_in(rng, i))
         return head_loss(params, x, batch)
 
     def init_fn(rng):
-        return {"blocks": {"w": 0.3 * jax.random.normal(rng, (2, 8, 8))}, "out": jnp.ones((8, 2))}
+        blocks = {"w": 0.3 * jax.random.normal(rng, (2, 8, 8)), "gain": jnp.ones(2)}
+        return {"blocks": blocks, "out": jnp.ones((8, 2))}
 
     n = np.random.default_rng(0)
     batch = {"x": n.normal(size=(16, 8)), "y": n.normal(size=(16, 2)), "mask": n.random(16)}
@@ -173,7 +176,7 @@ def layers():
 
 def test_a_pipeline_is_compared_with_as_many_accumulated_microbatches(layers):
     init_fn, loss_fn, stages, batch = layers
-    rules = [("^blocks/", ("layers", None, None))]
+    rules = [("^blocks/w", ("layers", None, None)), ("^blocks/gain", ("layers",))]
     more = {"stages": stages, "rules": rules, "layouts": ["pipe=2,data=2"]}
     # The noise of the layers is another for every microbatch.
     table = jt.parity(init_fn, loss_fn, batch, **more, accumulate=2)
