@@ -142,6 +142,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     predictions = 1 if classes else batch["places"].shape[1]
     flops = encoder.flops_per_row(model, length=length, predictions=predictions)
     rates = RATES if config.source is None or config.source.is_run else PUBLISHED
+    accuracy = {"best_metric": "accuracy", "best_mode": "max", "derived": lambda means: {}}
     family = "roberta" if config.model.startswith("roberta") else "bert"
     return language.outline(
         config,
@@ -152,7 +153,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         stored={} if config.source else {"family": family},
         items_per_step=config.global_batch * length,
         flops_per_step=float(config.global_batch * flops),
-        **({"best_metric": "accuracy", "best_mode": "max"} if classes else {}),
+        **(accuracy if classes else {}),
     )
 
 

@@ -356,8 +356,18 @@ def outline(
         item="tokens",
         flops_formula=module.FLOPS_FORMULA,
         config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
-        **{"rules": Rules(module.RULES)} | start | given,
+        **{"rules": Rules(module.RULES), "derived": perplexity} | start | given,
     )
+
+
+def perplexity(means: Mapping[str, Any]) -> dict[str, float]:
+    """The exponential of the mean cross-entropy of a token.
+
+    >>> perplexity({"loss": 1.5, "z_loss": 0.5}), perplexity({"loss": 1000.0})
+    ({'perplexity': 2.718281828459045}, {'perplexity': inf})
+    """
+    with np.errstate(over="ignore"):
+        return {"perplexity": float(np.exp(means["loss"] - means.get("z_loss", 0.0)))}
 
 
 def of_text(

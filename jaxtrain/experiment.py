@@ -130,6 +130,8 @@ class Experiment:
       facts: more lines for the header (name to text).
       counts: ``step -> numbers`` that are logged with the metrics of a step, such as the epochs of
         each source of its data.
+      derived: ``means -> numbers`` that follow from the means of a step or of an evaluation set, such
+        as a perplexity; they are logged, and ``best_metric`` may be one.
       conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
         what is evaluated in ``params`` (:func:`jaxtrain.averaged`). Of a run that was stopped early
         while it kept its best checkpoint, they are that one's, without optimizer state and metrics
@@ -175,6 +177,7 @@ class Experiment:
     may_change: Mapping[str, str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] | None = None
+    derived: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda means: {}
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     best_metric: str = "loss"
     best_mode: str = "min"

@@ -181,6 +181,7 @@ def of_preferences(
         ),
         batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
         rules=Rules(preferences.reference_rules(gpt.RULES)),
+        derived=lambda means: {},  # the loss is of a preference
         items_per_step=2 * experiment.items_per_step,
         flops_per_step=flops,
         flops_formula=f"{gpt.FLOPS_FORMULA}, and a third of it for the reference",

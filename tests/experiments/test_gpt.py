@@ -39,7 +39,12 @@ def test_a_small_run_ends_with_bits_per_byte_a_baseline_and_a_sample(texts, tmp_
     assert "a sample it wrote" in printed
     for name in ("checkpoints", "tensorboard", "log.jsonl"):
         assert f"{run}/{name}" in printed
-    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for line, kind in [(line, kind) for line in log for kind in ("train", "eval")]:
+        assert (f"{kind}/perplexity" in line) == (f"{kind}/loss" in line)
+        if f"{kind}/loss" in line:
+            assert line[f"{kind}/perplexity"] == math.exp(line[f"{kind}/loss"])
+    last = log[-1]
     bits = float(re.search(r"held-out loss (\d\.\d+) bits", printed).group(1))
     # With bytes, nats per counted token over ln 2 are the bits per byte.
     assert bits == pytest.approx(last["eval/loss"] / math.log(2), abs=1e-3)
@@ -94,6 +99,8 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
     assert np.isfinite(result.evaluation["loss"])
     assert 0 < result.evaluation["z_loss"] < 0.1
+    nats = result.evaluation["loss"] - result.evaluation["z_loss"]
+    assert result.evaluation["perplexity"] == pytest.approx(math.exp(nats), rel=1e-9)
     moments = optax.tree.get(result.state.opt_state, "ScaleByAdamState")
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(moments.mu)}
     assert dtypes == {"bfloat16"}
@@ -328,7 +335,8 @@ def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be
     assert last["data/epochs/math"] == pytest.approx(4 / rows["math"])
     assert last["data/epochs/code"] == pytest.approx((12 + 8) / rows["code"])
     (evaluated,) = [x for x in logs[0] if x["step"] == 4 and "eval/math/loss" in x]
-    assert {"eval/code/loss", "eval/docs/loss"} <= evaluated.keys()
+    for name in ("code", "docs"):
+        assert evaluated[f"eval/{name}/perplexity"] == math.exp(evaluated[f"eval/{name}/loss"])
 
 
 def test_a_store_gives_the_batches_of_its_text_with_its_own_tokenizer(texts, tmp_path):
@@ -381,6 +389,7 @@ def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
     losses = [line["eval/loss"] for line in log if "eval/loss" in line]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
     assert losses[-1] < losses[0]
+    assert not [name for line in log for name in line if "perplexity" in name]
     generate.main(["--run", str(run), "--prompt", "7?", "--tokens", "3"])
     assert capsys.readouterr().out.startswith("7?")
     for given, message in (

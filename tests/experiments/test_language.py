@@ -1,6 +1,7 @@
 """What the experiments on text share: each begins from a run or a folder, and refuses alike."""
 
 import dataclasses
+import math
 import re
 import types
 
@@ -63,6 +64,16 @@ def test_a_run_and_a_folder_begin_with_the_same_weights(name, begun):
     ).config
     assert language.tokenizer_name(experiment.Config(init_from=begun[name].run)) == "bytes"
     assert (planned["family"], planned["special_tokens"]) == ("own", {"eos_token_id": 3})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_perplexity_is_of_the_mean_loss_of_a_token_and_of_no_class(name):
+    experiment, _ = MODELS[name]
+    derived = experiment.outline(experiment.Config(tokenizer="300")).derived
+    assert derived({"loss": 5.0, "z_loss": 0.5}) == {"perplexity": pytest.approx(math.exp(4.5))}
+    assert derived({"loss": 1e4}) == {"perplexity": math.inf}
+    if name == "bert":
+        assert experiment.outline(experiment.Config(task="classify")).derived({"loss": 1.0}) == {}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -66,12 +66,14 @@ class Evaluation(Hook):
                 batches = opened(batch_sharding(run.mesh))
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
                 found = evaluate(self._step_for(state, rows_of(first)), state, batches)
-                means |= {f"{prefix}{name}": as_value(x) for name, x in found.items()}
+                found = {name: as_value(x) for name, x in found.items()}
+                found |= run.experiment.derived(found)
+                means |= {f"{prefix}{name}": x for name, x in found.items()}
         _check_best_metric(run.experiment, {name: np.shape(x) for name, x in means.items()})
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
-        losses = ", ".join(f"{name} {means[name]:.4f}" for name in (f"{x}loss" for x in sets))
-        run.progress.note(f"step {step}: held-out {losses}")
+        told = ", ".join(f"{name} {x:.4f}" for name, x in means.items() if not np.ndim(x))
+        run.progress.note(f"step {step}: held-out {told}")
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:
@@ -118,7 +120,8 @@ def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> 
 
     def means(state: TrainState, batch: PyTree) -> None:
         found = step(averaged(state), batch).means()
-        shapes.update({f"{prefix}{name}": x.shape for name, x in found.items()})
+        numbers = experiment.derived(dict.fromkeys(found, 1.0))
+        shapes.update({f"{prefix}{n}": np.shape(x) for n, x in (found | numbers).items()})
 
     trace_step(means, state, batch, mesh, experiment.rules)
     _check_best_metric(experiment, shapes)

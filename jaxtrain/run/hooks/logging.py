@@ -28,6 +28,7 @@ class Logging(Hook):
         quiet = quiet and not self.run.alerts.is_urgent(metrics)
         if step % self.run.options.log_every and step != experiment.steps and quiet:
             return
+        metrics = {**metrics, **experiment.derived(metrics)}
         values = {f"train/{name}": value for name, value in metrics.items()}
         seconds = rate.seconds_per_step
         if seconds is not None:
