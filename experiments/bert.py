@@ -117,6 +117,7 @@ def build(config: Config) -> jt.Experiment:
         "classify": (labelled_text if sides else classified_text, conclude_classified),
     }[config.task]
     text = rows_of(config, model, sides or split, tokenizer)
+    config = config.of_rows(text.train)
     step = outline(config, vocab_size=tokenizer.vocab_size)
     told = special_tokens(config, tokenizer)
     told |= label_fields(text.classes) if text.classes else {}

@@ -114,7 +114,6 @@ def build(config: Config) -> jt.Experiment:
     )
     if "" not in text.found:
         raise ValueError(f"--data {config.data} names several sources: give one")
-    step = outline(config, vocab_size=text.tokenizer.vocab_size)
     model = model_config(config, text.tokenizer.vocab_size)
     writer(config, model)  # refuses what it refuses before anything is trained
     rows_of, conclude = {
@@ -123,6 +122,8 @@ def build(config: Config) -> jt.Experiment:
         "rows": (pair_rows, conclude_names),
     }[config.task]
     train, held_out, own = rows_of(config, model, text)
+    config = config.of_rows(train)
+    step = outline(config, vocab_size=text.tokenizer.vocab_size)
     fingerprints = {"text": train.fingerprint, "held_out_text": held_out.fingerprint}
     facts = language.facts(
         config, model, own, length=model.source_len, only_xla="attention without a bias"

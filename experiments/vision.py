@@ -123,6 +123,7 @@ def build(config: Config) -> jt.Experiment:
     if config.crop or config.flip or config.mixup:
         rows = data.Augmented(rows, config.seed, config.crop, config.flip, config.mixup)
     rows = data.WorkerRows(rows, config.workers) if config.workers else rows
+    config = config.of_rows(rows)
     return config.experiment(
         "vision",
         **config.batches_of(rows, images.held_out),

@@ -118,6 +118,8 @@ class Experiment:
       seed: of parameters and of the randomness of steps.
       items_per_step: how many tokens (or images) one global batch holds.
       item: what those are called.
+      steps_per_epoch: how many steps a pass over the training rows takes, perhaps a fraction; then
+        the logs and the line of progress have the epoch. None where unknown.
       flops_per_step: of one step over all devices, by ``flops_formula``; None where unknown.
       flops_formula: its name.
       config: the configuration, as JSON-able data, stored with every checkpoint.
@@ -130,7 +132,7 @@ class Experiment:
       facts: more lines for the header (name to text).
       counts: ``step -> numbers`` that are logged with the metrics of a step, such as the epochs of
         each source of its data.
-      derived: ``means -> numbers`` that follow from the means of a step or of an evaluation set, such
+      derived: ``means -> numbers`` that follow from the means of a step or an evaluation set, such
         as a perplexity; they are logged, and ``best_metric`` may be one.
       conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
         what is evaluated in ``params`` (:func:`jaxtrain.averaged`). Of a run that was stopped early
@@ -169,6 +171,7 @@ class Experiment:
     seed: int = 0
     items_per_step: int = 0
     item: str = "tokens"
+    steps_per_epoch: float | None = None
     flops_per_step: float | None = None
     flops_formula: str = ""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -92,9 +92,10 @@ def build(config: Config) -> jt.Experiment:
         kept=kept_file(config.run, TOKENIZER_FILE),
     )
     tokenizer = text.tokenizer
-    step = outline(config, vocab_size=tokenizer.vocab_size)
     model = language.model_config(config, tokenizer.vocab_size)
     rows = text.rows(model.seq_len, config.packing)
+    config = config.of_rows(rows)
+    step = outline(config, vocab_size=tokenizer.vocab_size)
     texts = {
         name: (text.stores[name].corpus(), held_out)
         for name, held_out in text.held_out(config.held_out_bytes).items()

@@ -378,7 +378,12 @@ def _opened(
         trackers.opened(asked, about, journal) as tracking,
         contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
         Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
-        terminal.Progress(experiment.steps, start=start, item=experiment.item) as progress,
+        terminal.Progress(
+            experiment.steps,
+            start=start,
+            item=experiment.item,
+            steps_per_epoch=experiment.steps_per_epoch,
+        ) as progress,
         Alerts(
             options.alert_rules if process == 0 else {},
             journal=journal,

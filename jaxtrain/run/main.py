@@ -7,19 +7,21 @@ build)``.
 
 import contextlib
 import dataclasses
+import fractions
 import importlib
+import math
 import pathlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import tyro
 
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
-from jaxtrain.experiment import EvalBatches, Experiment, Repeated
+from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
@@ -57,6 +59,8 @@ class Config:
 
     steps: int = 1000
     """Train steps."""
+    epochs: float | None = None
+    """Passes over the rows to train on, in place of steps."""
     global_batch: int = 32
     """Rows per step, over all devices."""
     accumulate: int = 1
@@ -87,7 +91,7 @@ class Config:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         flat = {f.name for kind in (RunOptions, ProcessOptions) for f in dataclasses.fields(kind)}
-        taken = flat | {"experiment", "batches_of"}
+        taken = flat | {"experiment", "batches_of", "of_rows"}
         for name in vars(cls).get("__annotations__", {}):
             if name in taken:
                 raise ValueError(
@@ -98,6 +102,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"`epochs` is {self.epochs}: give a number above 0")
 
     def __getattribute__(self, name: str) -> Any:
         if name == "optimizer":  # A module that reads its flags may make an optimizer of them.
@@ -114,6 +120,15 @@ class Config:
         """
         if "optimizer" in given and not getattr(self, "_optimizer_is_read", False):
             self._refuse_void_flags(name)
+        if given.get("train_batches") is not no_batches:
+            counted = self._counted(given.get("steps_per_epoch"))
+            own = {"optimizer", "steps"} & given.keys()
+            if counted.steps != self.steps and own:
+                raise ValueError(
+                    f"`epochs` is {self.epochs} and experiment {name!r} brings {min(own)} of its "
+                    "own: make them of config.of_rows(rows), or give `steps`"
+                )
+            self = counted
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
         may_change = MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
@@ -163,6 +178,30 @@ class Config:
                 "leave that out"
             )
 
+    def of_rows(self, rows: data.RowSource) -> Self:
+        """Returns the config with the ``steps`` of its ``epochs`` of rows, if it has any, for what
+        goes by them before :meth:`experiment` knows the rows, as an optimizer of one's own.
+
+        Raises:
+          ValueError: the rows are a mixture, of sources that are passed over at different speeds,
+            or ``steps`` is given, too.
+        """
+        return self._counted(_steps_per_epoch(rows, self.global_batch))
+
+    def _counted(self, steps_per_epoch: float | None) -> Self:
+        if self.epochs is None:
+            return self
+        if steps_per_epoch is None:
+            raise ValueError(
+                f"`epochs` is {self.epochs}, and how many rows one has is not known: give `steps`"
+            )
+        steps = math.ceil(fractions.Fraction(str(self.epochs)) * steps_per_epoch)
+        if self.steps not in (type(self).steps, steps):
+            raise ValueError(
+                f"`epochs` is {self.epochs} and `steps` {self.steps}: give one of them"
+            )
+        return dataclasses.replace(self, steps=steps)
+
     def batches_of(
         self,
         train: data.RowSource,
@@ -187,6 +226,7 @@ class Config:
         ahead = max(2, min(self.steps_per_call, self.steps))
         found = {
             "batch": batches.shapes,
+            "steps_per_epoch": _steps_per_epoch(train, self.global_batch),
             "train_batches": lambda start, sharding: batches.stream(
                 start, sharding=sharding, prefetch=ahead
             ),
@@ -198,6 +238,11 @@ class Config:
                 else passes(held_out)
             )
         return found
+
+
+def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:
+    mixed = isinstance(rows, data.Mixture)
+    return None if mixed else fractions.Fraction(len(rows), global_batch)
 
 
 def main(
@@ -249,6 +294,14 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
       arguments: the flags; by default, those of the process.
       default: a config that has what the flags leave out.
     """
+    typed = {word.partition("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)}
+    if {"--epochs", "--steps"} <= typed:
+        raise ValueError("`epochs` and `steps` both say how long to train: give one of them")
+    # What is typed comes in place of what a run had of the other.
+    if default is not None and "--steps" in typed:
+        default = dataclasses.replace(default, epochs=None)
+    if default is not None and "--epochs" in typed:
+        default = dataclasses.replace(default, steps=config_type.steps)
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, sys.argv[1:] if arguments is None else arguments)
     config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
@@ -281,7 +334,9 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     flags = record.get("flags")
     if not isinstance(flags, dict) or not isinstance(flags.get("run"), dict):
         return None
-    flags = {name: value for name, value in flags.items() if name != "distributed"}
+    # What follows from its epochs is found again.
+    not_its_own = {"distributed"} | ({"steps"} if flags.get("epochs") else set())
+    flags = {name: value for name, value in flags.items() if name not in not_its_own}
     run = {name: value for name, value in flags["run"].items() if name not in OF_START}
     flags["run"] = run | {"run_dir": str(path)}
     return from_plain(config_type, known_fields(config_type, flags))

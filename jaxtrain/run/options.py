@@ -17,6 +17,7 @@ from jaxtrain.run.provenance import ROUNDED, SAME
 # another with it (`jaxtrain.experiment.depends_on_microbatches`).
 MAY_CHANGE = {
     "distributed.*": "",  # who this process is: of the start, and not of the run
+    "epochs": "",  # which steps tells
     "mesh.*": ROUNDED,
     "simulate_devices": ROUNDED,
     "zero": ROUNDED,

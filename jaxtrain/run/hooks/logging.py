@@ -39,6 +39,8 @@ class Logging(Hook):
             utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:
                 values["time/mfu"] = utilisation
+        if experiment.steps_per_epoch is not None:
+            values["data/epoch"] = float(step / experiment.steps_per_epoch)
         if experiment.counts is not None:
             values |= experiment.counts(step)
         for name, value in memory.device_memory().items():

@@ -36,11 +36,13 @@ def header_facts(
     devices = mesh.devices.flat
     split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
     accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
+    epochs = experiment.steps_per_epoch and left / experiment.steps_per_epoch
     return {
         **experiment.facts,
         "parameters": f"{parameters:,}",
         "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
         "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}"
+        + (f", {float(epochs):.3g} epochs" if epochs else "")
         + _calls(experiment, programs),
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
         **distributed.facts(),

@@ -55,6 +55,7 @@ class Progress:
       total: steps in all.
       start: steps done already.
       item: what throughput counts.
+      steps_per_epoch: how many steps an epoch has; None where unknown.
       console: where to print.
       clock: seconds, monotonic.
     """
@@ -65,10 +66,12 @@ class Progress:
         *,
         start: int = 0,
         item: str = "tokens",
+        steps_per_epoch: float | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total, self._item, self._clock = total, item, clock
+        self._steps_per_epoch = steps_per_epoch
         self._console = console or make_console()
         self._quiet = jax.process_index() != 0
         self._start, self._line_at = start, clock()
@@ -104,7 +107,8 @@ class Progress:
         """Shows that a step has ended."""
         rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
         self._step = step
-        text = "  ".join(part for part in (f"loss {loss:.4f}", rate) if part)
+        epoch = f"epoch {float(step / per):.3g}" if (per := self._steps_per_epoch) else ""
+        text = "  ".join(part for part in (epoch, f"loss {loss:.4f}", rate) if part)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif not self._quiet:

@@ -258,7 +258,7 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         _chart("Loss scale", ["train/loss_scale"], log=True),
     ]
     known = {name for chart in charts for name in chart["series"]}
-    known |= {"train/skipped", "train/spike", "train/weight"}
+    known |= {"train/skipped", "train/spike", "train/weight", "data/epoch"}
     known |= {name for name in names if name.startswith("run/")}  # told in words
     known |= {name for name in names if name.endswith("_process")}  # which one it was
     for name in names:
