@@ -13,6 +13,9 @@ import difflib
 import fnmatch
 import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +49,7 @@ _OF_ANY_RUN = {
     "mesh": ROUNDED,
     "microbatches": ROUNDED,
     "versions.*": ROUNDED,
+    "code.*": "other code",
 }
 # Flags that decide in how many microbatches a step takes its batch.
 MICROBATCHES = ("accumulate", "pipeline.microbatches", "mesh.pipe")
@@ -88,8 +92,30 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Run from its folder.
             own["versions"][name] = importlib.metadata.version(name)
+    module = sys.modules.get(config.get("module"), sys.modules["__main__"])
+    files = {"jaxtrain": __file__, "module": getattr(module, "__file__", None) or os.devnull}
+    if code := {name: found for name, path in files.items() if (found := commit(path))}:
+        own["code"] = code
     best = (f"eval/{experiment.best_metric}", experiment.best_mode)
     return config | {"best": best, "provenance": own}
+
+
+def commit(path: str) -> str | None:
+    """Returns the git commit of the clone that a file is of, with ``-dirty`` behind it where files
+    there are changed; None where there is none, or no git."""
+    folder, name = os.path.split(os.path.realpath(path))
+    git = ("git", "--no-optional-locks", "-C", folder)
+    found = ""
+    for command in (
+        ("ls-files", "--error-unmatch", name),  # What a clone only surrounds has no commit.
+        ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
+    ):
+        try:
+            quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+            found = subprocess.check_output([*git, *command], **quiet)
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return found.strip()
 
 
 def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:
@@ -147,7 +173,7 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0
                 meaning = LATER if int(name.rpartition(".")[2]) >= step else None
                 changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))
                 continue
-            if name not in after or (name not in before and part == "flags"):
+            if meaning is None and (name not in after or (name not in before and part == "flags")):
                 meaning = "a flag of another version"
             if meaning != "" and (name in before or part == "flags"):
                 changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))

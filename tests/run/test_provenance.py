@@ -2,9 +2,13 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import types
 
 import pytest
 
+import jaxtrain as jt
 from experiments import gpt, vision
 from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
@@ -16,18 +20,22 @@ from jaxtrain.run.provenance import (
     SAME,
     check,
     check_accepted,
+    commit,
     compare,
     from_plain,
+    make_record,
     read_record,
     table,
 )
+from tests.run.test_loop import make_experiment
 
 MAY_CHANGE = gpt.outline(gpt.Config()).may_change
 
 
 def record(config=None, **provenance):
     config = config or gpt.Config()
-    own = {"text": "a", "seedless": 1, "versions": {"jax": "0.10.2"}} | provenance
+    own = {"text": "a", "seedless": 1, "versions": {"jax": "0.10.2"}}
+    own |= {"code": {"module": "a"}} | provenance
     return {"flags": json.loads(json.dumps(dataclasses.asdict(config))), "provenance": own}
 
 
@@ -66,6 +74,8 @@ def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
         (record(changed(data="elsewhere")), "data", SAME),  # while the text is the same
         (record(text="b"), "text", None),
         (record(versions={"jax": "0.11"}), "jax", ROUNDED),
+        (record(code={"module": "a-dirty"}), "code.module", "other code"),
+        (record(code={}), "code.module", "other code"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -120,6 +130,33 @@ def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out
     found = {c.name: (c.then, c.now) for c in compare(old, record(), MAY_CHANGE)}
     assert found == {"gone": (3, "(none)"), "z-loss": ("(none)", None)}
     assert compare({}, record(), {}) == []
+
+
+def test_the_code_of_a_run_is_the_commit_of_the_files_that_git_has(tmp_path, monkeypatch):
+    def git(*words):
+        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", tmp_path, *names, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    own, other = tmp_path / "own.py", tmp_path / "other.py"
+    own.write_text("a = 1")
+    other.write_text("b = 1")
+    git("init")
+    assert commit(str(own)) is None  # no commit yet
+    git("add", "own.py")
+    git("commit", "-m", "first")
+    git("tag", "-a", "v1", "-m", "tagged")
+    module = types.ModuleType("own")
+    module.__file__ = str(own)
+    monkeypatch.setitem(sys.modules, "own", module)
+    experiment = make_experiment(config={"module": "own"})
+    found = make_record(experiment, jt.make_mesh(data=-1))["provenance"]["code"]
+    assert found["module"] == git("rev-parse", "HEAD")[:12]
+    assert commit(str(other)) is None  # it is of no commit
+    own.write_text("a = 2")
+    assert commit(str(own)) == found["module"] + "-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert "code" not in make_record(experiment, jt.make_mesh(data=-1))["provenance"]
 
 
 def test_shares_may_change_from_a_step_on_that_is_still_to_come():
