@@ -29,13 +29,16 @@ def sources(devices: Sequence[jax.Device]) -> list[Source]:
     return [each for each in (found, host()) if each is not None]
 
 
-def nvidia(devices: Sequence[jax.Device]) -> Source | None:
+def nvidia(
+    devices: Sequence[jax.Device], clock: Callable[[], float] = time.monotonic
+) -> Source | None:
     """NVIDIA's Management Library (NVML), of the GPUs that are given.
 
     Returns:
       A source of ``device/utilisation`` (the part of the time in which some kernel ran, the least
-      of the GPUs), ``device/temperature`` (degrees Celsius, the highest) and ``device/power``
-      (watts, the sum); None where the library or its package is missing, which is said.
+      of the GPUs), ``device/temperature`` (degrees Celsius, the highest), ``device/power`` (watts,
+      the sum) and, from its second reading on, ``device/energy`` (the integral of that, in kWh);
+      None where the library or its package is missing, which is said.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -49,6 +52,8 @@ def nvidia(devices: Sequence[jax.Device]) -> Source | None:
         logger.warning("no readings of GPUs: %s", error)
         return None
     handles = [_nvml_handle(nvml, device) for device in devices]
+    powers: list[tuple[float, float]] = []
+    energy = 0.0
 
     def of_each(ask: Callable[[Any], float]) -> list[float]:
         found = []
@@ -58,6 +63,7 @@ def nvidia(devices: Sequence[jax.Device]) -> Source | None:
         return found
 
     def read() -> dict[str, float]:
+        nonlocal energy
         each = {
             "device/utilisation": (min, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
             "device/temperature": (
@@ -67,7 +73,15 @@ def nvidia(devices: Sequence[jax.Device]) -> Source | None:
             "device/power": (sum, lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
         }
         found = {name: (join, of_each(ask)) for name, (join, ask) in each.items()}
-        return {name: join(values) for name, (join, values) in found.items() if values}
+        told = {name: join(values) for name, (join, values) in found.items() if values}
+        if "device/power" in told:
+            powers.append((clock(), told["device/power"]))
+        if len(powers) > 1:
+            (before, less), (now, more) = powers
+            energy += (now - before) * (less + more) / 2 / 3.6e6
+            del powers[0]
+            told["device/energy"] = energy
+        return told
 
     return read
 
@@ -191,5 +205,5 @@ def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-SUMS = frozenset({"device/power", "host/process_memory"})
+SUMS = frozenset({"device/power", "device/energy", "host/process_memory"})
 LEAST = frozenset({"device/utilisation", "device/tensorcore"})

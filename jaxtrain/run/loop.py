@@ -250,6 +250,9 @@ def _fit(
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
         mesh = make_experiment_mesh(experiment)
+        if mesh.devices.flat[0].platform != "cpu":
+            journal.costs["chips"] = mesh.size
+            journal.costs |= {} if options.price is None else {"price": options.price}
         abstract = make_abstract_state(experiment, mesh)
         if options.best_metric is not None:
             check_best_metric(experiment, abstract, mesh)

@@ -73,6 +73,8 @@ class RunOptions:
         variables), csv, prometheus or prometheus=PORT.
       sample_seconds: Between two readings of sensors: utilisation, temperature and power of
         devices, memory and CPU of the host; 0 reads none.
+      price: Price of one GPU or TPU chip for an hour, in any currency; the report and the last
+        lines say what the run has cost.
       profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin, or the
         longest stretch of them without an evaluation; SIGUSR1 and alerts trace some too.
     """
@@ -102,12 +104,14 @@ class RunOptions:
     alerts: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     sample_seconds: float = 10.0
+    price: float | None = None
     profile_steps: str | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1, "keep_best": 1}
         least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
+        least |= {} if self.price is None else {"price": 0}
         for name, low in least.items():
             # Written so that NaN is refused too.
             if not getattr(self, name) >= low:

@@ -48,12 +48,20 @@ def gpus(*numbers):
 def test_gpus_are_read_that_cuda_shows_and_the_worst_is_told(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b")
-    read = readings.nvidia(gpus(0, 1))
+    watts, ticks = dict(FakeNvml.watts), iter([0.0, 10.0, 40.0, 60.0])
+    monkeypatch.setattr(FakeNvml, "watts", watts)
+    read = readings.nvidia(gpus(0, 1), clock=lambda: next(ticks))
     assert read() == {
         "device/utilisation": 0.3,
         "device/temperature": 83.0,
         "device/power": 350.0,
     }
+    # 10 s from 350 to 450 W, a reading without power, and 30 s from 450 to 150 W.
+    for power, joules in ((450, 4000), (None, None), (150, 4000 + 9000)):
+        watts |= {"0": power and power * 1000} if power else {}
+        if power is None:
+            del watts["0"]
+        assert read().get("device/energy") == (joules and pytest.approx(joules / 3.6e6))
     assert "device/power" not in readings.nvidia(gpus(1))()
 
     def absent(self):

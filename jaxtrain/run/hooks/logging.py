@@ -35,6 +35,8 @@ class Logging(Hook):
             values["time/step_seconds"] = seconds
             values[f"time/{experiment.item}_per_second"] = rate.items_per_second
             values |= self.pace.report(seconds) | self.run.sampling.report()
+            if "device/energy" in values:
+                self.run.journal.costs["kwh"] = values["device/energy"]
             devices, dtype = self.run.mesh.devices.flat, experiment.policy.compute_dtype
             utilisation = throughput.mfu(experiment.flops_per_step, seconds, devices, dtype=dtype)
             if utilisation is not None:

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Of an attempt: its chips, the price of one for an hour, and the energy that they have taken.
+COSTS = ("chips", "price", "kwh")
+
 # What an attempt does, one thing at a time. "data" is the loop's wait for a batch, in which the
 # devices may still be busy with the step before; "save" and "evaluation" are what holds the loop.
 ACTIVITIES = ("init", "restore", "compile", "data", "step", "evaluation", "save", "finish")
@@ -108,6 +111,7 @@ class Attempt:
       seconds: by activity.
       first, last: the step that it went on from, and the last one that it has done.
       ended: how it ended; None where it was killed, or still runs.
+      costs: what is known of ``COSTS``.
     """
 
     number: int
@@ -117,6 +121,7 @@ class Attempt:
     first: int
     last: int
     ended: str | None
+    costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
@@ -131,7 +136,8 @@ def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             seconds = {str(k): float(v) for k, v in state["seconds"].items()}
             began = float(state["began"])
-            if not all(map(math.isfinite, (began, *seconds.values()))):
+            costs = {name: float(state[name]) for name in COSTS if name in state}
+            if not all(map(math.isfinite, (began, *seconds.values(), *costs.values()))):
                 continue
             # One that has not come to its first step has neither kept nor lost any.
             before = found[-1].last if found else 0
@@ -145,6 +151,7 @@ def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
                     first=first,
                     last=max(first, int(state["step"])),
                     ended=state.get("ended"),
+                    costs=costs,
                 )
             )
     return found
@@ -162,6 +169,27 @@ def lost_steps(found: Sequence[Attempt]) -> list[int]:
         kept = min((later.first for later in found[i + 1 :]), default=attempt.last)
         lost.append(max(0, attempt.last - max(kept, attempt.first)))
     return lost
+
+
+def spent(found: Sequence[Attempt]) -> dict[str, float]:
+    """Adds up what all attempts took, from the beginning of each to its end.
+
+    Returns:
+      ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
+
+    >>> run = Attempt(1, 0.0, 1800.0, {"step": 1800.0}, 0, 8, None, {"chips": 8, "price": 2.5})
+    >>> spent([run, dataclasses.replace(run, costs={"chips": 4, "kwh": 0.25})])
+    {'chip-hours': 6.0, 'cost': 10.0, 'kWh': 0.25}
+    """
+    total: dict[str, float] = {}
+    for attempt in found:
+        costs, known = attempt.costs, {}
+        if "chips" in costs:
+            known["chip-hours"] = costs["chips"] * sum(attempt.seconds.values()) / 3600
+            known |= {"cost": costs["price"] * known["chip-hours"]} if "price" in costs else {}
+        known |= {"kWh": costs["kwh"]} if "kwh" in costs else {}
+        total |= {name: total.get(name, 0.0) + value for name, value in known.items()}
+    return total
 
 
 def account(found: Sequence[Attempt]) -> dict[str, float]:

@@ -46,6 +46,7 @@ class Journal:
       identity: of the run, made of its first start: the same in all attempts.
       step: the last one whose metrics have been read.
       step_times: how many steps took how long, as ``Throughput`` counts them.
+      costs: of this attempt, what is known of ``goodput.COSTS``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Journal:
         self.ledger = Ledger(began, wall=wall)
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
+        self.costs: dict[str, float] = {}
         self.identity = _identity({"began": self.ledger.began, "host": socket.gethostname()})
         self._wall, self._beat_seconds = wall, beat_seconds
         self._first_step: int | None = None
@@ -176,6 +178,7 @@ class Journal:
             "doing": self.ledger.doing,
             "seconds": seconds,
             "step_times": dict(self.step_times),
+            **self.costs,
         }
 
     def _keep_beating(self) -> None:
@@ -207,6 +210,7 @@ class Journal:
 
 
 _STATE = ("attempt", "began", "first_step", "step", "doing", "seconds", "step_times")
+_STATE += goodput.COSTS
 
 
 def read_events(run_dir: epath.Path) -> list[dict[str, Any]]:

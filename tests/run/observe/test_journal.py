@@ -12,6 +12,7 @@ from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.goodput import Attempt
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report import health, records
+from jaxtrain.run.observe.report.command import leave_report
 from tests.run.survive.processes import last_step
 from tests.run.survive.test_kill import start, texts  # noqa: F401
 from tests.run.test_loop import make_experiment
@@ -67,6 +68,7 @@ def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted
     wall = found[-1].until - found[0].began
     assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
     assert json.loads((run / "heartbeat.json").read_text())["ended"] == "done"
+    assert goodput.spent(found) == {}  # of a CPU nothing is known
 
 
 def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
@@ -75,6 +77,7 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     silent.open(claim_run_dir(epath.Path(tmp_path / "run")))
     silent.ready(0, {})
     silent.step = 9
+    silent.costs |= {"chips": 8, "price": 2.5, "kwh": 0.25}
     silent.event("save failed", error="no room")
     silent.beat()
     with (tmp_path / "run" / journal.EVENTS).open("a") as file:
@@ -84,6 +87,7 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     second.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=True))
     second.ready(6, {})
     second.step = 8
+    second.costs |= {"chips": 4, "kwh": 0.5}
     second.event("alert", rule="stall")
     assert second.counts() == {
         "run/restarts": 1,
@@ -103,6 +107,16 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
         (2, 6, 8, "SystemExit"),
     ]
     assert spent["down"] == pytest.approx(480, abs=1)
+    hours = [sum(attempt.seconds.values()) / 3600 for attempt in found]
+    cost = 8 * 2.5 * hours[0]
+    expected = {"chip-hours": 8 * hours[0] + 4 * hours[1], "cost": cost, "kWh": 0.75}
+    assert goodput.spent(found) == pytest.approx(expected)
+    (tmp_path / "run" / "log.jsonl").write_text("")
+    _, line = leave_report(tmp_path / "run")
+    assert (
+        line == f"spent        chip-hours {expected['chip-hours']:.3g}, cost {cost:.3g}, kWh 0.75"
+    )
+    assert '{"name":"kWh","value":"0.75","note":""}' in (tmp_path / "run/report.html").read_text()
     told = health._attempts(records.read_run(epath.Path(tmp_path / "run"), "run"))
     assert silent.identity == second.identity != Journal(7.0).identity
     assert [each.text for each in told] == [

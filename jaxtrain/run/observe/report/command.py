@@ -9,9 +9,10 @@ import tyro
 from etils import epath
 
 from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run.observe.goodput import spent
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
-from jaxtrain.run.observe.report.records import read
+from jaxtrain.run.observe.report.records import read, significant
 
 REPORT, PICTURE = "report.html", "report.png"
 # A run with fewer log lines has no curves to draw.
@@ -62,6 +63,9 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         path, records = as_path(run_dir) / REPORT, read([run_dir])
         write_whole(path, make_page(records))
         lines.append(f"report       {path}")
+        if found := spent(records[0].attempts):
+            told = (f"{name} {significant(value, 3):,}" for name, value in found.items())
+            lines.append(f"spent        {', '.join(told)}")
         if records[0].values("train/loss").size >= CURVE:
             with contextlib.suppress(ImportError):
                 save_png(records, path.parent / PICTURE)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
-from jaxtrain.run.observe.goodput import account
+from jaxtrain.run.observe.goodput import account, spent
 from jaxtrain.run.observe.report import heat, surroundings
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
@@ -177,10 +177,12 @@ def _tiles(record: Record) -> list[dict[str, str]]:
             note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
             value = human_count(float(rates[-1])) if rates.size else "-"
             tiles.append({"name": f"{item}/s", "value": value, "note": note})
-    if spent := account(record.attempts):
-        part = spent.get("step", 0.0) / sum(spent.values())
-        note = f"of {duration(sum(spent.values()))}"
+    if times := account(record.attempts):
+        part = times.get("step", 0.0) / sum(times.values())
+        note = f"of {duration(sum(times.values()))}"
         tiles.append({"name": "goodput", "value": f"{part:.1%}", "note": note})
+    for name, value in spent(record.attempts).items():
+        tiles.append({"name": name, "value": f"{significant(value, 3):,}", "note": ""})
     if (mfu := record.values("time/mfu")).size:
         tiles.append({"name": "MFU", "value": f"{mfu[-1]:.1%}", "note": f"best {mfu.max():.1%}"})
     if (peak := record.values("memory/peak")).size:
@@ -210,8 +212,8 @@ def _histogram(record: Record) -> dict[str, list] | None:
 
 
 def _goodput(record: Record) -> list[list]:
-    spent = account(record.attempts)
-    return [[name, significant(seconds)] for name, seconds in spent.items() if seconds > 0]
+    times = account(record.attempts)
+    return [[name, significant(seconds)] for name, seconds in times.items() if seconds > 0]
 
 
 def _memory(record: Record) -> dict[str, Any] | None:
