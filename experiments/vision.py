@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data, optim
 from jaxtrain.hf.encoders import label_fields
-from jaxtrain.models import convnet, vit
+from jaxtrain.models import convnet, layers, vit
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
 from jaxtrain.planning.balance import stack_for
@@ -35,6 +35,8 @@ from jaxtrain.run.provenance import SAME
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
+# Held-out images of which a picture says what they are taken for.
+CONFUSED = 1000
 _SIDES = ("train", "held_out")
 
 # LARS scales steps by its trust coefficient, 0.001.
@@ -178,6 +180,13 @@ def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
         "fingerprints": fingerprints(images),
         "init_fn": functools.partial(convnet.init, model),
         "loss_fn": convnet.loss_fn(model),
+        "show": functools.partial(
+            confusion,
+            images,
+            lambda state, batch: layers.apply(
+                convnet.ConvNet, model, state.params, state.model_state
+            )(batch["image"], None),
+        ),
         "has_model_state": True,
         "optimizer": optimizer_of(config),
     }
@@ -236,12 +245,35 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
         "config": stored | {"pixels": source and source.told("pixels")},
         "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
         "loss_fn": loss_from_stages(stages),
+        "show": functools.partial(
+            confusion,
+            images,
+            lambda state, batch: vit.logits(model, stack.natural(state.params), batch),
+        ),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
         "gather": "model",
         "stages": stages,
         "pipeline": pipeline | {"virtual": stack.virtual},
         "optimizer": optimizer_of(config, stacked=stack.axes),
     }
+
+
+def confusion(
+    images: data.LabelledImages,
+    logits: Callable[[TrainState, Mapping[str, Any]], jax.Array],
+    state: TrainState,
+    means: Mapping[str, float],
+) -> dict[str, np.ndarray]:
+    """Draws what held-out images are taken for: a row for each class, dark where many are."""
+    del means
+    rows = [images.held_out[i] for i in language.spread(len(images.held_out), CONFUSED)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in ("image", "label")}
+    guess = np.asarray(jax.jit(lambda *given: logits(*given).argmax(-1))(state, batch))
+    counts = np.zeros(2 * [len(images.classes)])
+    np.add.at(counts, (batch["label"], guess), 1)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    large = np.kron(1 - shares, np.ones((16, 16)))
+    return {"confusion": np.repeat((255 * large).astype(np.uint8)[..., None], 3, axis=-1)}
 
 
 def optimizer_of(config: Config, **more: Any) -> optax.GradientTransformation:

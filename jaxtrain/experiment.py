@@ -134,6 +134,9 @@ class Experiment:
         each source of its data.
       derived: ``means -> numbers`` that follow from the means of a step or an evaluation set, such
         as a perplexity; they are logged, and ``best_metric`` may be one.
+      show: ``(state, evaluation means) -> texts and pictures``, by name, which TensorBoard shows of
+        each evaluation where the optimizer makes histograms (``make_optimizer(watch_bins=)``). The
+        state is as for ``conclude``; pictures are uint8 [height, width, 3].
       conclude: ``(state, evaluation means) -> lines`` printed when training is over; the state has
         what is evaluated in ``params`` (:func:`jaxtrain.averaged`). Of a run that was stopped early
         while it kept its best checkpoint, they are that one's, without optimizer state and metrics
@@ -181,6 +184,7 @@ class Experiment:
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] | None = None
     derived: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda means: {}
+    show: Callable[[TrainState, Mapping[str, Any]], Mapping[str, Any]] | None = None
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     best_metric: str = "loss"
     best_mode: str = "min"

@@ -124,6 +124,11 @@ def build(config: Config) -> jt.Experiment:
         **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
         facts=language.facts(config, model, facts(config, texts, rows), length=model.seq_len),
         conclude=functools.partial(conclude, config, model, tokenizer, texts),
+        show=lambda state, means: (
+            {"sample": "\n".join(sample(config, model, tokenizer, state))}
+            if config.sample_tokens
+            else {}
+        ),
     )
 
 

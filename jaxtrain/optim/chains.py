@@ -66,6 +66,7 @@ def make_optimizer(
     skip_spikes: float | None = None,
     ema: float | None = None,
     watch_every: int = 0,
+    watch_bins: int = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Builds an optimizer: clip by value and norm, update rule with weight decay, learning rate.
@@ -122,6 +123,7 @@ def make_optimizer(
         evaluation reads with :func:`jaxtrain.averaged`; see ``averages.ema``. None keeps none.
       watch_every: updates between two measurements of the norms of every layer's gradient (before
         clipping), parameters and update; see ``watching.watch``. 0 measures none.
+      watch_bins: of these, histograms of so many bins besides; 0 makes none.
       **options: of the rule. All but sgd take moment_dtype; see above.
 
     Returns:
@@ -144,7 +146,7 @@ def make_optimizer(
     ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
 clip_order, clip_value, decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, \
 accumulate, accumulate_ramp, plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, \
-watch_every
+watch_every, watch_bins
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):
@@ -174,6 +176,8 @@ watch_every
         )
     every = numerics.check_integer("accumulate", accumulate, low=1)
     watch_every = numerics.check_integer("watch_every", watch_every, low=0)
+    if numerics.check_integer("watch_bins", watch_bins, low=0) and not watch_every:
+        raise ValueError(f"watch_bins is {watch_bins} and watch_every 0: give that, too")
 
     no_decay = numerics.concrete("weight_decay", weight_decay) == 0
 
@@ -224,7 +228,7 @@ watch_every
         tx = optax.chain(optax.chain(*clips) if clips else optax.identity(), *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = tx if ema is None else ema_of(tx, ema)
-        tx = watch(tx, watch_every, stacked=axes) if watch_every else tx
+        tx = watch(tx, watch_every, bins=watch_bins, stacked=axes) if watch_every else tx
         if every > 1 or accumulate_ramp:
             mean_value = plateau is not None
             tx = accumulate_calls(tx, every, ramp=accumulate_ramp, mean_value=mean_value)

@@ -30,12 +30,15 @@ class WatchState:
       count: int32 scalar, updates so far.
       norms: float32 [3, rows], the latest of each of ``NORMS``: the layers of each stack in natural
         order, then the other parameters; 0 before the first update.
+      histograms: float32 [3, rows, bins + 1], how many values lie in each of so many equal parts of
+        -r to r, and r: the largest magnitude in the row's stack. None without bins.
       groups: what the rows are, in order.
     """
 
     inner_state: Any
     count: jax.Array
     norms: jax.Array
+    histograms: jax.Array | None
     groups: tuple[Group, ...] = dataclasses.field(metadata={"static": True})
 
     def reports(self) -> dict[str, jax.Array]:
@@ -46,12 +49,15 @@ class WatchState:
         for name, layers in self.groups:
             rows = start if layers is None else slice(start, start + layers)
             found |= {f"{kind}/{name}": values[..., rows] for kind, values in told.items()}
+            for i, kind in enumerate(NORMS if self.histograms is not None else ()):
+                each = self.histograms[..., i, rows, :]
+                found[f"{kind.removesuffix('norm')}histogram/{name}"] = each
             start += layers or 1
         return found
 
 
 def watch(
-    tx: optax.GradientTransformation, every: int, *, stacked: Stacked = ()
+    tx: optax.GradientTransformation, every: int, *, bins: int = 0, stacked: Stacked = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``tx`` and measures the norms of every layer, in every ``every``-th update.
 
@@ -63,6 +69,10 @@ def watch(
     where nothing is updated, infinite where parameters of norm 0 are. The squares of one kind sum
     to the square of the norm over everything.
 
+    With ``bins``, ``grad_histogram/blocks`` [layers, bins + 1] and so on hold how many values lie
+    in each of so many equal parts of -r to r, and r: the largest magnitude in the stack or
+    parameter.
+
     The first update is measured, and every one whose number ``every`` divides. The others cost
     nearly nothing, keep the last values and report those. What ``tx`` returns is unchanged.
 
@@ -72,6 +82,7 @@ def watch(
     Args:
       tx: the optimizer.
       every: updates between two measurements, at least 1.
+      bins: parts of the histograms; 0 for none.
       stacked: which leading axes index layers; see :mod:`jaxtrain.optim.masks`.
 
     Returns:
@@ -88,14 +99,15 @@ def watch(
     {'update_norm/blocks': [2.5, 1.0], 'update_ratio/blocks': [0.5, 0.5], 'update_norm/bias': 0.5, \
 'update_ratio/bias': 0.5}
     """
-    every = check_integer("every", every, low=1)
+    every, bins = check_integer("every", every, low=1), check_integer("bins", bins, low=0)
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
         groups = tuple(_groups(params, stacked))
         rows = sum(layers or 1 for _, layers in groups)
         norms = jnp.zeros((len(NORMS), rows), jnp.float32)
-        return WatchState(tx.init(params), jnp.zeros([], jnp.int32), norms, groups)
+        counts = jnp.zeros((len(NORMS), rows, bins + 1), jnp.float32) if bins else None
+        return WatchState(tx.init(params), jnp.zeros([], jnp.int32), norms, counts, groups)
 
     def update(updates, state, params=None, **extra):
         if params is None:
@@ -103,15 +115,23 @@ def watch(
         count = optax.safe_increment(state.count)
         due = (count == 1) | (count % every == 0)
 
-        def measured(kind: int, *trees: Any) -> jax.Array:
-            def measure() -> jax.Array:
-                return jnp.stack([_norms(tree, state.groups, stacked) for tree in trees])
+        def measured(kind: int, *trees: Any) -> Any:
+            last = (state.norms, state.histograms)
+            last = jax.tree.map(lambda x: x[kind : kind + len(trees)], last)
 
-            return jax.lax.cond(due, measure, lambda: state.norms[kind : kind + len(trees)])
+            def measure() -> Any:
+                norms = [_norms(tree, state.groups, stacked) for tree in trees]
+                if not bins:
+                    return jnp.stack(norms), None
+                counts = [_histograms(tree, state.groups, stacked, bins) for tree in trees]
+                return jnp.stack(norms), jnp.stack(counts)
+
+            return jax.lax.cond(due, measure, lambda: last)
 
         new_updates, inner = tx.update(updates, state.inner_state, params, **extra)
         before, after = measured(0, updates, params), measured(2, new_updates)
-        return new_updates, WatchState(inner, count, jnp.concatenate([before, after]), state.groups)
+        norms, counts = jax.tree.map(lambda *x: jnp.concatenate(x), before, after)
+        return new_updates, WatchState(inner, count, norms, counts, state.groups)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -149,3 +169,27 @@ def _norms(tree: Any, groups: tuple[Group, ...], stacked: Stacked) -> jax.Array:
     members = _groups(tree, stacked)
     sums = [sum(map(squares, members[group])) for group in groups]
     return jnp.sqrt(jnp.concatenate(sums)).astype(jnp.float32)
+
+
+def _histograms(tree: Any, groups: tuple[Group, ...], stacked: Stacked, bins: int) -> jax.Array:
+    """The counts of each row and the largest magnitude in its group, float32 [rows, bins + 1]."""
+    leaves, members = named_leaves(tree), _groups(tree, stacked)
+    axes, rows = named_leaves(stacked_axes(tree, stacked)), named_leaves(layer_rows(tree, stacked))
+
+    def largest(group: Group) -> jax.Array:
+        each = [jnp.abs(leaves[name]).max().astype(jnp.float32) for name in members[group]]
+        return jnp.stack(each).max()
+
+    def counts(name: str, edges: jax.Array) -> jax.Array:
+        x, n = leaves[name].astype(jnp.float32), axes[name]
+        # Compared with every edge and summed at once: no index, and no scatter, of each value.
+        below = (x[..., None] <= edges).sum(tuple(range(n, x.ndim))).reshape(-1, bins)
+        each = jnp.diff(below, prepend=0, axis=-1).astype(jnp.float32)
+        return each[rows[name]] if n else each
+
+    found = []
+    for group in groups:
+        edges = (r := largest(group)) * jnp.linspace(-1.0, 1.0, bins + 1)[1:]
+        each = sum(counts(name, edges) for name in members[group])
+        found.append(jnp.concatenate([each, jnp.broadcast_to(r, (len(each), 1))], axis=1))
+    return jnp.concatenate(found)

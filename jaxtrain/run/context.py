@@ -11,7 +11,7 @@ from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.terminal import Progress
 from jaxtrain.run.observe.throughput import Throughput
-from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.observe.writers import Fanout
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.lifeline import Lifeline
 from jaxtrain.run.survive.watchdog import Watchdog
@@ -41,7 +41,7 @@ class Run:
     owner: Ownership
     peers: Lifeline
     watchdog: Watchdog
-    log: Writer
+    log: Fanout
     journal: Journal
     alerts: Alerts
     progress: Progress

@@ -258,6 +258,9 @@ class _ChainOptions:
     watch_every: int = 0
     """Updates between two measurements of the norms of each layer's gradient, parameters and
     update, which the log and the report show; 0 measures none."""
+    watch_bins: int = 0
+    """Bins of histograms of the same, which TensorBoard shows with samples at every evaluation
+    (text that a GPT writes, a picture of confused classes); 0 makes none."""
 
 
 # A flag for each option of a rule or a schedule that a command line can take.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.vision import Config, build
+from experiments.vision import Config, build, confusion, load
 from jaxtrain import hf
 from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, make_state, rows_of
 from jaxtrain.models import vit
@@ -35,6 +35,17 @@ def test_statistics_are_part_of_the_state_and_learned(tmp_path):
     state = fit(build(config), RunOptions(run_dir=str(tmp_path / "run"))).state
     variance = state.model_state["norms"]["0"]["var"]
     assert float(abs(variance - 1).max()) > 0.1
+
+
+def test_a_picture_says_what_held_out_images_are_taken_for():
+    images = load(Config())
+    one_more = lambda state, batch: jax.nn.one_hot((batch["label"] + state) % 10, 10)  # noqa: E731
+    for shift in (0, 1):
+        pixels = confusion(images, one_more, shift, {})["confusion"]
+        assert pixels.shape == (160, 160, 3)
+        cells = pixels[8::16, 8::16, 0]
+        expected = 255 * (1 - np.roll(np.eye(10), shift, axis=1))
+        np.testing.assert_array_equal(cells, expected)
 
 
 def test_a_folder_of_images_is_trained_on(tmp_path, capsys):

@@ -85,6 +85,32 @@ def test_the_norms_are_those_of_the_definition_in_every_third_update(stack):
         check(told(state), wanted)
 
 
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_histograms_are_those_of_numpy(stack):
+    bins, natural, grads = 7, random_tree(0), random_tree(1)
+    tx = jt.make_optimizer("sgd", RATE, watch_every=3, watch_bins=bins, stacked=stack.axes)
+    params, cut = (stack.cut(jax.tree.map(jnp.float32, tree)) for tree in (natural, grads))
+    state = jit(tx.update)(cut, tx.init(params), params)[1]
+    state = jit(tx.update)(params, state, params)[1]  # the second is not measured
+    found = {name: np.array(x) for name, x in reports(state).items() if "histogram" in name}
+    updates = jax.tree.map(lambda g: -RATE * g, grads)
+    assert len(found) == 9
+    for kind, tree in (("grad", grads), ("param", natural), ("update", updates)):
+        for name, parts in (
+            ("blocks", list(tree["blocks"].values())),
+            ("bias", [tree["bias"][None]]),
+            ("head/kernel", [tree["head"]["kernel"][None]]),
+        ):
+            r = max(np.abs(part).max() for part in parts)
+            rows = [
+                np.histogram(np.concatenate([x[i].ravel() for x in parts]), bins, (-r, r))[0]
+                for i in range(len(parts[0]))
+            ]
+            wanted = np.array([[*row, r] for row in rows])
+            wanted = wanted if name == "blocks" else wanted[0]
+            np.testing.assert_allclose(found[f"{kind}_histogram/{name}"], wanted, rtol=1e-6)
+
+
 def test_what_is_not_updated_has_the_ratio_0_and_bfloat16_is_summed_in_float32():
     tx = watch(optax.sgd(RATE), every=1)
     params = {"still": jnp.zeros(2), "long": jnp.full(3000, 1.5, jnp.bfloat16)}
@@ -137,7 +163,8 @@ def batch_of(number):
 
 
 def test_a_mesh_measures_what_one_device_does_and_a_resumed_run_goes_on(tmp_path):
-    tx = jt.make_optimizer("lamb", 0.01, clip_norm=1.0, stacked=("^blocks/",), watch_every=2)
+    watching = {"stacked": ("^blocks/",), "watch_every": 2, "watch_bins": 8}
+    tx = jt.make_optimizer("lamb", 0.01, clip_norm=1.0, **watching)
     seen = {}
     for name, mesh in (
         ("one", jt.make_mesh(devices=jax.devices()[:1])),
@@ -158,6 +185,8 @@ def test_a_mesh_measures_what_one_device_does_and_a_resumed_run_goes_on(tmp_path
                 assert digest(state) == saved
             state, metrics = train(state, batch_of(number))
             seen[name].append({k: np.array(x) for k, x in metrics.items() if "norm/" in k})
+            if not number:
+                seen[name][0] |= {k: np.array(x) for k, x in metrics.items() if "param_h" in k}
     for one, eight in zip(*seen.values(), strict=True):
         check(eight, one)
         assert one["grad_norm/blocks"].shape == (4,)
@@ -200,6 +229,8 @@ def test_a_run_that_does_not_watch_keeps_nothing_and_the_arguments_are_checked()
     assert "norms" not in str(jax.tree.structure(nothing))
     with pytest.raises(ValueError, match="watch_every is -1; it must be at least 0"):
         jt.make_optimizer("sgd", RATE, watch_every=-1)
+    with pytest.raises(ValueError, match="watch_bins is 9 and watch_every 0: give that, too"):
+        jt.make_optimizer("sgd", RATE, watch_bins=9)
     tx = watch(optax.sgd(RATE), every=1)
     with pytest.raises(ValueError, match="watch measures the parameters"):
         tx.update(params, tx.init(params))

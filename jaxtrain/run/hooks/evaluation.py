@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment, build_evaluation, compile_eval, evaluate, rows_of
-from jaxtrain.optim import averaged
+from jaxtrain.optim import averaged, reports
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
@@ -74,6 +74,9 @@ class Evaluation(Hook):
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         told = ", ".join(f"{name} {x:.4f}" for name, x in means.items() if not np.ndim(x))
         run.progress.note(f"step {step}: held-out {told}")
+        told = jax.eval_shape(reports, state.opt_state)
+        if run.experiment.show is not None and any("_histogram/" in name for name in told):
+            run.log.show(step, run.experiment.show(averaged(state), means))
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:

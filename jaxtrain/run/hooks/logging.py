@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxtrain.experiment import call_end
 from jaxtrain.host import memory
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook, Value
 from jaxtrain.run.observe import throughput
+from jaxtrain.run.observe.writers import Histogram
 from jaxtrain.run.survive.pace import Pace
 
 
@@ -16,6 +19,7 @@ class Logging(Hook):
     def __init__(self, run: Run, pace: Pace):
         self.run, self.pace = run, pace
         self.timed_to = 0
+        self.shown: Mapping[str, Value] = {}
 
     def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         experiment, rate = self.run.experiment, self.run.rate
@@ -28,7 +32,9 @@ class Logging(Hook):
         quiet = quiet and not self.run.alerts.is_urgent(metrics)
         if step % self.run.options.log_every and step != experiment.steps and quiet:
             return
-        metrics = {**metrics, **experiment.derived(metrics)}
+        histograms = {name: x for name, x in metrics.items() if "_histogram/" in name}
+        metrics = {name: x for name, x in metrics.items() if name not in histograms}
+        metrics |= experiment.derived(metrics)
         values = {f"train/{name}": value for name, value in metrics.items()}
         seconds = rate.seconds_per_step
         if seconds is not None:
@@ -48,3 +54,10 @@ class Logging(Hook):
         for name, value in memory.device_memory().items():
             values[f"memory/{name}"] = value
         self.run.log.write(step, values | self.run.journal.counts())
+        if any(not np.array_equal(x, self.shown.get(name)) for name, x in histograms.items()):
+            self.shown, found = histograms, {}
+            for name, x in histograms.items():
+                for place in np.ndindex(x.shape[:-1]):  # () outside of layers
+                    of_layer = "/".join(["train", name, *map(str, place)])
+                    found[of_layer] = Histogram(x[place][:-1], float(x[place][-1]))
+            self.run.log.show(step, found)

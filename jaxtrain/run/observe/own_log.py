@@ -9,7 +9,7 @@ import jax
 from jaxtrain.host.paths import is_remote
 from jaxtrain.run.folder import Ownership
 from jaxtrain.run.hooks import Value
-from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.observe.writers import Fanout, Shown
 from jaxtrain.run.survive.lifeline import Lifeline
 
 
@@ -25,13 +25,17 @@ class OwnLog:
     # A bucket takes long enough to answer for the devices to wait.
     LOOK_SECONDS = 10.0
 
-    def __init__(self, log: Writer, owner: Ownership, peers: Lifeline):
+    def __init__(self, log: Fanout, owner: Ownership, peers: Lifeline):
         self._log, self._owner, self._peers = log, owner, peers
         self._taken, self._looked_at = False, -math.inf
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if not self._is_taken():
             self._log.write(step, values)
+
+    def show(self, step: int, values: Mapping[str, Shown]) -> None:
+        if not self._is_taken():
+            self._log.show(step, values)
 
     def close(self) -> None:
         if not self._is_taken():  # In a bucket, closing writes.

@@ -8,10 +8,11 @@ import math
 import socket
 import struct
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,9 +31,23 @@ UPLOAD_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
 
 
+class Histogram(NamedTuple):
+    """How many values lie in each of some equal parts of ``-largest`` to ``largest``."""
+
+    counts: np.ndarray
+    largest: float
+
+
+# What a writer may show besides numbers: a text, a picture (uint8 [height, width, 3]), a histogram.
+Shown = str | np.ndarray | Histogram
+
+
 @runtime_checkable
 class Writer(Protocol):
-    """Takes the values of a step: the logs of a run, and what ``jaxtrain.fit(writers=)`` adds."""
+    """Takes the values of a step: the logs of a run, and what ``jaxtrain.fit(writers=)`` adds.
+
+    One that has ``show(step, values)`` too is given texts, pictures and histograms by it.
+    """
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes named numbers under a step.
@@ -157,6 +172,22 @@ class TensorBoardWriter(_FileWriter):
         points = [Summary.Value(tag=name, simple_value=value) for name, value in flat(values)]
         self._append(Event(step=step, summary=Summary(value=points)))
 
+    def show(self, step: int, values: Mapping[str, Shown]) -> None:
+        """Adds texts, as they are, pictures and histograms."""
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
+        for name, value in values.items():
+            if isinstance(value, str):  # Markdown, in which what is indented is code
+                made = summary.text(name, textwrap.indent(value, "    "))
+            elif isinstance(value, Histogram):
+                counts, end = value
+                edges = np.linspace(-end, end, len(counts) + 1)[1:]
+                made = summary.histogram_raw(name, -end, end, counts.sum(), 0, 0, edges, counts)
+            else:
+                made = summary.image(name, value, dataformats="HWC")
+            self._append(Event(step=step, summary=made))
+
     def _append(self, event: Any) -> None:
         """Appends a record: the length, its checksum, the event, its checksum."""
         event.wall_time = time.time()
@@ -275,6 +306,12 @@ class Fanout:
         """Writes to each."""
         for writer in self._writers:
             writer.write(step, values)
+
+    def show(self, step: int, values: Mapping[str, Shown]) -> None:
+        """Has those show it that can."""
+        for writer in self._writers:
+            if hasattr(writer, "show"):
+                writer.show(step, values)
 
     def close(self) -> None:
         """Closes each, even where closing another fails."""

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import io
 import itertools
 import json
 import math
@@ -18,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+import jaxtrain as jt
 from jaxtrain.run.observe import writers
 from jaxtrain.run.observe.writers import Fanout, JSONLWriter, TensorBoardWriter, make_writers
+from tests import problems
 from tests.run.checkpoints.test_durability import small_disk
 from tests.run.storage_faults import Faults
+from tests.run.test_loop import make_experiment
 
 
 def read_lines(path) -> list[dict]:
@@ -34,9 +38,8 @@ def read_lines(path) -> list[dict]:
     return lines
 
 
-def read_curves(directory) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows: the files in order, a START event hiding what it says to hide."""
-    curves: dict[str, dict[int, float]] = {}
+def read_events(directory):
+    """The events of the files in order."""
     for file in sorted(directory.iterdir()):  # names begin with the second of their creation
         content, at = file.read_bytes(), 0
         while at < len(content):  # a record: length, its checksum, an Event, its checksum
@@ -45,13 +48,54 @@ def read_curves(directory) -> dict[str, dict[int, float]]:
                 break  # Torn where a disk stayed full: TensorBoard waits for the rest, and reads on
             event = Event.FromString(content[at + 12 : at + 12 + length])
             at += 12 + length + 4
-            if event.session_log.status == SessionLog.START:
-                for curve in curves.values():
-                    for step in [step for step in curve if step >= event.step]:
-                        del curve[step]
-            for value in event.summary.value:
-                curves.setdefault(value.tag, {})[event.step] = value.simple_value
+            yield event
+
+
+def read_curves(directory) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: a START event hides what it says to hide."""
+    curves: dict[str, dict[int, float]] = {}
+    for event in read_events(directory):
+        if event.session_log.status == SessionLog.START:
+            for curve in curves.values():
+                for step in [step for step in curve if step >= event.step]:
+                    del curve[step]
+        for value in event.summary.value:
+            curves.setdefault(value.tag, {})[event.step] = value.simple_value
     return curves
+
+
+def test_histograms_texts_and_pictures_are_what_tensorboard_reads(tmp_path):
+    picture = np.arange(4 * 3 * 3, dtype=np.uint8).reshape(4, 3, 3)
+    experiment = make_experiment(
+        5,
+        optimizer=jt.make_optimizer("sgd", 0.1, watch_every=4, watch_bins=6),
+        show=lambda state, means: {"a/text": "<b>\ntwo", "b": picture},
+    )
+    jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path), log_every=1, eval_every=3))
+    found = {}
+    for event in read_events(tmp_path / "tensorboard"):
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value
+    shape = (problems.INPUTS, problems.HIDDEN)
+    first = problems.init(jax.random.split(jax.random.key(0))[0])["up"]["kernel"]
+    histograms = found["train/param_histogram/up/kernel"]
+    assert list(histograms) == [1, 4]  # those between repeat what was measured
+    for step, value in histograms.items():
+        told = value.histo
+        assert sum(told.bucket) == told.num == shape[0] * shape[1]
+        if step == 1:
+            counts, edges = np.histogram(first, 6, (-np.abs(first).max(), np.abs(first).max()))
+            assert told.bucket == counts.tolist()
+            np.testing.assert_allclose([told.min, *told.bucket_limit], edges, rtol=1e-6, atol=1e-6)
+    kinds = {f"train/{kind}_histogram/down/kernel" for kind in ("grad", "param", "update")}
+    assert kinds < found.keys()
+    texts = [(n, x.tensor.string_val) for n, x in found["a/text/text_summary"].items()]
+    assert texts == [(n, [b"    <b>\n    two"]) for n in (3, 5)]
+    assert found["b"][3].image.encoded_image_string[:4] == b"\x89PNG"
+    encoded = io.BytesIO(found["b"][5].image.encoded_image_string)
+    pixels = pytest.importorskip("PIL.Image").open(encoded)
+    np.testing.assert_array_equal(np.asarray(pixels), picture)
+    assert "histogram" not in (tmp_path / "log.jsonl").read_text()
 
 
 def test_lines_are_on_disk_when_write_returns(tmp_path):
