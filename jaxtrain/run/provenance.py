@@ -50,6 +50,7 @@ _OF_ANY_RUN = {
     "microbatches": ROUNDED,
     "versions.*": ROUNDED,
     "code.*": "other code",
+    "best": SAME,
 }
 # Flags that decide in how many microbatches a step takes its batch.
 MICROBATCHES = ("accumulate", "pipeline.microbatches", "mesh.pipe")
@@ -96,8 +97,8 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     files = {"jaxtrain": __file__, "module": getattr(module, "__file__", None) or os.devnull}
     if code := {name: found for name, path in files.items() if (found := commit(path))}:
         own["code"] = code
-    best = (f"eval/{experiment.best_metric}", experiment.best_mode)
-    return config | {"best": best, "provenance": own}
+    own["best"] = f"eval/{experiment.best_metric} {experiment.best_mode}"
+    return config | {"provenance": own}
 
 
 def commit(path: str) -> str | None:
@@ -111,7 +112,7 @@ def commit(path: str) -> str | None:
         ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
     ):
         try:
-            quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+            quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
             found = subprocess.check_output([*git, *command], **quiet)
         except (OSError, subprocess.SubprocessError):
             return None

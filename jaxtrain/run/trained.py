@@ -73,7 +73,8 @@ def open_checkpoints(run: str) -> Checkpointer:
     """
     directory = as_path(run) / "checkpoints"
     with Checkpointer(directory) as found:
-        metric, mode = found.config().get("best", ("eval/loss", "min"))
+        best = found.config().get("provenance", {}).get("best", "eval/loss min")
+    metric, _, mode = best.rpartition(" ")
     return Checkpointer(directory, best_metric=metric, best_mode=mode)
 
 
