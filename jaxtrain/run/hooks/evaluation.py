@@ -76,7 +76,8 @@ class Evaluation(Hook):
         run.progress.note(f"step {step}: held-out {told}")
         told = jax.eval_shape(reports, state.opt_state)
         if run.experiment.show is not None and any("_histogram/" in name for name in told):
-            run.log.show(step, run.experiment.show(averaged(state), means))
+            with run.journal.ledger.during("evaluation"):
+                run.log.show(step, run.experiment.show(averaged(state), means))
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:
