@@ -15,6 +15,7 @@ from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.options import RunOptions
+from jaxtrain.run.provenance import flatten
 from jaxtrain.state import shapes_on
 
 # In the folder of a run whose tokenizer is not that of bytes.
@@ -73,8 +74,8 @@ def open_checkpoints(run: str) -> Checkpointer:
     """
     directory = as_path(run) / "checkpoints"
     with Checkpointer(directory) as found:
-        best = found.config().get("provenance", {}).get("best", "eval/loss min")
-    metric, _, mode = best.rpartition(" ")
+        best = flatten(found.config()).get("provenance.best", "eval/loss min")
+    metric, _, mode = str(best).rpartition(" ")
     return Checkpointer(directory, best_metric=metric, best_mode=mode)
 
 
