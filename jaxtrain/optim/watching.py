@@ -182,9 +182,9 @@ def _histograms(tree: Any, groups: tuple[Group, ...], stacked: Stacked, bins: in
 
     def counts(name: str, edges: jax.Array) -> jax.Array:
         x, n = leaves[name].astype(jnp.float32), axes[name]
-        # Compared with every edge and summed at once: no index, and no scatter, of each value.
-        below = (x[..., None] <= edges).sum(tuple(range(n, x.ndim))).reshape(-1, bins)
-        each = jnp.diff(below, prepend=0, axis=-1).astype(jnp.float32)
+        # An edge at a time: all at once are arrays of so many times the size of a parameter.
+        below = jax.lax.map(lambda edge: (x <= edge).sum(tuple(range(n, x.ndim))), edges)
+        each = jnp.diff(below.reshape(bins, -1).T, prepend=0, axis=-1).astype(jnp.float32)
         return each[rows[name]] if n else each
 
     found = []
