@@ -76,29 +76,27 @@ def test_strangers_neither_end_nor_hold_up_those_who_join(joining):
 
 
 def test_a_flood_of_strangers_keeps_no_peer_out(joining, monkeypatch):
+    """A peer on a busy host speaks late, when a crowd has come behind it: twice it is the one who
+    has to leave, and then there is no crowd any more."""
     monkeypatch.setattr(lifeline, "MOST_STRANGERS", 5)
+    monkeypatch.setattr(lifeline.random, "choice", lambda strangers: strangers[0])
     call, result, thread = joining
-    socks, over = [], threading.Event()
+    open_connection, crowd, floods = socket.create_connection, [], [12, 12]
 
-    def flood():
-        while not over.is_set():
-            with contextlib.suppress(OSError):
-                socks.append(connect(call))
+    def slowly(*address, **timeout):
+        peer = open_connection(*address, **timeout)
+        for _ in range(floods.pop() if floods else 0):
+            crowd.append(open_connection(*address, **timeout))
+        time.sleep(0.2)
+        return peer
 
-    floods = [threading.Thread(target=flood) for _ in range(2)]
-    for each in floods:
-        each.start()
-    try:
-        for process in (1, 2):
-            theirs, _, missing = lifeline._call(process, call | {"token": TOKEN})
-            assert missing is None
-            theirs[0].close()
-        thread.join(30)
-    finally:
-        over.set()
-    for each in floods:
-        each.join()
-    for each in socks:
+    monkeypatch.setattr(lifeline.socket, "create_connection", slowly)
+    for process in (1, 2):
+        theirs, _, missing = lifeline._call(process, call | {"token": TOKEN})
+        assert missing is None
+        theirs[0].close()
+    thread.join(30)
+    for each in crowd:
         each.close()
     assert sorted(result[0][0]) == [1, 2]
 
