@@ -20,7 +20,7 @@ from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models.generate import Prompts, Weights
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
@@ -176,8 +176,8 @@ def open_source(path: str, form: str) -> Source:
     """
     path = hub.local_folder(path)
     folder = as_path(path)
-    is_run = (folder / "checkpoints").exists()
-    if not is_run and not (folder / "config.json").exists():
+    is_run = exists(folder / "checkpoints")
+    if not is_run and not exists(folder / "config.json"):
         raise ValueError(
             f"'{path}' is no run and no Hugging Face folder: give one with checkpoints, or with "
             "config.json and safetensors"
@@ -202,7 +202,7 @@ def tokenizer_name(config: Config) -> str:
         return config.tokenizer
     if config.source is not None:
         path = as_path(config.source.path) / TOKENIZER_FILE
-        if path.exists():
+        if exists(path):
             return str(path)
         if config.source.is_run:
             return "bytes"
@@ -279,7 +279,7 @@ def _check_source(config: Config, vocab_size: int) -> None:
 def _extends(config: Config) -> bool:
     """Whether the tokenizer has all tokens of what the run begins with, under the same ids."""
     name, path = tokenizer_name(config), as_path(config.source.path) / TOKENIZER_FILE
-    if data.trained_kind(name) or not path.exists():
+    if data.trained_kind(name) or not exists(path):
         return False
     found = data.tokenizer_of_stores(data.parse_data(config.data), name)
     found, own = found or data.open_tokenizer(name), data.SubwordTokenizer.load(path)

@@ -22,6 +22,7 @@ from jaxtrain.data import command as data
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
 from jaxtrain.host import output, quiet
+from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
 from jaxtrain.parallel.pipeline import draw
 from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
@@ -99,6 +100,7 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
         )
     times = {"forward": options.forward, "backward": options.backward}
     if options.png is not None:
+        check_on_disk(options.png, "--png")
         draw.save_png(tables, options.png, **times)
     rows = [] if options.model is None else _balance(options.model, tables)
     draw.print_tables(tables)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.host.cache import delete_oldest
+from jaxtrain.host.paths import cache_folder
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.offload import is_on_host
 from jaxtrain.parallel.overlap import compile_hiding
@@ -257,7 +258,7 @@ def compile_step(
     return result
 
 
-def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
+def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | None:
     """Keeps compiled programs on disk, so that the next start of the same run does not compile.
 
     Programs of any size are kept: those of the initial state and around the step are small, and
@@ -269,15 +270,16 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
         and in it a folder per kind of processor, whose programs would not run on another.
 
     Returns:
-      The directory in use.
+      The directory in use; None, and no cache, for a user without a home.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.config.jax_compilation_cache_dir is not None:
         return jax.config.jax_compilation_cache_dir
     if directory is None:
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        directory = pathlib.Path(home) / "jaxtrain" / "programs" / _processor()
+        if (cache := cache_folder()) is None:
+            return None
+        directory = cache / "programs" / _processor()
         # In a thread, for over a network thousands of files take seconds to look at.
         room = (directory, PROGRAM_BYTES)
         threading.Thread(target=delete_oldest, args=room, daemon=True).start()
@@ -287,8 +289,10 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str:
 
 def _processor() -> str:
     """A short name for the instruction set that this machine's CPU programs are compiled for."""
-    lines = pathlib.Path("/proc/cpuinfo")
-    text = lines.read_text() if lines.exists() else platform.processor()
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = platform.processor()
     flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
     digest = hashlib.sha256("\n".join(flags or [text]).encode()).hexdigest()
     return f"{platform.machine()}-{digest[:8]}"

@@ -12,6 +12,7 @@ import jax
 import jax.extend.backend
 
 from jaxtrain.host.memory import keep_freed_memory
+from jaxtrain.host.paths import read_if_there
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 # Of these, what belongs to the backend in use.
@@ -61,7 +62,7 @@ def driver() -> str | None:
 def processor() -> str:
     """The processor's name."""
     path = pathlib.Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = read_if_there(path).decode().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 
 from experiments.bench import Variant, interleave, print_row
+from jaxtrain.host.paths import read_if_there
 
 COMMAND = [sys.executable, "-m", "experiments.gpt", "--log-every", "1"]
 
@@ -55,7 +56,7 @@ class Start:
 
 def has_logged(log: pathlib.Path) -> bool:
     """Whether there are metrics of a step in a log."""
-    return log.exists() and "train/loss" in log.read_text()
+    return b"train/loss" in read_if_there(log)
 
 
 def main(config: Config) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists, is_file, is_folder
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
@@ -200,18 +200,18 @@ def load_template(name: str) -> ChatTemplate:
     text, tokens = TEMPLATES.get(name), {}
     if text is None:
         path = as_path(name)
-        folder = path if path.is_dir() else path.parent
+        folder = path if is_folder(path) else path.parent
         config = folder / TOKENIZER_CONFIG
         if path in (folder, config):
             path = folder / TEMPLATE
-            path = path if path.exists() else config
-        if not path.is_file():
+            path = path if exists(path) else config
+        if not is_file(path):
             raise FileNotFoundError(
                 f"chat template '{name}' does not exist; give a file or a model's folder, or "
                 f"{' or '.join(TEMPLATES)}"
             )
         config = path if path.suffix == ".json" else config
-        values = _read_config(config) if config.exists() else {}
+        values = _read_config(config) if exists(config) else {}
         for each, token in values.items():
             token = token.get("content") if isinstance(token, dict) else token
             if each.endswith("_token") and isinstance(token, str):

@@ -16,6 +16,7 @@ from jaxtrain.data.sources import HELD_OUT, open_text
 from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.host.paths import exists
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -64,7 +65,7 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     )
     split = opened(chat=chat)
     kept = Path(options.out) / TOKENIZER
-    tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if kept.exists() else None)
+    tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if exists(kept) else None)
     if chat is not None:
         chat = dataclasses.replace(chat, special=tokenizer.special_pattern)
         split = opened(chat=chat)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.sources import hash_fraction
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.host.paths import exists, is_file, is_folder, is_link, listed
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
@@ -168,9 +169,9 @@ def open_images(
       ImportError: Pillow, or for Parquet pyarrow, is not installed.
     """
     path = Path(path)
-    if not path.exists():
+    if not exists(path):
         raise FileNotFoundError(f"'{path}' does not exist: give a folder, a .parquet or an .npz")
-    if path.is_dir():
+    if is_folder(path):
         images, labels, classes, names, stamp = _of_folder(path, size)
     elif path.suffix == ".parquet":
         images, labels, classes, names, stamp = _of_parquet(path, size)
@@ -251,11 +252,19 @@ class _Encoded:
         return opened
 
 
+def _files_below(folder: Path, *, depth: int = 0) -> Iterator[Path]:
+    for path in listed(folder):
+        if is_file(path):
+            yield path
+        elif is_folder(path) and not (depth and is_link(path)):  # A link may lead back here.
+            yield from _files_below(path, depth=depth + 1)
+
+
 def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
     found = [
         each.relative_to(path).as_posix()
-        for each in sorted(path.glob("*/**/*"))
-        if each.suffix.lower() in SUFFIXES and each.is_file()
+        for each in sorted(_files_below(path))
+        if each.suffix.lower() in SUFFIXES and each.parent != path
     ]
     # As of .ipynb_checkpoints, and "._1.png" of macOS, which is no image.
     found = [name for name in found if not any(x.startswith(".") for x in name.split("/"))]

@@ -22,7 +22,7 @@ from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedToke
 from jaxtrain.data.store import MANIFEST, Store, check_local, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
 from jaxtrain.data.writing import cached_store
-from jaxtrain.host.paths import as_path, is_remote
+from jaxtrain.host.paths import as_path, exists, is_remote
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
 TRAIN_BYTES = 10_000_000_000
@@ -283,7 +283,7 @@ def open_data(
         if is_store(path):
             found[name] = open_store(path)
         else:
-            if is_remote(path) and (as_path(path) / MANIFEST).exists():
+            if is_remote(path) and exists(as_path(path) / MANIFEST):
                 check_local(path)
             found[name] = sources.open_text(path, field=field)
             encoder = encoder or open_tokenizer(tokenizer, found[name], kept=kept)

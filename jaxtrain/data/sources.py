@@ -24,7 +24,7 @@ from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate
 from jaxtrain.host import storage
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists, is_file, is_folder, look
 
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
@@ -249,16 +249,16 @@ def text_folder(
     root = as_path(path)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
-    if not root.exists():
+    if not exists(root):
         raise FileNotFoundError(f"text folder '{root}' does not exist; give a folder or a file")
     wanted = (*(() if chat else suffixes), *ROW_SUFFIXES)
     if not all(suffix.startswith(".") and len(suffix) > 1 for suffix in wanted):
         raise ValueError(f"suffixes is {suffixes!r}; give several endings with dots, as ('.txt',)")
-    if root.is_file():
+    if is_file(root):
         root, names = root.parent, [root.name]
         if not names[0].lower().endswith(wanted):
             names = []
-    elif (root / _SPLITS).exists():
+    elif exists(root / _SPLITS):
         raise ValueError(
             f"'{root}' holds the splits of a dataset, one to train on and others to measure on: "
             f"give the folder of one, as '{root / 'train'}'"
@@ -286,7 +286,7 @@ def read_rows(
       ValueError: a row lacks one of `fields`, a side is empty, or a file is damaged.
     """
     root = as_path(path)
-    files = sorted(root.iterdir()) if root.is_dir() else [root] * root.exists()
+    files = sorted(root.iterdir()) if is_folder(root) else [root] * exists(root)
     files = [file for file in files if not file.name.startswith(".")]
     if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
         return None
@@ -387,9 +387,9 @@ def _find_in_bucket(
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
-        if _is_wanted(path.name, suffixes) and path.is_file():
+        if _is_wanted(path.name, suffixes) and is_file(path):
             yield path.relative_to(root).as_posix()
-        elif path.is_dir():
+        elif is_folder(path):
             yield from _find_in_bucket(root, path, suffixes)
 
 
@@ -425,14 +425,10 @@ def _not_empty(root: Path, names: list[str]) -> list[str]:
 
 
 def _size_and_time(path: str) -> tuple[int, float]:
-    def read() -> tuple[int, float]:
-        if "://" in path:
-            found = epath.Path(path).stat()
-            return found.length, found.mtime
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns
-
-    return storage.retrying(read, f"'{path}'")
+    found = storage.retrying(lambda: look(path), f"'{path}'")
+    if found is None:
+        raise FileNotFoundError(f"'{path}' is gone: it was there when its folder was listed")
+    return found.size, found.changed
 
 
 def _spans(path: Path, num_bytes: int) -> list[Span]:

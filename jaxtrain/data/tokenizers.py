@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, is_file, is_folder
 
 EOD = "<|endoftext|>"
 # The tokens that end a document in the files of GPT-2 and Qwen, Llama 3 and 2, Gemma, and BERT.
@@ -280,9 +280,9 @@ class SubwordTokenizer(_BytePieces):
             `eod`.
         """
         library = _import_tokenizers()
-        if as_path(path).is_dir():
+        if is_folder(as_path(path)):
             path = as_path(path) / "tokenizer.json"
-        if not as_path(path).is_file():
+        if not is_file(as_path(path)):
             raise FileNotFoundError(f"tokenizer file '{path}' does not exist")
         try:
             tokenizer = library.Tokenizer.from_str(epath.Path(path).read_text(encoding="utf-8"))

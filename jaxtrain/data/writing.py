@@ -45,6 +45,7 @@ from jaxtrain.data.store import (
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
 from jaxtrain.host.cache import delete_oldest
+from jaxtrain.host.paths import cache_folder, exists, listed
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -105,12 +106,12 @@ def write_store(
         with _one_at_a_time(folder) as alone:
             if not _is_made(folder, about):
                 folder.mkdir(exist_ok=True)
-                for partial in folder.glob("*.partial") if alone else ():  # of those that died
+                for partial in listed(folder, "*.partial") if alone else ():  # of those that died
                     partial.unlink(missing_ok=True)
                 try:
                     _make(folder, sides, tokenizer, about, workers)
                 except BaseException:
-                    if not any(folder.glob("*.npz")):  # nothing is done that could be kept
+                    if not listed(folder, "*.npz"):  # nothing is done that could be kept
                         shutil.rmtree(folder, ignore_errors=True)
                     raise
                 if alone:
@@ -133,11 +134,11 @@ def cached_store(
     """
     stamps = [_stamp(side.files or side) for side in split]
     key = _hash(tokenizer.fingerprint, tokenizer.eod, *stamps)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder, temporary = Path(home) / "jaxtrain" / "tokens", None
+    cache, temporary = cache_folder(), None
+    folder = cache / "tokens" if cache else Path()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    if not is_store(folder / key) and not os.access(folder, os.W_OK):
+    if not cache or (not is_store(folder / key) and not os.access(folder, os.W_OK)):
         temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tokens-")
         folder = Path(temporary.name)
     store = write_store(split, tokenizer, folder / key, source=source, workers=cpus())
@@ -153,7 +154,7 @@ def cached_store(
 
 
 def _is_in_use(path: Path) -> bool:
-    if not is_store(path) or path.with_name(f"{path.name}.lock").exists():
+    if not is_store(path) or exists(path.with_name(f"{path.name}.lock")):
         return True
     try:
         with open(path / MANIFEST, "r+") as file:
@@ -243,7 +244,7 @@ def _make(
 
 def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
     """Writes the parts that are missing, by other processes where there is much to do."""
-    missing = [part for part in parts if not (folder / f"{part.name}.npz").exists()]
+    missing = [part for part in parts if not exists(folder / f"{part.name}.npz")]
     progress = _Progress(parts, missing)
     if workers < 2 or progress.left <= SHARD_BYTES:
         for part in missing:
@@ -433,7 +434,7 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
 
 def _is_open(path: Path, file: TextIO) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
@@ -441,7 +442,7 @@ def _is_open(path: Path, file: TextIO) -> bool:
 def _is_made(folder: Path, about: dict[str, Any]) -> bool:
     """Whether a store is complete; one of another tokenizer or source is refused."""
     # Listed before the manifest is read: it is the first file that another process writes.
-    others = [path.name for path in folder.glob("*") if path.suffix != ".partial"]
+    others = [path.name for path in listed(folder) if path.suffix != ".partial"]
     kept = read_manifest(folder)
     if kept is None:
         if others:

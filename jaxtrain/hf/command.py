@@ -12,6 +12,7 @@ from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
+from jaxtrain.host.paths import check_on_disk
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.run import trained
 
@@ -93,6 +94,7 @@ def _check(folder: Path) -> int:
 def _export(options: ExportOptions) -> int:
     if not 0 < options.max_shard_gb < float("inf"):  # nor NaN
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0")
+    check_on_disk(options.out, "--out")
     model, params, tokenizer = trained.load(options.run, options.step)
     stored = trained.stored(options.run)
     if context := stored.get("context"):

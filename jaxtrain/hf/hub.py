@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxtrain.host.distributed import from_first_process
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists
 
 _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -39,11 +39,11 @@ def local_folder(name: str | Path) -> str:
     """
     name = str(name)
     found = _NAME.fullmatch(name)
-    if found is None or as_path(name).exists():
+    if found is None or exists(as_path(name)):
         return name
     model, revision = found["model"], found["revision"]
     first = from_first_process(lambda: _downloaded(name, model, revision))
-    return first if Path(first).exists() else _downloaded(name, model, Path(first).name)
+    return first if exists(first) else _downloaded(name, model, Path(first).name)
 
 
 def _downloaded(name: str, model: str, revision: str | None) -> str:

@@ -8,6 +8,7 @@ in it is executed, and of its bytes no more is read than is asked for. bfloat16 
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from jaxtrain.host.paths import is_file, listed
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 INDEX = "model.safetensors.index.json"
@@ -62,16 +65,16 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
       ValueError: the weights are pickled; a file or the index is not what it should be.
     """
     # Where a folder has both, transformers reads the single file too.
-    if (folder / "model.safetensors").is_file():
+    if is_file(folder / "model.safetensors"):
         return _tensors(folder / "model.safetensors")
-    if (folder / INDEX).is_file():
+    if is_file(folder / INDEX):
         places = read_json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(
             isinstance(file, str) and _SHARD.fullmatch(file) for file in places.values()
         ):
             raise ValueError(f"'{folder / INDEX}' has no weight_map of tensors to files beside it")
         shards = sorted(set(places.values()))
-        if missing := [file for file in shards if not (folder / file).is_file()]:
+        if missing := [file for file in shards if not is_file(folder / file)]:
             raise FileNotFoundError(f"there is no {missing[0]} in '{folder}', which {INDEX} names")
         files = {file: _tensors(folder / file) for file in shards}
         for name, file in places.items():
@@ -80,7 +83,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         # Names that the index leaves out are kept, so that the caller misses nothing.
         unnamed = {name: each for found in files.values() for name, each in found.items()}
         return unnamed | {name: files[file][name] for name, file in places.items()}
-    pickled = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+    pickled = next((path.name for path in sorted(listed(folder, "*.bin"))), None)
     if pickled is not None:
         raise ValueError(
             f"'{folder}' holds pickled weights ({pickled}), and reading those runs whatever code "
@@ -138,7 +141,7 @@ def write(
 def _tensors(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
+        size = os.fstat(file.fileno()).st_size
         text = file.read(length) if length <= min(size, HEADER_BYTES) else b""
     try:
         header = json.loads(text, object_pairs_hook=_object)

@@ -20,6 +20,7 @@ from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
+from jaxtrain.host.paths import check_on_disk, exists, is_file, listed
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.tree import map_named, named_leaves
@@ -60,7 +61,7 @@ def pixels(folder: str | Path) -> dict[str, Any] | None:
       ValueError: it says something else of pixels.
     """
     path = Path(folder) / PREPROCESSOR
-    theirs = safetensors.read_json(path) if path.is_file() else {"do_normalize": False}
+    theirs = safetensors.read_json(path) if is_file(path) else {"do_normalize": False}
     if not theirs.get("do_normalize", True):
         return None
     found = {name: theirs.get(f"image_{name}") for name in ("mean", "std")}
@@ -382,8 +383,9 @@ def _tensors(
 
 
 def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
+    check_on_disk(folder, "the Hugging Face folder")
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = safetensors.read_json(path)
     try:
@@ -424,13 +426,13 @@ def _norm_name(old: re.Match) -> str:
 
 def _check_new(folder: Path) -> None:
     """Refuses a folder whose files transformers would take for the new model's."""
-    if folder.exists() and not folder.is_dir():
+    if is_file(folder):
         raise ValueError(f"'{folder}' is a file: give a folder")
-    if (folder / "config.json").exists():
+    if exists(folder / "config.json"):
         raise ValueError(f"'{folder}' holds a model already: give another folder")
-    if any(folder.glob("*.safetensors")):  # config.json is what save writes last
+    if listed(folder, "*.safetensors"):  # config.json is what save writes last
         raise ValueError(f"'{folder}' holds an unfinished export: remove it")
-    if folder.exists() and (found := min(folder.iterdir(), default=None)):
+    if found := min(listed(folder), default=None):
         raise ValueError(f"'{folder}' is not empty, it has {found.name!r}: give another folder")
 
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 COORDINATOR = "JAXTRAIN_COORDINATOR"
 PROCESSES = "JAXTRAIN_PROCESSES"
 PROCESS_ID = "JAXTRAIN_PROCESS_ID"
+# Of a launcher, and the same in all attempts that it starts.
+START = "JAXTRAIN_START"
 LOCAL_DEVICE_IDS = "JAXTRAIN_LOCAL_DEVICE_IDS"
 
 # The more particular first.

@@ -1,5 +1,6 @@
 """Memory in use, sizes in words, and keeping on a CPU what XLA frees."""
 
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -36,10 +37,9 @@ def device_memory() -> dict[str, float]:
 
 def host_memory() -> int:
     """Returns the most bytes of memory that this process has had resident."""
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
+    with contextlib.suppress(FileNotFoundError):
         # Linux counts in ru_maxrss what the parent had when it started this process.
-        for line in status.read_text().splitlines():
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

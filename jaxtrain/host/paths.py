@@ -1,11 +1,21 @@
-"""Folders on a disk or in a bucket."""
+"""Folders on a disk or in a bucket.
 
+What asks whether a file is there asks here. ``exists()`` of a path takes every error for absence,
+and a storage that fails for a moment would have a run begin anew, or its log emptied.
+"""
+
+import contextlib
 import errno
+import fnmatch
 import json
 import math
 import os
+import pathlib
+import re
+import secrets
+import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +27,8 @@ from jaxtrain.host import distributed, storage
 # For so long a listing over the network may not know of a new file.
 SHARED_SECONDS = 60.0
 
+P = TypeVar("P", epath.Path, pathlib.Path)
+
 
 def as_path(path: epath.PathLike) -> epath.Path:
     """Returns a path on a disk or in a bucket (``gs://...``).
@@ -27,6 +39,13 @@ def as_path(path: epath.PathLike) -> epath.Path:
     >>> str(as_path("runs") / "a")
     'runs/a'
     """
+    if is_remote(path):
+        with contextlib.suppress(ImportError):  # of which etils says more
+            import fsspec
+
+            # A listing is kept for the life of the process, and hides what other processes write.
+            kept = fsspec.config.conf.setdefault(str(path).partition("://")[0], {})
+            kept.setdefault("use_listings_cache", False)
     try:
         return epath.Path(path)
     except KeyError as error:
@@ -40,12 +59,144 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in str(path)
 
 
+class Entry(NamedTuple):
+    """What is at a path: whether it is a folder, its bytes, and when it changed (0: not known)."""
+
+    is_folder: bool
+    size: int
+    changed: float
+
+
+def look(path: epath.PathLike) -> Entry | None:
+    """Returns what is at a path, or where a link there leads; None where there is nothing for sure.
+
+    Raises:
+      OSError: storage did not answer, which says nothing of what is there.
+    """
+    try:
+        if is_remote(path):
+            found = as_path(path).stat()
+            return Entry(bool(found.is_directory), found.length or 0, found.mtime)
+        # Not etils' own, which fails where the owner of the file has no name here.
+        found = os.stat(path)
+        return Entry(stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: epath.PathLike) -> bool:
+    """Whether there is anything at a path; raises as :func:`look`."""
+    return look(path) is not None
+
+
+def is_folder(path: epath.PathLike) -> bool:
+    """Whether a folder is at a path; raises as :func:`look`."""
+    found = look(path)
+    return found is not None and found.is_folder
+
+
+def is_file(path: epath.PathLike) -> bool:
+    """Whether something other than a folder is at a path; raises as :func:`look`."""
+    found = look(path)
+    return found is not None and not found.is_folder
+
+
+def is_link(path: epath.PathLike) -> bool:
+    """Whether a symbolic link is at a path; raises as :func:`look`."""
+    try:
+        return not is_remote(path) and stat.S_ISLNK(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def listed(folder: P, pattern: str = "*") -> list[P]:
+    """Returns the paths in a folder whose names match; none where there is no folder.
+
+    Raises:
+      OSError: storage did not answer.
+    """
+    try:
+        return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+    except FileNotFoundError:
+        return []
+
+
+def read_if_there(path: epath.Path | pathlib.Path) -> bytes:
+    """Returns what a file holds; nothing where there is none.
+
+    Raises:
+      OSError: storage did not answer.
+    """
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+
+
+def make_folder(path: epath.Path) -> None:
+    """Makes a folder and those around it where there are none; raises as :func:`look`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # So it is said too where storage does not tell what is there.
+        if not is_folder(path):
+            raise
+
+
 def write_whole(path: epath.Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    partial = path if is_remote(path) else path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    if partial != path:
-        partial.replace(path)
+    if is_remote(path):
+        path.write_text(text)
+        return
+    # The name is of this writer alone: another one may write the same file at the same moment.
+    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def cache_folder() -> pathlib.Path | None:
+    """Returns ``~/.cache/jaxtrain`` (``$XDG_CACHE_HOME`` is heeded); None for want of a home."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return pathlib.Path(home) / "jaxtrain"
+
+
+def check_for_checkpoints(path: epath.PathLike) -> None:
+    """Refuses a folder in which no checkpoint can ever be written.
+
+    Raises:
+      ValueError: it is in another bucket than ``gs://``, or its name is not UTF-8.
+    """
+    scheme, remote, _ = str(path).partition("://")
+    if remote and scheme != "gs":
+        raise ValueError(
+            f"the folder '{path}' is in {scheme}://, where no checkpoint can be written: give "
+            "gs://... or a mounted folder"
+        )
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the folder {str(path)!r} is not named in UTF-8, so no checkpoint can be written "
+            "there: choose another"
+        ) from None
+
+
+def check_on_disk(path: epath.PathLike, what: str) -> None:
+    """Refuses a path in a bucket for what goes to a disk alone.
+
+    Raises:
+      ValueError: it is in a bucket.
+    """
+    # pathlib makes one slash of two.
+    if re.match(r"[a-z0-9]+:/", str(path)):
+        raise ValueError(f"{what} is '{path}', in a bucket: give a folder or file on a disk")
 
 
 def json_text(tree: Any) -> str:
@@ -84,8 +235,8 @@ def check_writable(path: epath.Path) -> None:
     if is_remote(path):
         return
     path = absolute(path)
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not there.is_dir():
+    there = next(each for each in (path, *path.parents) if exists(each))
+    if not is_folder(there):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
     if not os.access(there, os.W_OK):
         read_only = os.statvfs(there).f_flag & os.ST_RDONLY
@@ -106,7 +257,7 @@ def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> 
     """
 
     def look() -> None:
-        if not path.exists() or (text is not None and path.read_text() != text):
+        if not exists(path) or (text is not None and path.read_text() != text):
             raise FileNotFoundError(
                 "it is not there, where the first process has found it: all processes must share "
                 "the directory"

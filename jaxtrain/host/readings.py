@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.host.paths import exists
+
 logger = logging.getLogger(__name__)
 
 Source = Callable[[], dict[str, float]]
@@ -134,7 +136,7 @@ def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
       whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
       this process keeps busy).
     """
-    if not (PROC / "stat").exists():
+    if not exists(PROC / "stat"):
         return None
     before: dict[str, tuple[float, float]] = {}
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh, slow_parts
 from jaxtrain.parallel.reduction import ONCE
@@ -197,7 +198,7 @@ def plan_step(
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
         traced = trace_step(step, state, batch, mesh, rules)
-        dumped = [path.read_text() for path in Path(folder).glob("*.after_optimizations.txt")]
+        dumped = [path.read_text() for path in listed(Path(folder), "*.after_optimizations.txt")]
     flops = count_jaxpr(traced)
     estimated, unread = _walk(traced, state, batch, mesh, rules, kind=target.chip.kind)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.host.paths import check_on_disk
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.planning import by_layer, nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
@@ -36,6 +37,8 @@ def run_plan(
       show_parts: prints which part of the model has which memory, too.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
     """
+    if save_hlo is not None:
+        check_on_disk(save_hlo, "--save-hlo")
     stay_on_cpu()
     target.devices()  # before anything asks JAX for devices
     experiment = load(flags)

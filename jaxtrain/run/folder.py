@@ -6,22 +6,36 @@ writes nothing more. Looking is no lock: a save that had begun before the folder
 still end.
 """
 
-import contextlib
 import datetime
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 from etils import epath
 
 from jaxtrain.host import distributed, storage
 from jaxtrain.host.exit_codes import SUPERSEDED, Ended
-from jaxtrain.host.paths import as_path, check_writable, is_remote, write_whole
+from jaxtrain.host.paths import (
+    as_path,
+    check_for_checkpoints,
+    check_writable,
+    is_folder,
+    is_link,
+    is_remote,
+    listed,
+    make_folder,
+    read_if_there,
+    write_whole,
+)
+
+logger = logging.getLogger(__name__)
 
 RUNS = "runs"
 OWNER = "owner.json"
@@ -29,10 +43,14 @@ OWNER = "owner.json"
 STOPPED = "stopped.json"
 # What has been found of the loss around its checkpoints (`jaxtrain landscape`).
 LANDSCAPE = "landscape.json"
+# In owner.json, while an earlier run is being deleted.
+OVERWRITING = "overwriting"
+# After so long without owner.json the folder has gone, and its place is not to be taken.
+GONE_SECONDS = 2.0
 # All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"((owner|config|stopped|heartbeat|landscape)\.json|report\.(html|png)|log\.jsonl)(\.partial)?"
-    r"|(changes|events)\.jsonl|metrics\.(csv|prom)(\.partial)?|hang-process-\d+\.txt"
+    r"((owner|config|stopped|heartbeat|landscape)\.json|report\.(html|png)|metrics\.(csv|prom)"
+    r"|(log|changes|events)\.jsonl)(\.partial(-[0-9a-f]+)?)?|hang-process-\d+\.txt"
     r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
     r"|tensorboard/(events\.out\.tfevents\..*|plugins)"
 )
@@ -51,23 +69,46 @@ class Ownership:
 
     def __init__(self, path: epath.Path, token: str):
         self.path, self._token = path, token
+        self._missing_since: float | None = None
+        self._is_gone = False
 
     def taken_by(self) -> str | None:
         """Who has claimed the folder since, in words; None where that is nobody, or not known."""
         try:
             owner = json.loads((self.path / OWNER).read_text())
+            self._missing_since, self._is_gone = None, False
             taken = owner["token"] != self._token
             return f"process {owner['pid']} on {owner['host']}" if taken else None
+        except FileNotFoundError:
+            if self._missing_since is None:
+                self._missing_since = storage.now()
+            if not self._is_gone and storage.now() - self._missing_since >= GONE_SECONDS:
+                self._is_gone = True
+                logger.error("%s: nothing more is saved until it is back", self._gone())
+            return None
         except (OSError, ValueError, KeyError, TypeError):
             return None  # Storage that fails is told by what is written, and no reason to end.
+
+    def is_there(self) -> bool:
+        """Whether the folder is where it was claimed; what is not seen is looked for once more."""
+        self.taken_by()
+        if self._missing_since is not None and not self._is_gone:
+            storage.pause(GONE_SECONDS)
+            self.taken_by()
+        return not self._is_gone
+
+    def _gone(self) -> str:
+        return f"the run's folder {self.path} has been moved or deleted while the run goes on"
 
     def check(self) -> None:
         """Called by all processes alike before something is written.
 
         Raises:
           Superseded: another start has claimed the folder.
+          StorageError: the folder has gone, and is not to be made anew.
         """
-        if taken := distributed.from_first_process(self.taken_by):
+        taken, there = distributed.from_first_process(lambda: (self.taken_by(), self.is_there()))
+        if taken:
             error = Superseded(
                 SUPERSEDED,
                 f"{self.path} belongs to another start of the run now ({taken}): this one has "
@@ -76,6 +117,8 @@ class Ownership:
             if jax.process_index() == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             raise error
+        if not there:
+            raise storage.StorageError(self._gone())
 
 
 def find_run_dir(
@@ -102,8 +145,10 @@ def find_run_dir(
       FileExistsError: where it holds a run, and none of the three is set, or something else.
       FileNotFoundError: where there is nothing to resume.
       OSError: where nothing can be written there.
-      ValueError: where they contradict each other.
+      ValueError: where they contradict each other, or no checkpoint can be written there.
     """
+    if run_dir is not None:
+        check_for_checkpoints(run_dir)
     if resume and overwrite:
         raise ValueError("`resume` continues a run and `overwrite` deletes it: give one of them")
     if resume and auto_resume:
@@ -119,8 +164,14 @@ def find_run_dir(
             found = as_path(run_dir)
         else:
             found = newest_run(name) if resume else next_free(name)
-        taken = found.exists() and any(found.iterdir())
+        taken = bool(listed(found))
         holds_run = taken and is_run(found)
+        owner = _owner(found)
+        if OVERWRITING in owner and not (overwrite or auto_resume):
+            raise FileExistsError(
+                f"{found} holds the rest of a run whose deletion was interrupted: finish that with "
+                "`overwrite`, or choose another run_dir"
+            )
         resumable = holds_run or (taken and _holds_step(found / "checkpoints"))
         if resume and not resumable:
             raise FileNotFoundError(f"there is no run to resume in {found}")
@@ -139,10 +190,14 @@ def find_run_dir(
                 "`overwrite`, or choose another run_dir"
             )
         check_writable(found)
-        return str(found), resumable and not overwrite
+        # What an earlier attempt of this very launch has overwritten is that attempt's run.
+        start = os.environ.get(distributed.START)
+        anew = overwrite and (start is None or owner.get("start") != start)
+        return str(found), resumable and not anew and OVERWRITING not in owner
 
     # The first process decides for all: one that comes later might find what it has made by then.
-    folder, resumes = distributed.from_first_process(find)
+    what = f"the folder {run_dir or RUNS}"
+    folder, resumes = distributed.from_first_process(lambda: storage.retrying(find, what))
     return epath.Path(folder), resumes
 
 
@@ -165,40 +220,46 @@ def claim_run_dir(
       name: the experiment's, where the folder was numbered: if another start has taken that number
         since, the next free one is made.
       resumes: it holds a run to resume.
-      overwrite: what a run has written there is deleted, and nothing else.
+      overwrite: what a run has written there is deleted, and nothing else, unless it resumes.
       files: names of the experiment's own files.
 
     Raises:
       FileExistsError: another start was faster.
     """
 
+    path, token = run_dir, secrets.token_hex(8)
+    made = created = False  # by a try before, which storage failed
+
     def claim() -> tuple[str, str]:
-        path, token = run_dir, secrets.token_hex(8)
-        while name is not None and not resumes:
+        nonlocal path, made, created
+        while name is not None and not resumes and not made:
             try:
                 path.mkdir(parents=True)
-                break
+                made = True
             except FileExistsError:
                 path = next_free(name)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         owner = {"token": token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        if resumes or overwrite or is_remote(path):
-            write_text(path / OWNER, json.dumps(owner) + "\n")
-        else:
+        owner["start"] = os.environ.get(distributed.START)
+        begun = not resumes and (overwrite or OVERWRITING in _owner(path))
+        if not (begun or resumes or created or is_remote(path)):
             try:
-                with open(path / OWNER, "x") as file:
-                    file.write(json.dumps(owner) + "\n")
+                with open(path / OWNER, "x"):
+                    created = True
             except FileExistsError:
                 raise FileExistsError(
                     f"another run has just begun in {path}: choose another run_dir"
                 ) from None
-        if overwrite:
+        if begun:  # A deletion that is interrupted is known, and nobody resumes what is left.
+            write_text(path / OWNER, json.dumps(owner | {OVERWRITING: True}) + "\n")
             _delete_written(path, files)
+        write_text(path / OWNER, json.dumps(owner) + "\n")
         return str(path), token
 
-    path, token = distributed.from_first_process(claim)
-    return Ownership(epath.Path(path), token)
+    what = f"the claim of {run_dir}"
+    folder, token = distributed.from_first_process(lambda: storage.retrying(claim, what))
+    return Ownership(epath.Path(folder), token)
 
 
 def has_checkpoint(directory: epath.Path) -> bool:
@@ -214,7 +275,21 @@ def has_checkpoint(directory: epath.Path) -> bool:
 
 
 def _holds_step(directory: epath.Path) -> bool:
-    return directory.exists() and any(path.name.isdigit() for path in directory.iterdir())
+    return any(path.name.isdigit() for path in listed(directory))
+
+
+def is_half_deleted(folder: epath.Path) -> bool:
+    """Whether a run is here whose deletion was interrupted."""
+    return OVERWRITING in _owner(folder)
+
+
+def _owner(folder: epath.Path) -> dict[str, Any]:
+    """Who has claimed a folder; empty where nobody has, or that cannot be told."""
+    try:
+        owner = json.loads(read_if_there(folder / OWNER))
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def write_text(path: epath.Path, text: str) -> None:
@@ -226,7 +301,7 @@ def write_text(path: epath.Path, text: str) -> None:
 def runs() -> Iterator[epath.Path]:
     """The folders under runs/ that hold a run, the highest number first."""
     there = epath.Path(RUNS)
-    numbered = [p for p in there.iterdir() if _number(p) is not None] if there.exists() else []
+    numbered = [path for path in listed(there) if _number(path) is not None]
     return (path for path in sorted(numbered, key=_number, reverse=True) if is_run(path))
 
 
@@ -247,8 +322,7 @@ def newest_run(name: str) -> epath.Path:
 def next_free(name: str) -> epath.Path:
     """The folder after the last one of an experiment."""
     there = epath.Path(RUNS)
-    paths = there.glob(f"{name}-*") if there.exists() else ()
-    numbers = [_number(p) or 0 for p in paths if p.name.rpartition("-")[0] == name]
+    numbers = [_number(p) or 0 for p in listed(there) if p.name.rpartition("-")[0] == name]
     return there / f"{name}-{max(numbers, default=0) + 1}"
 
 
@@ -259,19 +333,19 @@ def _number(path: epath.Path) -> int | None:
 
 def is_run(folder: epath.Path) -> bool:
     """Whether a run has begun here; a config.json alone may be anybody's."""
-    there = {p.name for p in folder.iterdir()}
+    there = {path.name for path in listed(folder)}
     return OWNER in there or {"config.json", "log.jsonl"} <= there
 
 
 def _delete_written(folder: epath.Path, files: Iterable[str]) -> None:
-    """Deletes what a run has written, but for the token of its new owner."""
+    """Deletes what a run has written, but for the token of its new owner; of links, the links."""
     for inner in (folder / "checkpoints", folder / "tensorboard", folder):
-        if not inner.is_dir():
-            continue
-        for path in inner.iterdir():
+        if inner != folder and is_link(inner):
+            inner.unlink()
+        for path in listed(inner) if is_folder(inner) else ():
             entry = path.relative_to(folder).as_posix()
             if entry != OWNER and (_WRITTEN.fullmatch(entry) or entry in files):
-                path.rmtree() if path.is_dir() else path.unlink()
-        if inner != folder:
-            with contextlib.suppress(OSError, ValueError):  # It is not empty, or a link.
-                inner.rmdir()
+                is_whole_folder = is_folder(path) and not is_link(path)
+                path.rmtree(missing_ok=True) if is_whole_folder else path.unlink(missing_ok=True)
+        if inner != folder and not listed(inner) and is_folder(inner):
+            inner.rmdir()

@@ -102,9 +102,10 @@ def run_launch(
     """
     check(options, command)
     count, newest, first = 0, None, options.host_index * options.processes
+    environ = {distributed.START: secrets.token_hex(8)} | os.environ
     with output.lasting(), _Signals() as signals:
         while True:
-            environments = [os.environ | own for own in process_settings(options, os.environ)]
+            environments = [environ | own for own in process_settings(options, environ)]
             signals.group = Group(command, environments, first_index=first)
             signals.group.start()
             status = signals.group.wait(grace_seconds=options.grace_seconds)
@@ -207,10 +208,12 @@ def _gpus(options: LaunchOptions, environ: Mapping[str, str], local: int) -> tup
 def resumed(command: Sequence[str]) -> list[str]:
     """The command that goes on with what ``command`` began.
 
-    >>> resumed(["python", "-m", "experiments.gpt", "--run-dir", "r", "--overwrite"])
+    >>> resumed(["python", "-m", "experiments.gpt", "--run-dir", "r", "--resume"])
     ['python', '-m', 'experiments.gpt', '--run-dir', 'r', '--auto-resume']
     """
-    first_time = ("--overwrite", "--resume", "--auto-resume")
+    if "--overwrite" in command:  # The run's folder tells whether an attempt came as far as that.
+        return list(command)
+    first_time = ("--resume", "--auto-resume")
     return [*(word for word in command if word not in first_time), "--auto-resume"]
 
 

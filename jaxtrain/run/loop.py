@@ -30,7 +30,7 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
-from jaxtrain.host.paths import check_shared
+from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.comparison import compare_with_run
@@ -54,7 +54,7 @@ from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, S
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
-from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
@@ -274,12 +274,18 @@ def _fit(
             files=experiment.files,
         )
         checkpoints = _open_checkpoints(experiment, options, run_dir)
-        changes = _changes(experiment, abstract, checkpoints, run_dir, options) if resume else []
+        # Once, for the check of what has changed and for the restoration.
+        saved = resume and has_checkpoint(run_dir / "checkpoints")
+        changes = (
+            _changes(experiment, abstract, checkpoints, run_dir, options, saved) if resume else []
+        )
         # Before it is read: an earlier attempt that still runs must not save in between.
         owner = claim() if resume else None
         if owner is not None:
             journal.open(owner)
-        if resume and has_checkpoint(run_dir / "checkpoints"):
+        if resume and not saved:
+            _check_unsaved(run_dir)
+        if saved:
             with ledger.during("restore"):
                 state = restore_state(experiment, abstract, checkpoints.restore)
         else:
@@ -303,8 +309,8 @@ def _fit(
         journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
         texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
         for name, text in (texts | dict(experiment.files)).items():
-            if not (resume and (run_dir / name).exists()):
-                write_text(run_dir / name, text)
+            write = functools.partial(_write_file, run_dir / name, text, keep=resume)
+            storage.retrying(write, f"the file {run_dir / name}")
         check_shared(run_dir / provenance.CONFIG)
         provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
         run = stack.enter_context(
@@ -362,6 +368,7 @@ def _opened(
     resume: bool,
 ) -> Iterator[Run]:
     """Opens the logs, the line of progress and the watchdog of a run."""
+    owner.check()  # Another start may have begun its logs while this one compiled.
     # Resumed before its first checkpoint, a run evaluates its step 0 again.
     resume_step = (start or -1) if resume else None
     folder_logs = make_writers(owner.path, resume_step=resume_step, stamp=journal.stamp)
@@ -516,21 +523,46 @@ def _open_checkpoints(
     )
 
 
+def _write_file(path: epath.Path, text: str, *, keep: bool) -> None:
+    if not (keep and exists(path)):
+        write_text(path, text)
+
+
+def _check_unsaved(run_dir: epath.Path) -> None:
+    """Makes sure that a claimed run without a checkpoint has never had one.
+
+    Raises:
+      StorageError: it has one by now, or its journal tells of some, which are not seen.
+    """
+
+    def told() -> bool:
+        return any(line.get("event") == "checkpoint" for line in read_events(run_dir))
+
+    if has_checkpoint(run_dir / "checkpoints") or distributed.from_first_process(
+        lambda: storage.retrying(told, f"the journal in {run_dir}")
+    ):
+        raise storage.StorageError(
+            f"the checkpoints of {run_dir} are not seen, though it has saved some: start it again "
+            "or, where they are lost, begin anew with `overwrite`"
+        )
+
+
 def _changes(
     experiment: Experiment,
     state: TrainState,
     checkpoints: Checkpointer,
     run_dir: epath.Path,
     options: RunOptions,
+    saved: bool,
 ) -> list[provenance.Change]:
     """What a resumed run has otherwise, printed.
 
     Raises:
       ValueError: it would not go on as the same run, and nobody has accepted that.
     """
-    saved = has_checkpoint(run_dir / "checkpoints")
-
-    then = distributed.from_first_process(lambda: provenance.read_record(run_dir)) or {}
+    read = functools.partial(provenance.read_record, run_dir)
+    what = f"the record of {run_dir}"
+    then = distributed.from_first_process(lambda: storage.retrying(read, what)) or {}
     if not then and saved:
         then = checkpoints.config()  # of all processes together
     provenance.check_accepted(options.accept_changes, then, experiment.config)

@@ -8,6 +8,7 @@ build)``.
 import contextlib
 import dataclasses
 import fractions
+import functools
 import importlib
 import math
 import pathlib
@@ -22,12 +23,12 @@ import tyro
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
-from jaxtrain.host import distributed, exit_codes, output, quiet
+from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
-from jaxtrain.run.folder import runs
+from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
@@ -325,8 +326,11 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     if not (start.resume or start.auto_resume):
         return None
     module = module_name(config_type)
-    for path in runs() if start.run_dir is None else [as_path(start.run_dir)]:
-        record = read_record(path) or {}
+    numbered = functools.partial(storage.retrying, lambda: list(runs()), "the folder of runs")
+    for path in numbered() if start.run_dir is None else [as_path(start.run_dir)]:
+        half = storage.retrying(functools.partial(is_half_deleted, path), f"the run {path}")
+        read = functools.partial(read_record, path)
+        record = (None if half else storage.retrying(read, f"the run {path}")) or {}
         if start.run_dir is not None or record.get("module") == module:
             break
     else:

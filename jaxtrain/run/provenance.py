@@ -26,6 +26,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.host import storage
+from jaxtrain.host.paths import read_if_there
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.folder import write_text
 
@@ -135,7 +137,7 @@ def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> A
     folder = epath.Path(run_dir)
     try:
         record = json.loads((folder / CONFIG).read_text())
-        text = (folder / CHANGES).read_text() if (folder / CHANGES).exists() else ""
+        text = read_if_there(folder / CHANGES).decode()
         for line in filter(None, text.split("\n")):
             change = json.loads(line)
             if before_step is None or change["from_step"] < before_step:
@@ -236,8 +238,12 @@ def note_changes(
         "changes": {c.name: [c.then, c.now] for c in changes},
         "record": record,
     }
-    before = path.read_text() if path.exists() else ""
-    write_text(path, before + json.dumps(line) + "\n")
+
+    def add() -> None:
+        # With what stood there: this file replaces the one before.
+        write_text(path, read_if_there(path).decode() + json.dumps(line) + "\n")
+
+    storage.retrying(add, f"the changes in {path}")
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
-from jaxtrain.host.paths import as_path
+from jaxtrain.host import storage
+from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, encoder_decoder, gpt, vit
 from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.folder import is_half_deleted
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.state import shapes_on
@@ -95,7 +97,11 @@ def kept_file(run: RunOptions, name: str) -> os.PathLike | None:
     if not (run.resume or run.auto_resume) or run.run_dir is None:
         return None
     path = as_path(run.run_dir) / name
-    return path if path.exists() else None
+
+    def is_kept() -> bool:
+        return exists(path) and not is_half_deleted(path.parent)
+
+    return path if storage.retrying(is_kept, f"the file {path}") else None
 
 
 def stored(run: str) -> Mapping[str, Any]:
@@ -110,7 +116,7 @@ def stored(run: str) -> Mapping[str, Any]:
 def beside(folder: str) -> dict[str, str]:
     """Returns the files ``BESIDE`` that a run, or a Hugging Face folder, has."""
     found = {name: as_path(folder) / name for name in BESIDE}
-    return {name: path.read_text() for name, path in found.items() if path.exists()}
+    return {name: path.read_text() for name, path in found.items() if exists(path)}
 
 
 def read_model(stored: Mapping[str, Any], *, where: str) -> Model:

@@ -1,14 +1,17 @@
 """A run's folder: nobody else's files are harmed, and two starts never write into one."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import types
 
 import pytest
 from etils import epath
 
-from jaxtrain.host import exit_codes
+from jaxtrain.host import distributed, exit_codes, storage
+from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import Superseded, claim_run_dir, find_run_dir
 from tests.run.survive.processes import WORKER, Process, last_step, logged
@@ -80,6 +83,116 @@ def test_who_resumes_or_overwrites_takes_the_folder_and_the_one_before_is_told(t
         assert second.taken_by() is None or content == '{"token": 1}'
     (path / "owner.json").unlink()
     assert second.taken_by() is None
+
+
+def fail_once(monkeypatch, name, end, number=errno.EIO):
+    """The first call of a function of ``os`` on a path with this end fails."""
+    real, failed = getattr(os, name), []
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith(end) and not failed:
+            failed.append(path)
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, fails)
+    monkeypatch.setattr(storage, "pause", lambda seconds: None)
+    return failed
+
+
+@pytest.mark.parametrize("name", ["stat", "listdir", "replace", "mkdir"])
+def test_a_start_looks_again_where_storage_fails_for_a_moment(tmp_path, monkeypatch, name):
+    path = epath.Path(tmp_path / "run")
+    if name == "listdir":
+        claim_run_dir(path)
+    failed = fail_once(monkeypatch, name, "" if name == "replace" else "run")
+    found, resumes = find_run_dir("gpt", str(path), auto_resume=True)
+    owner = claim_run_dir(found, resumes=resumes)
+    assert failed
+    assert resumes == (name == "listdir")
+    assert owner.taken_by() is None
+    assert os.listdir(path) == ["owner.json"]
+
+
+def make_run(folder):
+    for name in ("checkpoints/10/state", "checkpoints/20/state", "config.json", "log.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    claim_run_dir(epath.Path(folder), resumes=True)
+
+
+def test_a_deletion_that_was_interrupted_is_finished_and_never_resumed(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    make_run(run)
+
+    def killed(path, *_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            claim_run_dir(epath.Path(run), overwrite=True)
+    assert len(os.listdir(run / "checkpoints")) == 2
+    for options in ({"resume": True}, {}):
+        with pytest.raises(FileExistsError, match="the rest of a run whose deletion was interrup"):
+            find_run_dir("gpt", str(run), **options)
+    found, resumes = find_run_dir("gpt", str(run), auto_resume=True)
+    assert not resumes
+    claim_run_dir(found)
+    assert os.listdir(run) == ["owner.json"]
+    assert find_run_dir("gpt", str(run), auto_resume=True)[1]
+
+
+def test_what_a_launcher_overwrites_is_resumed_by_its_own_attempts_alone(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    make_run(run)
+    monkeypatch.setenv(distributed.START, "one")
+    for _ in range(2):  # The first attempt is lost before it claims the folder.
+        found, resumes = find_run_dir("gpt", str(run), overwrite=True)
+        assert not resumes
+    claim_run_dir(found, resumes=resumes, overwrite=True)
+    (run / "checkpoints" / "30").mkdir(parents=True)
+    found, resumes = find_run_dir("gpt", str(run), overwrite=True)
+    assert resumes
+    claim_run_dir(found, resumes=resumes, overwrite=True)
+    assert os.listdir(run / "checkpoints") == ["30"]
+    monkeypatch.setenv(distributed.START, "another")
+    assert not find_run_dir("gpt", str(run), overwrite=True)[1]
+    monkeypatch.delenv(distributed.START)
+    assert not find_run_dir("gpt", str(run), overwrite=True)[1]
+
+
+def test_overwriting_removes_links_and_nothing_behind_them(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    make_run(run)
+    (outside / "tb").mkdir(parents=True)
+    (outside / "tb" / "events.out.tfevents.1").write_text("of another run")
+    (outside / "50").mkdir()
+    (outside / "50" / "state").write_text("kept")
+    before = tree(outside)
+    (run / "tensorboard").symlink_to(outside / "tb")
+    (run / "checkpoints" / "50").symlink_to(outside / "50")
+    (run / "events.jsonl").symlink_to(outside / "50" / "state")
+    claim_run_dir(epath.Path(run), overwrite=True)
+    assert os.listdir(run) == ["owner.json"]
+    assert tree(outside) == before
+
+
+def test_a_folder_that_is_moved_while_its_run_goes_on_is_not_made_again(
+    tmp_path, monkeypatch, caplog
+):
+    elapsed = []
+    monkeypatch.setattr(storage, "pause", elapsed.append)
+    monkeypatch.setattr(storage, "now", lambda: sum(elapsed))
+    owner = claim_run_dir(epath.Path(tmp_path / "run"))
+    owner.check()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(StorageError, match="has been moved or deleted while the run goes on"):
+        owner.check()
+    assert "nothing more is saved until it is back" in caplog.text
+    assert os.listdir(tmp_path) == ["moved"]
+    (tmp_path / "moved").rename(tmp_path / "run")
+    owner.check()
 
 
 def test_simultaneous_starts_get_two_folders_and_an_earlier_attempt_writes_no_more(tmp_path):

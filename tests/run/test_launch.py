@@ -124,7 +124,7 @@ def attempts(folder, codes, *, times, max_restarts, **injected):
     """Runs processes that end with these codes so many times and then with 0."""
     folder.mkdir(exist_ok=True)
     text = ",".join(map(str, codes))
-    command = python(COUNTING, folder, text, times, "--run-dir", "r", "--overwrite")
+    command = python(COUNTING, folder, text, times, "--run-dir", "r", "--resume")
     options = LaunchOptions(processes=len(codes), max_restarts=max_restarts)
     status = run_launch(options, command, **{"sleep": lambda seconds: None} | injected)
     return status, len((folder / "0").read_text())
@@ -156,7 +156,7 @@ def test_a_restart_goes_on_where_the_run_was(tmp_path, capfd):
     assert attempts(tmp_path, [75, 75], times=2, max_restarts=3) == (0, 3)
     printed = sorted(capfd.readouterr().out.splitlines())
     for process in range(2):
-        assert f"[{process}] 0 75,75 2 --run-dir r --overwrite" in printed
+        assert f"[{process}] 0 75,75 2 --run-dir r --resume" in printed
         for attempt in (1, 2):
             assert f"[{process}] {attempt} 75,75 2 --run-dir r --auto-resume" in printed
     assert len(printed) == 6
@@ -325,3 +325,17 @@ def test_flags_after_the_dashes_belong_to_the_command():
     assert options == LaunchOptions(processes=2)
     assert command == ["a", "--processes", "3"]
     assert launch.resumed(["a", "--resume"]) == ["a", "--auto-resume"]
+
+
+def test_all_attempts_of_a_launch_know_that_they_are_its_own(tmp_path, capfd):
+    code = "import os, sys; print(os.environ['JAXTRAIN_START'], *sys.argv[2:]);"
+    code += "p = sys.argv[1]; done = os.path.exists(p); open(p, 'w'); sys.exit(0 if done else 75)"
+    command = python(code, tmp_path / "file", "--run-dir", "r", "--overwrite")
+    for _ in range(2):
+        options = LaunchOptions(processes=1, max_restarts=1)
+        assert run_launch(options, command, sleep=lambda seconds: None) == 0
+        (tmp_path / "file").unlink()
+    first, again, *others = capfd.readouterr().out.splitlines()
+    assert first == again
+    assert first.endswith("--run-dir r --overwrite")
+    assert len({first, *others}) == 2

@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from jaxtrain.host.paths import is_folder
 from jaxtrain.parallel.pipeline.tables import (
     NONE,
     Table,
@@ -235,7 +236,7 @@ def save_png(
             "a PNG needs matplotlib, which is not installed: pip install -e '.[plot]'"
         ) from None
     path = Path(path)
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to: make it first")
     end = max(makespan(table, forward=forward, backward=backward) for table in tables)
     rows = sum(table.stages for table in tables)

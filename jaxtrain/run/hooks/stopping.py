@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.host import distributed
+from jaxtrain.host import distributed, storage
 from jaxtrain.host.exit_codes import ALERTED, DONE, PREEMPTED
+from jaxtrain.host.paths import read_if_there
 from jaxtrain.run.folder import STOPPED
 from jaxtrain.run.hooks import Hook
 from jaxtrain.run.observe import terminal
@@ -63,14 +64,16 @@ def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> Ending | N
 
     def read() -> dict | None:
         path = run_dir / STOPPED
-        stop = json.loads(path.read_text()) if path.exists() else None
+        text = read_if_there(path)
+        stop = json.loads(text) if text else None
         # What is forgotten is not to be found where the run, on its way on, comes to that step.
         if stop is not None and (go_on or stop.get("step") != step):
-            path.unlink()
+            path.unlink(missing_ok=True)
             return None
         return stop
 
-    stop = distributed.from_first_process(read)
+    what = f"the look for {run_dir / STOPPED}"
+    stop = distributed.from_first_process(lambda: storage.retrying(read, what))
     if stop is None:
         return None
     terminal.print_lines(

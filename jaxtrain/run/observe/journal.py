@@ -20,7 +20,7 @@ from etils import epath
 
 from jaxtrain.host import output, storage
 from jaxtrain.host.exit_codes import Ended
-from jaxtrain.host.paths import is_remote, write_whole
+from jaxtrain.host.paths import is_remote, read_if_there, write_whole
 from jaxtrain.run.folder import Ownership
 from jaxtrain.run.observe import goodput
 from jaxtrain.run.observe.goodput import Ledger
@@ -39,6 +39,7 @@ class Journal:
       began: as for :class:`~jaxtrain.run.observe.goodput.Ledger`.
       beat_seconds: between two heartbeats; None for what suits the folder.
       wall: seconds since 1970.
+      clock: seconds, monotonic; an age by it does not change where somebody sets the wall clock.
 
     Attributes:
       ledger: where the time of the attempt goes.
@@ -55,13 +56,14 @@ class Journal:
         *,
         beat_seconds: float | None = None,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.ledger = Ledger(began, wall=wall)
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
         self.costs: dict[str, float] = {}
         self.identity = _identity({"began": self.ledger.began, "host": socket.gethostname()})
-        self._wall, self._beat_seconds = wall, beat_seconds
+        self._wall, self._clock, self._beat_seconds = wall, clock, beat_seconds
         self._first_step: int | None = None
         self._owner: Ownership | None = None
         self._file: GrowingFile | None = None
@@ -93,7 +95,7 @@ class Journal:
         path = owner.path / EVENTS
 
         def read() -> tuple[bytes, list[dict[str, Any]], dict[str, Any]]:
-            text = path.read_bytes() if path.exists() else b""
+            text = read_if_there(path)
             return text, read_events(owner.path), read_heartbeat(owner.path)
 
         text, before, last = storage.retrying(read, f"the journal {path}")
@@ -116,7 +118,8 @@ class Journal:
         self._earlier = goodput.attempts(states(before, last))
         saved = [line["time"] for line in before if line.get("event") == "checkpoint"]
         if saved:
-            self._checkpoint_at = datetime.datetime.fromisoformat(saved[-1]).timestamp()
+            at = datetime.datetime.fromisoformat(saved[-1]).timestamp()
+            self._checkpoint_at = self._clock() - max(0.0, self._wall() - at)
         self.event("start", began=self.ledger.began, pid=os.getpid())
         self.beat()
         threading.Thread(target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True).start()
@@ -137,7 +140,7 @@ class Journal:
         if self._file is None or self._taken():
             return
         if name == "checkpoint":
-            self._checkpoint_at = self._wall()
+            self._checkpoint_at = self._clock()
         self._failed_saves += name == "save failed"
         self._alerts += name == "alert"
         now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
@@ -166,7 +169,7 @@ class Journal:
             "run/alerts": self._alerts,
         }
         if self._checkpoint_at is not None:
-            counts["run/checkpoint_age_seconds"] = self._wall() - self._checkpoint_at
+            counts["run/checkpoint_age_seconds"] = self._clock() - self._checkpoint_at
         return counts
 
     def _state(self) -> dict[str, Any]:
@@ -216,19 +219,18 @@ _STATE += goodput.COSTS
 def read_events(run_dir: epath.Path) -> list[dict[str, Any]]:
     """Reads the lines of a journal; those that are cut off are left out."""
     path = run_dir / EVENTS
-    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    text = read_if_there(path).decode(errors="replace")
     return [line for line in map(_json, text.split("\n")) if line]
 
 
 def read_heartbeat(run_dir: epath.Path) -> dict[str, Any]:
     """Reads the last sign of life; empty where there is none."""
     path = run_dir / HEARTBEAT
-    return _json(path.read_bytes().decode(errors="replace")) if path.exists() else {}
+    return _json(read_if_there(path).decode(errors="replace"))
 
 
 def _last_logged(run_dir: epath.Path) -> int:
-    path = run_dir / "log.jsonl"
-    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    text = read_if_there(run_dir / "log.jsonl").decode(errors="replace")
     steps = (_json(line).get("step") for line in reversed(text.split("\n")))
     return next((step for step in steps if isinstance(step, int)), 0)
 

@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote, write_whole
+from jaxtrain.host.paths import is_remote, make_folder, read_if_there, write_whole
 from jaxtrain.run.hooks import Value
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class JSONLWriter(_FileWriter):
 
         def start() -> bytes:
             lines = [] if resume_step is None else _lines_up_to(path, resume_step)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_whole(path, "".join(lines))
             return "".join(lines).encode()
 
@@ -155,9 +155,7 @@ class TensorBoardWriter(_FileWriter):
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
         directory = epath.Path(directory)
-        storage.retrying(
-            lambda: directory.mkdir(parents=True, exist_ok=True), f"the folder {directory}"
-        )
+        storage.retrying(lambda: make_folder(directory), f"the folder {directory}")
         # TensorBoard reads files in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
         self._file = GrowingFile(directory / name, b"", clock)
@@ -285,7 +283,7 @@ class GrowingFile:
 
     def _write_whole(self) -> float:
         began = self._clock()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         self._path.write_bytes(b"".join(self._chunks))
         return self._clock() - began
 
@@ -362,10 +360,8 @@ def _plain(value: float | list) -> float | str | list:
 
 
 def _lines_up_to(path: epath.Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
     kept = []
-    for line in path.read_text().splitlines():
+    for line in read_if_there(path).decode().splitlines():
         try:
             keep = json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):

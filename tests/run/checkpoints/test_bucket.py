@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain import data
 from jaxtrain.host import storage
+from jaxtrain.host.paths import as_path
 from jaxtrain.run.folder import claim_run_dir, find_run_dir
 from jaxtrain.run.observe import writers
 from tests.run.storage_faults import HttpError
@@ -174,6 +175,13 @@ def test_the_folder_of_a_run(bucket):
     assert first.taken_by().startswith("process ")
     assert second.taken_by() is None
     assert sorted(path.name for path in found.iterdir()) == ["owner.json", "thesis.tex"]
+
+
+def test_no_listing_is_kept(bucket):
+    """A listing that is kept hides what other processes write, such as who owns the folder."""
+    as_path("gs://bucket/run")
+    system = fsspec.filesystem("gcs", finalize_on_close=True)  # as etils makes it
+    assert not system.dircache.use_listings_cache
 
 
 def test_tokens_are_cached_on_a_disk_only(bucket):

@@ -151,3 +151,19 @@ def test_the_account_of_a_run_that_is_killed_is_its_time_on_the_wall(texts, tmp_
     assert up - known == pytest.approx(0, abs=0.01 * up + 2 * journal.BEAT_SECONDS)
     assert [attempt.ended for attempt in found] == [None, None, "done"]
     assert spent["lost steps"] > 0
+
+
+def test_the_age_of_a_checkpoint_is_no_matter_of_the_wall_clock(tmp_path):
+    wall, clock = [1e9], [50.0]
+    times = {"wall": lambda: wall[0], "clock": lambda: clock[0]}
+    owner = claim_run_dir(epath.Path(tmp_path))
+    with Journal(wall[0], beat_seconds=1e9, **times) as written:
+        written.open(owner)
+        written.event("checkpoint", step=1)
+        wall[0], clock[0] = wall[0] - 86400, clock[0] + 30
+        assert written.counts()["run/checkpoint_age_seconds"] == 30
+    wall[0] += 86400 + 100
+    with Journal(wall[0], beat_seconds=1e9, **times) as written:
+        written.open(owner)
+        clock[0] += 5
+        assert written.counts()["run/checkpoint_age_seconds"] == 105

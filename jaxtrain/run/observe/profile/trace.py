@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from jaxtrain.host.paths import is_folder, listed, look
 from jaxtrain.planning.hlo import COLLECTIVES
 from jaxtrain.planning.scopes import BACKWARD, FORWARD, RECOMPUTED
 from jaxtrain.run.observe.profile.programs import (
@@ -87,13 +88,13 @@ def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | Non
     Raises:
       ValueError: there are traces, and none of that name.
     """
-    if any(run_dir.glob(FILES)):
+    if listed(run_dir, FILES):
         return run_dir
     folder = run_dir / TRACES
     traces = {
-        path.name: max(file.stat().mtime for file in files)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (files := list(path.glob(FILES)))
+        path.name: max(entry.changed for entry in map(look, files) if entry)
+        for path in listed(folder)
+        if is_folder(path) and (files := listed(path, FILES))
     }
     if name is not None and traces and name not in traces:
         raise ValueError(f"{run_dir} has no trace {name!r}: it has {', '.join(sorted(traces))}")
@@ -110,7 +111,7 @@ def read_trace(folder: epath.Path) -> Profile:
     steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", folder.name)
     count = int(steps[2]) - int(steps[1]) + 1 if steps else None
     timelines = {}
-    for path in sorted(folder.glob(FILES), key=str):
+    for path in sorted(listed(folder, FILES), key=str):
         data = path.read_bytes()
         try:
             with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tyro
 from etils import epath
 
+from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, write_whole
 from jaxtrain.run.observe.goodput import spent
 from jaxtrain.run.observe.report.page import make_page
@@ -61,7 +62,8 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
     lines = []
     try:
         path, records = as_path(run_dir) / REPORT, read([run_dir])
-        write_whole(path, make_page(records))
+        page = make_page(records)
+        storage.retrying(lambda: write_whole(path, page), f"the report {path}", seconds=10.0)
         lines.append(f"report       {path}")
         if found := spent(records[0].attempts):
             told = (f"{name} {significant(value, 3):,}" for name, value in found.items())

@@ -5,7 +5,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, listed, look
 from jaxtrain.run.observe.profile.branches import Branch, branches
 from jaxtrain.run.observe.profile.trace import (
     FILES,
@@ -30,7 +30,7 @@ def traced(run_dir: epath.PathLike) -> dict[str, Any] | None:
         folder = find_trace(as_path(run_dir))
         if folder is None:
             return None
-        written = tuple((str(path), path.stat().mtime) for path in folder.glob(FILES))
+        written = tuple((str(path), look(path)) for path in listed(folder, FILES))
         return _read(str(folder), written)
     except (ValueError, OSError) as error:
         return {"name": folder.name if folder else "the trace", "failed": str(error)}

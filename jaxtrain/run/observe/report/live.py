@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.host.memory import human_count
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, is_folder, listed
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.report.health import LEVELS, examine, held_out_losses, recent
 from jaxtrain.run.observe.report.page import make_page
@@ -90,7 +90,7 @@ def runs_in(names: Sequence[str]) -> list[epath.Path]:
         if holds_run(path):
             found.append(path)
             continue
-        inner = sorted(filter(holds_run, path.iterdir())) if path.is_dir() else []
+        inner = sorted(filter(holds_run, listed(path))) if is_folder(path) else []
         if not inner:
             raise ValueError(f"{path} is no run's folder and holds none: name one that a run wrote")
         found += inner

@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists, is_folder, read_if_there
 from jaxtrain.run.folder import OWNER, STOPPED
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.throughput import PARTS
@@ -121,7 +121,7 @@ def read(runs: Sequence[epath.PathLike]) -> list[Record]:
 
 def holds_run(path: epath.Path) -> bool:
     """Whether a run has begun to write into a folder."""
-    return path.is_dir() and any((path / name).exists() for name in (LOG, OWNER))
+    return is_folder(path) and any(exists(path / name) for name in (LOG, OWNER))
 
 
 def read_run(path: epath.Path, name: str) -> Record:
@@ -181,7 +181,7 @@ def _texts(path: epath.Path) -> dict[str, str]:
         )
     # A line that is being written may end within a character.
     return {
-        name: (path / name).read_bytes().decode(errors="replace") if (path / name).exists() else ""
+        name: read_if_there(path / name).decode(errors="replace")
         for name in (LOG, CONFIG, CHANGES, STOPPED, journal.EVENTS, journal.HEARTBEAT)
     }
 

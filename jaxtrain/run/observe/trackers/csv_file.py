@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import write_whole
+from jaxtrain.host.paths import read_if_there, write_whole
 from jaxtrain.run.hooks import Value
 from jaxtrain.run.observe.writers import GrowingFile, flat
 
@@ -64,7 +64,7 @@ def _text(rows) -> str:
 
 
 def _rows_up_to(path: epath.Path, step: int) -> list[list[str]]:
-    rows = csv.reader(io.StringIO(path.read_text())) if path.exists() else ()
+    rows = csv.reader(io.StringIO(read_if_there(path).decode()))
     # What is longer or shorter was cut off when the run was killed.
     whole = [row for row in rows if len(row) == len(HEADER) and row[0].isdecimal()]
     return [row for row in whole if int(row[0]) <= step]
