@@ -40,6 +40,12 @@ _PASSING_TEXT = re.compile(
 )
 _NUMBER_IN_TEXT = re.compile(r"os_error_code='(\d+)'")  # TensorStore's way to say errno
 
+# What is so until somebody changes it: rights, names, kinds of files.
+_LASTING_NUMBERS = frozenset(
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EINVAL", "ELOOP")
+)
+
 # Time, as all patience here measures it.
 now, pause = time.monotonic, time.sleep
 
@@ -79,6 +85,20 @@ def passes(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__
     return False
+
+
+def lasts(error: BaseException | None) -> bool:
+    """Whether an error that writing has met will be met again however often it is tried.
+
+    >>> lasts(PermissionError(errno.EACCES, "Permission denied")), lasts(ValueError("a bad path"))
+    (True, True)
+    >>> lasts(ValueError("UNAVAILABLE: it is busy")), lasts(FileNotFoundError(2, "gone"))
+    (False, False)
+    """
+    if error is None or passes(error):
+        return False
+    number = error_number(error)
+    return number in _LASTING_NUMBERS if number else isinstance(error, ValueError | TypeError)
 
 
 def why(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain.host import storage
+from jaxtrain.host.paths import exists, look, make_folder
 from jaxtrain.host.storage import StorageError
 from jaxtrain.parallel.stack import Cut
 from jaxtrain.run.checkpoints import manifest as manifests
@@ -43,7 +44,15 @@ _SPARE_BYTES = 1 << 16
 
 
 class SaveError(StorageError):
-    """A checkpoint could not be written; those saved before are as they were."""
+    """A checkpoint could not be written; those saved before are as they were.
+
+    Attributes:
+      lasts: whether the cause, in any process, is none that passes by itself.
+    """
+
+    def __init__(self, *args: Any, lasts: bool = False):
+        super().__init__(*args)
+        self.lasts = lasts
 
 
 class Checkpointer(Reader, contextlib.AbstractContextManager):
@@ -91,6 +100,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         self._manager: ocp.CheckpointManager | None = None
         self._in_progress = -1
         self._whole: set[int] = set()  # as seen by the last save
+        self._remains: set[int] = set()  # of deletions that were interrupted
 
     def save(
         self,
@@ -199,11 +209,14 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
             self._writer().delete(other)
 
     def is_saved(self, step: int) -> bool | None:
-        """Returns whether ``step`` has been saved, None while something is still being written.
+        """Returns whether ``step`` has been saved, None while something is still being written, or
+        storage does not tell.
 
         It never waits, and asks no other process.
         """
-        return None if self.is_saving() else (self.directory / str(step)).exists()
+        with contextlib.suppress(OSError):
+            return None if self.is_saving() else exists(self.directory / str(step))
+        return None
 
     def wait(self) -> None:
         """Blocks until the save in progress, if any, is on disk; raises what went wrong there.
@@ -222,14 +235,14 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
     def size(self, step: int) -> int:
         """Returns the bytes of a checkpoint's files; 0 where they cannot be listed."""
         try:
-            return sum(path.stat().length for path in files_below(self.directory / str(step)))
+            return sum(_sizes(self.directory / str(step)))
         except OSError:
             return 0
 
     def written(self) -> tuple[int, int]:
         """Returns how many files the directory holds and their bytes, which a save makes grow."""
         try:
-            sizes = [path.stat().length for path in files_below(self.directory)]
+            sizes = _sizes(self.directory)
         except OSError:  # a file has gone in the meantime, or storage fails
             return (-1, -1)
         return len(sizes), sum(sizes)
@@ -274,10 +287,13 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         return self._manager
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Orbax's PreservationPolicy protocol: which to keep; those not scored here are kept."""
+        """Orbax's PreservationPolicy protocol: which to keep; those not scored here are kept, but
+        for remains that are older than the latest."""
         del context
         kept = self._kept({c.step for c in checkpoints} & self._scored.keys())
-        return [c.step not in self._scored or c.step in kept for c in checkpoints]
+        old = sorted(self._scored)[-(self._keep or len(self._scored)) :][0]
+        unwanted = (self._scored.keys() - kept) | {step for step in self._remains if step < old}
+        return [c.step not in unwanted for c in checkpoints]
 
     def _kept(self, steps: Iterable[int]) -> set[int]:
         """Which of these steps, all with a score, are among the latest or the best."""
@@ -303,12 +319,14 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
             yield
         except Exception as caught:
             error = caught
-        if any(in_all_processes([error is not None])[0]):
+        kinds = in_all_processes([(error is not None) + storage.lasts(error)])[0]
+        if any(kinds):
             self._abandon()
             reason = (
                 "another process failed to write its part" if error is None else storage.why(error)
             )
-            raise SaveError(f"{what} could not be saved in {self.directory}: {reason}") from error
+            text = f"{what} could not be saved in {self.directory}: {reason}"
+            raise SaveError(text, lasts=max(kinds) == 2) from error
 
     def _check_room(self, step: int, size: int) -> None:
         """Raises before anything is written where it cannot be; remote stores say so themselves."""
@@ -316,7 +334,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
             return
         with self._failing_as_one(f"checkpoint {step}"):
             if jax.process_index() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                make_folder(self.directory)
                 if not os.access(self.directory, os.W_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 disk = os.statvfs(self.directory)
@@ -334,7 +352,13 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         with self._failing_as_one(f"checkpoint {step}"):
             found = self._folders.found(seconds=_LIST_SECONDS)
             scores = self._scores(seconds=_LIST_SECONDS)
-        lost = self._whole.intersection(found) - scores.keys()
+            # What the save before was to delete and storage did not: a new manager will.
+            surplus = (self._scored.keys() - self._kept(self._scored)).intersection(found)
+            if surplus:
+                self._abandon()
+            if self._manager is None:
+                self._remains = set(self._folders.remains(seconds=_LIST_SECONDS))
+        lost = self._whole.intersection(found) - scores.keys() - surplus
         for other in sorted(lost):
             logger.warning(
                 "checkpoint %d in %s was whole and is no longer: something else has deleted or "
@@ -363,6 +387,10 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
                 with contextlib.suppress(OSError):
                     (self.directory / str(other)).rmtree()
         in_all_processes([0])  # all wait until they are gone
+
+
+def _sizes(folder: epath.Path) -> list[int]:
+    return [entry.size for entry in map(look, files_below(folder)) if entry is not None]
 
 
 def digest(state: Any) -> str:

@@ -20,7 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import absolute
+from jaxtrain.host.paths import absolute, check_for_checkpoints
 from jaxtrain.host.storage import StorageError
 from jaxtrain.parallel.stack import Cut
 from jaxtrain.run.checkpoints import leaves as places
@@ -45,7 +45,7 @@ class Reader:
       best_mode: whether ``"min"`` or ``"max"`` of the metric is best.
 
     Raises:
-      ValueError: ``best_mode`` is neither.
+      ValueError: ``best_mode`` is neither, or no checkpoint can be in such a directory.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Reader:
     ):
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode is {best_mode!r}; use 'min' or 'max'")
+        check_for_checkpoints(directory)
         self.directory = absolute(directory)
         self._best_metric, self._sign = best_metric, 1 if best_mode == "min" else -1
         self._folders = StepFolders(self.directory)
@@ -205,7 +206,10 @@ class Reader:
         steps, damages = self._candidates(step), []
         for candidate in steps:
             try:
-                leaves = self._read_sound(candidate, wanted, base, whole)
+                try:
+                    leaves = self._read_sound(candidate, wanted, base, whole)
+                except DamagedCheckpointError:  # A read that was torn once condemns nothing.
+                    leaves = self._read_sound(candidate, wanted, base, whole)
             except DamagedCheckpointError as damage:
                 damages.append(damage)
                 continue

@@ -13,7 +13,7 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.distributed import from_first_process
-from jaxtrain.host.paths import wait_until_seen
+from jaxtrain.host.paths import exists, is_folder, is_remote, listed, look, wait_until_seen
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
@@ -54,7 +54,7 @@ class StepFolders:
         def read() -> list[tuple[int, dict[str, float]]]:
             whole = []
             for step, path in sorted(self._paths().items()):
-                if all((path / part).exists() for part in _PARTS):
+                if all(exists(path / part) for part in _PARTS):
                     with contextlib.suppress(DamagedCheckpointError):
                         whole.append((step, self._metrics(step)))
             return whole
@@ -90,7 +90,7 @@ class StepFolders:
             return
         name = f"damaged-{step}"
         names = (self.directory / f"{name}{end}" for end in ("", *(f".{n}" for n in range(1, 999))))
-        path.rename(next(path for path in names if not path.exists()))
+        path.rename(next(path for path in names if not exists(path)))
 
     def damage(self, step: int, what: str) -> DamagedCheckpointError:
         """Returns the error that says what is wrong with a step."""
@@ -106,23 +106,39 @@ class StepFolders:
         wait_until_seen(path / "state", f"checkpoint {step} in {self.directory}")
 
     def _paths(self) -> dict[int, epath.Path]:
-        if not self.directory.exists():
-            return {}
-        found = ocp.path.step.standard_name_format().find_all(self.directory)
-        return {entry.step: entry.path for entry in found}
+        steps = {int(path.name): path for path in listed(self.directory) if _is_step(path.name)}
+        if is_remote(self.directory):  # where a folder appears before it is whole
+            found = ocp.path.step.standard_name_format().find_all(self.directory)
+            return {entry.step: entry.path for entry in found if entry.step in steps}
+        return steps
+
+    def remains(self, *, seconds: float | None = None) -> list[int]:
+        """Returns the steps that lack a part, as one does whose deletion was interrupted."""
+
+        def read() -> list[int]:
+            steps = self._paths().items()
+            return [s for s, path in steps if not all(exists(path / part) for part in _PARTS)]
+
+        return self._from_first(read, f"the listing of {self.directory}", seconds)
 
     def _metrics(self, step: int) -> dict[str, float]:
-        stat = (self.directory / str(step) / "manifest" / _JSON_FILE).stat()
-        stamp = (stat.length, stat.mtime)
+        stamp = look(self.directory / str(step) / "manifest" / _JSON_FILE)
         if step not in self._read or self._read[step][0] != stamp:
             self._read[step] = stamp, self._json(step, "manifest")["metrics"]
         return self._read[step][1]
 
     def _json(self, step: int, item: str) -> dict[str, Any]:
         path = self.directory / str(step) / item / _JSON_FILE
-        try:
+
+        def read() -> dict[str, Any]:
             content = manifests.unseal(json.loads(path.read_bytes()))
             return manifests.check(content) if item == "manifest" else content
+
+        try:
+            try:
+                return read()
+            except (ValueError, RecursionError):
+                return read()  # A read that was torn once says nothing of the file.
         except (FileNotFoundError, NotADirectoryError):
             raise self.damage(step, f"its {item} is missing") from None
         except (ValueError, RecursionError) as error:
@@ -135,10 +151,14 @@ class StepFolders:
         )
 
 
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
 def files_below(folder: epath.Path) -> Iterator[epath.Path]:
     """Yields the files in a folder and in those below it."""
     for path in folder.iterdir():
-        if path.is_dir():
+        if is_folder(path):
             yield from files_below(path)
         else:
             yield path

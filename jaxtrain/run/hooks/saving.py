@@ -14,6 +14,7 @@ from jaxtrain import optim
 from jaxtrain.experiment import to_checkpoint
 from jaxtrain.host import storage
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
 from jaxtrain.run.hooks import Hook
@@ -27,6 +28,8 @@ SETTLE_SECONDS = 60.0
 # How long the last save is tried: where the run is complete, and where the host may be taken away
 # half a minute after it said so.
 LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, LAST_PAUSE_SECONDS = 300.0, 20.0, 2.0
+# After so many failures in a row of a kind that does not pass, a run ends.
+LASTING_TRIES = 3
 # Between two looks at how much of a save has been written.
 LOOK_SECONDS = 5.0
 
@@ -35,7 +38,8 @@ class Saving(Hook):
     """Saves by steps, by minutes, on the best evaluation and on alerts, with the means of the step.
 
     A checkpoint that cannot be written is said, once for a time of failures, and made again a
-    minute later.
+    minute later. Where the cause is none that passes (rights, a path), the third failure in a row
+    ends the run.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Saving(Hook):
         self.writing: tuple[int, float] | None = None
         self.looks_at = 0
         self.begun = self.failing = False
+        self.lasting = 0  # failures in a row that do not pass
         rules = run.options.alert_rules.values()
         self.may_be_wanted = any("save" in rule.actions for rule in rules)
         # As many of the best values as are kept, the best first; smaller is better.
@@ -92,6 +97,7 @@ class Saving(Hook):
 
         Raises:
           StorageError: it could not be written.
+          ValueError: it never could be.
         """
         self._settle()
         until = math.inf
@@ -104,7 +110,8 @@ class Saving(Hook):
             nonlocal until
             if self.run.peers.stop_wanted:
                 until = min(until, storage.now() + STOPPED_SAVE_SECONDS)
-            return isinstance(error, SaveError) and storage.now() < until
+            wanted = isinstance(error, StorageError) and self._counted(error)
+            return wanted and storage.now() < until
 
         with self._making_progress():
             storage.retrying(
@@ -128,7 +135,8 @@ class Saving(Hook):
     def _succeeds(self, attempt: Callable[[], None]) -> bool:
         try:
             attempt()
-        except SaveError as error:
+        except StorageError as error:
+            self._counted(error)
             self.run.journal.event("save failed", error=str(error))
             if not self.failing:
                 self.run.progress.note(
@@ -136,6 +144,20 @@ class Saving(Hook):
                 )
             self.failing = True
             return False
+        return True
+
+    def _counted(self, error: StorageError) -> bool:
+        """Counts a failed save; always true, for there will be another try.
+
+        Raises:
+          ValueError: there will not.
+        """
+        self.lasting = self.lasting + 1 if isinstance(error, SaveError) and error.lasts else 0
+        if self.lasting >= LASTING_TRIES:
+            raise ValueError(
+                f"{error}: no checkpoint can be written so, and a run without any is lost where it "
+                "is interrupted; make the folder writable, or give another run_dir"
+            ) from error
         return True
 
     @contextlib.contextmanager
@@ -163,6 +185,7 @@ class Saving(Hook):
         step, since = self.writing
         saved = self.checkpoints.is_saved(step)
         if saved:
+            self.lasting = 0
             seconds, size = self.clock() - since, self.checkpoints.size(step)
             told = {"step": step, "seconds": round(seconds, 3), "bytes": size}
             self.run.journal.event("checkpoint", **told)

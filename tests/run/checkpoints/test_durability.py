@@ -1,9 +1,12 @@
 """What faults of the disk do to a checkpoint and to a run: damage, a full disk, a lost folder."""
 
 import contextlib
+import errno
+import grp
 import logging
 import os
 import pathlib
+import pwd
 import shutil
 import subprocess
 import sys
@@ -13,7 +16,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from jaxtrain.run.checkpoints.checkpointer import (
     Checkpointer,
@@ -179,6 +184,69 @@ def test_no_traceback_is_printed_for_damaged_arrays(saved):
     assert "checkpoint 3" in done.stderr
 
 
+@pytest.mark.parametrize("where", ["arrays", "manifest"])
+def test_a_read_that_is_torn_once_condemns_no_checkpoint(saved, monkeypatch, where):
+    real, torn = ocp.PyTreeCheckpointHandler.restore, []
+    manifest, read = saved / "3" / "manifest" / "metadata", epath.Path.read_bytes
+
+    def restore(self, path, *args, **kwargs):
+        if where == "arrays" and "/3/" in str(path) and not torn:
+            torn.append(path)
+            raise ValueError("OUT_OF_RANGE: Requested byte range is not valid for value of size 5")
+        return real(self, path, *args, **kwargs)
+
+    def read_bytes(path):
+        if where == "manifest" and str(path) == str(manifest) and not torn:
+            torn.append(path)
+            return read(path)[:20]
+        return read(path)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
+    monkeypatch.setattr(type(epath.Path(manifest)), "read_bytes", read_bytes)
+    assert restored_step(saved) == 3
+    assert torn
+
+
+def test_files_whose_owner_has_no_name_are_saved_and_restored(tmp_path, monkeypatch):
+    def nameless(number):
+        raise KeyError(f"getgrgid(): gid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nameless)
+    monkeypatch.setattr(grp, "getgrgid", nameless)
+    with Checkpointer(tmp_path, keep=1, keep_best=0) as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, make_state(step))
+        checkpoints.wait()
+        assert checkpoints.size(3) > 1000
+        assert checkpoints.written()[1] >= checkpoints.size(3)
+    assert restored_step(tmp_path) == 3
+
+
+def test_what_an_interrupted_deletion_left_is_deleted_by_a_later_writer(saved):
+    (saved / "1" / "manifest" / "metadata").unlink()
+    with Checkpointer(saved, keep=2, keep_best=0) as checkpoints:
+        checkpoints.save(4, make_state(4))
+    assert sorted(path.name for path in saved.iterdir()) == ["3", "4"]
+
+
+def test_a_deletion_that_storage_fails_is_made_up_for_by_the_next_save(tmp_path, monkeypatch):
+    real, failed = os.rmdir, []
+
+    def fails(path, **kwargs):
+        if str(path) == "d" and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", fails)
+    with Checkpointer(tmp_path, keep=1, keep_best=0) as checkpoints:
+        for step in (1, 2, 3, 4):
+            with contextlib.suppress(SaveError):
+                checkpoints.save(step, make_state(step))
+    assert failed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
+
+
 def test_all_damaged_is_an_error_that_says_so(saved):
     for step in (1, 2, 3):
         (saved / str(step) / "manifest" / "metadata").write_text("[]")
@@ -240,8 +308,11 @@ def test_a_full_disk_is_said_at_once_and_saving_goes_on_when_there_is_room(tmp_p
             checkpoints.wait()
             ballast.write_bytes(bytes(280_000))
         start = time.monotonic()
-        with pytest.raises(SaveError, match=r"checkpoint 2 could not be saved in .*: .*(fre|more)"):
+        with pytest.raises(
+            SaveError, match=r"checkpoint 2 could not be saved in .*: .*(fre|more)"
+        ) as found:
             checkpoints.save(2, state)
+        assert not found.value.lasts
         assert time.monotonic() - start < 10
         if options == "size=400k":
             assert checkpoints.steps() == [1]
@@ -283,8 +354,9 @@ def test_a_read_only_disk_is_refused_and_read_from(tmp_path):
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         checkpoints = Checkpointer(disk / "c")
         assert digest(checkpoints.restore(state)) == digest(state)
-        with pytest.raises(SaveError, match=r"checkpoint 2 could not be saved in .*ermission"):
+        with pytest.raises(SaveError, match=r"checkpoint 2 could not be saved in .*ermis") as found:
             checkpoints.save(2, state)
+        assert found.value.lasts
         with pytest.raises(SaveError, match=r"could not be saved in .*[Rr]ead-only"):
             Checkpointer(disk / "other").save(2, state)
 

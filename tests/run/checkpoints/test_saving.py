@@ -15,6 +15,7 @@ import jaxtrain as jt
 from jaxtrain.host import exit_codes, storage
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError, digest
+from jaxtrain.run.hooks import saving
 from jaxtrain.run.hooks.saving import Saving
 from jaxtrain.run.observe.journal import Journal
 from tests.run.test_loop import make_experiment
@@ -212,6 +213,27 @@ def test_a_signal_leaves_the_last_save_twenty_seconds(pauses):
     with pytest.raises(StorageError, match="no room for 12"):
         saving.finish(12, None, seconds=300.0)
     assert 120 <= sum(pauses) < 125
+
+
+def test_a_save_that_can_never_be_made_ends_the_run(pauses):
+    class Unwritable(Stub):
+        def before_save(self):
+            raise SaveError("checkpoint 1 could not be saved: Permission denied", lasts=True)
+
+    stub = Unwritable()
+    with pytest.raises(ValueError, match="Permission denied: no checkpoint can be written so"):
+        drive(stub, jt.RunOptions(save_every=1), steps=12)
+    assert stub.progress.notes[0].startswith("warning: checkpoint 1 could not be saved")
+    assert saving.LASTING_TRIES == 3
+    with pytest.raises(ValueError, match="no checkpoint can be written so"):
+        drive(Unwritable(), jt.RunOptions()).finish(12, None, seconds=300.0)
+    assert sum(pauses) < 5
+    # What passes in between starts the count anew.
+    kinds = iter([True, True, False] * 4)
+    stub = Stub()
+    stub.before_save = lambda: (_ for _ in ()).throw(SaveError("no", lasts=next(kinds)))
+    drive(stub, jt.RunOptions(save_every=1), steps=12)
+    assert stub.saved == []
 
 
 def test_a_resumed_run_knows_the_best_so_far(tmp_path):
