@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 def reports(opt_state: Any, *, since: Any = None) -> dict[str, jax.Array]:
@@ -18,8 +19,9 @@ def reports(opt_state: Any, *, since: Any = None) -> dict[str, jax.Array]:
 
     ``make_optimizer`` reports ``learning_rate`` and, with ``skip_spikes``, ``spike``: the updates
     left out, and with ``watch_every`` the norms of every layer. ``optax.inject_hyperparams``
-    reports its ``learning_rate`` where nothing else does. Where several nodes report one name, the
-    first in flattening order does.
+    reports its ``learning_rate`` where nothing else does, and each group of
+    ``optax.multi_transform`` its own, ``learning_rate/GROUP``. Where several nodes report one name,
+    the first in flattening order does.
 
     Args:
       opt_state: state of any optax transformation; traced is fine.
@@ -37,6 +39,10 @@ def reports(opt_state: Any, *, since: Any = None) -> dict[str, jax.Array]:
         told = node.reports() | told
     for node in nodes(opt_state, lambda node: isinstance(getattr(node, "hyperparams", None), dict)):
         told = {k: v for k, v in node.hyperparams.items() if k == "learning_rate"} | told
+    for node in nodes(opt_state, lambda node: isinstance(node, optax.transforms.PartitionState)):
+        for group, inner in node.inner_states.items():
+            rate = reports(inner).get("learning_rate")
+            told |= {} if rate is None else {f"learning_rate/{group}": rate}
     told = {name: jnp.asarray(value) for name, value in told.items()}
     if since is not None:
         before = reports(since)

@@ -12,6 +12,7 @@ state of the others keeps its path whatever the options.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -85,7 +86,13 @@ def _float_dtype(name: str, dtype: Any) -> Any:
 _fraction = functools.partial(check_number, low=0.0, high=1.0)
 _not_negative = functools.partial(check_number, low=0.0)
 _positive = functools.partial(check_number, low=0.0, open_low=True)
-_positive_or_off = functools.partial(check_number, low=0.0, high=None, open_low=True)
+
+
+def _positive_or_off(name: str, value: Any) -> Any:
+    value = math.inf if value == "inf" else value  # a flag's, for JSON has no infinity
+    return check_number(name, value, low=0.0, high=None, open_low=True)
+
+
 _count = functools.partial(check_integer, low=1)
 _rms_or_width = functools.partial(check_choice, choices=("rms", "width"))
 
@@ -106,7 +113,9 @@ OPTIONS = {
     "decay_rate": Option(float, "Exponent of Adafactor's growing decay.", _positive),
     "min_dim_size_to_factor": Option(int, "Adafactor factors no smaller dimension.", _count),
     "clipping_threshold": Option(
-        float, "Largest RMS of an Adafactor update; inf clips none.", _positive_or_off
+        Literal["inf"] | float,
+        "Largest RMS of an Adafactor update; inf clips none.",
+        _positive_or_off,
     ),
     "parameter_scale": Option(bool, "Scale Adafactor's update by the parameter's RMS.", _boolean),
     "trust_coefficient": Option(float, "Trust in a layer of LARS, its eta.", _positive),

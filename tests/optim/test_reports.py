@@ -74,3 +74,10 @@ def test_a_report_called_as_a_metric_of_the_step_is_refused():
     state = jt.init_state(problems.init, own, jax.random.key(0))
     with pytest.raises(ValueError, match="the optimizer reports 'grad_norm', as a metric of"):
         jax.eval_shape(jt.build_train_step(problems.loss_fn, own), state, problems.make_batch(0))
+
+
+def test_every_group_of_a_multi_transform_reports_its_rate():
+    groups = {name: jt.make_optimizer("sgd", rate) for name, rate in (("a", 0.1), ("b", 0.2))}
+    state = optax.multi_transform(groups, {"w": "b", "v": "a"}).init({"w": 1.0, "v": 1.0})
+    told = {name: round(float(value), 6) for name, value in reports(state).items()}
+    assert told == {"learning_rate": 0.1, "learning_rate/a": 0.1, "learning_rate/b": 0.2}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 
 import jax
@@ -281,3 +282,10 @@ def test_flags_of_an_optimizer_that_a_module_replaces_are_refused():
         ValueError, match=r"own, which --optimizer\.learning-rate, --optimizer\.ema"
     ):
         build("0.2 --optimizer.ema 0.9", read=False)
+
+
+def test_flags_without_a_bound_can_be_written_as_json():
+    flags = "--optimizer.clipping-threshold inf --optimizer.clip-order max"
+    chosen = parse(jt.Config, ["--optimizer.name", "adafactor", *flags.split()]).optimizer
+    json.dumps(dataclasses.asdict(chosen), allow_nan=False)
+    options.make_optimizer(chosen, steps=40).init({"w": np.ones((2, 2), np.float32)})
