@@ -264,8 +264,6 @@ def pair_row(
     target: Sequence[int],
     source_len: int,
     target_len: int,
-    *,
-    start: int = 0,
 ) -> dict[str, np.ndarray]:
     """Returns a row for an encoder-decoder, padded with zeros.
 
