@@ -40,6 +40,12 @@ def test_the_state_is_donated_in_full_and_comes_back_as_it_was_sharded():
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
 
 
+def test_a_donated_state_is_in_memory_once():
+    state = {"w": jnp.ones(10**5)}
+    step = jt.compile_step(lambda state, batch: ({"w": state["w"] + 1}, batch), state, jnp.ones(1))
+    assert local_bytes(state) < step.memory_bytes < 1.1 * local_bytes(state)
+
+
 def test_a_program_that_keeps_its_old_state_is_reported():
     state, mesh = make(data=8)
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -109,6 +115,9 @@ def test_other_shapes_are_refused_and_never_recompiled(axes):
         train(state, batch)
     with pytest.raises(ValueError, match=r"the batch has leaves \['x'\] and the step was"):
         train(state, {"x": batch["x"]})
+    whole = problems.make_batch()
+    with pytest.raises(ValueError, match=r"'mask' is int32\[16\] and .* for float32\[16\]: keep"):
+        train(state, whole | {"mask": whole["mask"].astype(np.int32)})
     state, _ = train(state, problems.make_batch())
     assert int(state.step) == 1
 

@@ -77,6 +77,7 @@ def test_kernels_are_put_in_place_by_path_and_change_nothing_at_first():
     a = named_leaves(placed)["blocks/q/kernel/a"]
     assert np.abs(a).max() <= D**-0.5
     assert len(np.unique(a)) == a.size
+    assert (placed["head"]["kernel"].a != a[0]).any()  # of equal shape, and of another key
     cut = jt.Stack(virtual=2).cut(params)
     again = put_low_rank(cut, "/kernel$", stacked=jt.Stack(virtual=2))
     assert again["blocks"]["q"]["kernel"].a.shape == (2, 2, D, R)

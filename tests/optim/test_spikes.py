@@ -70,6 +70,15 @@ def test_the_updates_left_out_are_those_of_the_definition(deviations, window):
         assert not any(expected[-15:])
 
 
+def test_the_rounding_of_equal_losses_is_no_spike():
+    tx = skip_spikes(optax.sgd(1.0), 3.0, window=4)
+    update = jit(lambda state, loss: tx.update(jnp.ones(1), state, value=loss)[1])
+    state, loss = tx.init(jnp.zeros(1)), np.float32(0.1)
+    for value in (*[loss] * 4, np.nextafter(loss, np.float32(1)), np.float32(0.1001)):
+        state = update(state, value)
+    assert int(state.skipped) == 1  # the last, which is no rounding
+
+
 def spiky_problem(**options):
     """A step, its state, and batches of which number 70 has targets from another world."""
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, skip_spikes=6.0, **options)

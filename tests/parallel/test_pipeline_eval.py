@@ -133,7 +133,7 @@ def test_an_evaluation_takes_the_memory_of_a_stage():
     assert found < train / 4
 
 
-@pytest.mark.parametrize("rows", [6, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [12, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_batch_of_any_number_of_rows_is_evaluated(rows):
     experiment, mesh = wide_experiment(), make_mesh({"pipe": 2})
     state = make_state(experiment, mesh)

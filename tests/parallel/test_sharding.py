@@ -18,6 +18,7 @@ from jaxtrain.parallel.sharding import (
     ruled_shardings,
     state_shardings,
 )
+from jaxtrain.parallel.specs import spread
 from jaxtrain.tree import named_leaves
 from tests import problems
 
@@ -53,10 +54,19 @@ def test_the_first_matching_rule_decides_and_the_table_of_axes_can_be_changed():
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
     first = [(r"^embed", (None, "tensor")), *RULES]
     assert specs(param_shardings(params(), mesh, first))["embed/tokens"] == P(None, "tensor")
+    twice = [("^embed", ("embed", "embed")), *RULES]  # which an axis can split once
+    assert specs(param_shardings(params(), mesh, twice))["embed/tokens"] == P("fsdp", None)
     rules = jt.Rules(RULES, axes={"vocab": None, "embed": ("fsdp", "tensor")})
     assert specs(param_shardings(params(), mesh, rules))["embed/tokens"] == P(
         None, ("fsdp", "tensor")
     )
+
+
+def test_what_an_axis_has_split_counts_by_its_parts_for_the_next():
+    mesh = jt.make_mesh(data=2, fsdp=4)
+    # Of (8, 4) each device has (2, 4); of (4, 3) it has (1, 3), which nothing divides.
+    assert spread(P("fsdp"), (8, 4), mesh, ("data",)) == P("fsdp", "data")
+    assert spread(P("fsdp"), (4, 3), mesh, ("data",)) == P("fsdp")
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -203,6 +213,14 @@ def test_rules_of_a_state_that_do_not_fit_are_refused(rule, message):
         jt.abstract_state(
             lambda rng: params(), optax.adam(1e-3), mesh=mesh, rules=jt.Rules(state=[rule])
         )
+
+
+def test_the_key_is_split_between_the_parameters_and_the_steps():
+    draw = lambda rng: {"w": jax.random.normal(rng, 3)}  # noqa: E731
+    state = jt.init_state(draw, optax.sgd(1.0), jax.random.key(0))
+    first, second = jax.random.split(jax.random.key(0))
+    np.testing.assert_array_equal(state.params["w"], draw(first)["w"])
+    assert state.rng == second
 
 
 def test_the_state_is_born_in_its_place_and_is_the_same_on_every_mesh():
@@ -405,8 +423,8 @@ def test_constrain_pins_activations_on_a_mesh_and_is_nothing_without_one():
     with jax.set_mesh(mesh):
         pinned = jax.jit(lambda x: jt.constrain(2 * x, "batch", "sequence", "mlp"))(x)
         assert pinned.sharding.spec == P(("data", "fsdp"), None, "tensor")
-        uneven = jax.jit(lambda x: jt.constrain(2 * x, "batch", None, None))(jnp.ones((3, 4, 6)))
-        assert uneven.shape == (3, 4, 6)
+        pinned = pins(lambda x: jt.constrain(x, "batch", None, "mlp"), jnp.ones((6, 4, 6)))
+        assert pinned == [P(P.UNCONSTRAINED, None, "tensor")]
         with pytest.raises(ValueError, match=r"2 axis names .* for an array of rank 3"):
             jax.jit(lambda x: jt.constrain(x, "batch", None))(x)
 

@@ -73,6 +73,12 @@ def test_changes_go_from_the_nearest_to_the_farthest():
     ]
 
 
+def test_microbatches_are_as_many_as_the_rows_of_a_device_allow():
+    experiment = small(remat="none", accumulate=2, global_batch=32)
+    changes = nearest_fit._changes(experiment, parse_target("v5e:2x4"), lambda _: True)
+    assert [change for change, _ in itertools.islice(changes, 2)] == [{"accumulate": 4}] * 2
+
+
 def test_the_command_prints_json_and_saves_the_program(capsys, tmp_path):
     saved = tmp_path / "step.hlo"
     status, out, _ = run(

@@ -102,6 +102,12 @@ def test_only_what_the_config_has_is_varied():
     assert changed == Config(mesh=Mesh(data=2, fsdp=2))
 
 
+def test_a_stage_that_runs_again_has_no_blocks_that_do():
+    kinds = {(x.remat, x.stage_remat) for x in make_candidates(CONFIG, {"pipe": 2})}
+    assert {("dots", "none"), ("none", "full")} < kinds
+    assert not kinds & {("full", "none"), ("dots", "full"), ("full", "full")}
+
+
 def test_the_flags_of_a_layout_make_its_config():
     for candidate in (
         Candidate({"data": 2, "fsdp": 2, "tensor": 2, "pipe": 1}, 4, "dots"),
