@@ -9,6 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.host import output, signals
+from jaxtrain.run.observe import journal
 from tests.run.test_loop import make_experiment
 
 
@@ -30,8 +31,9 @@ def unread(request, monkeypatch):
 
 
 def test_a_run_whose_output_nobody_reads_trains_and_saves_and_tells_its_journal_once(
-    tmp_path, unread
+    tmp_path, unread, monkeypatch
 ):
+    monkeypatch.setattr(journal, "BEAT_SECONDS", 0.01)
     run = tmp_path / "run"
     unread("stdout", os.pipe)
     unread("stderr", os.pipe)

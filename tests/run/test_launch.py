@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.run import launch
-from jaxtrain.run.launch import LaunchOptions, process_settings, run_launch
+from jaxtrain.run.launch import Group, LaunchOptions, process_settings, run_launch
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Says who it is, and does what its arguments tell it: INDEX STATUS SECONDS ...
@@ -110,6 +110,8 @@ tries = pathlib.Path(sys.argv[1]) / os.environ["JAXTRAIN_PROCESS_ID"]
 done = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (done + 1))
 codes = sys.argv[2].split(",")
+while len(list(tries.parent.iterdir())) < len(codes):  # nobody is ended before it has begun
+    time.sleep(0.01)
 print(done, *sys.argv[2:])
 code = int(codes[int(os.environ["JAXTRAIN_PROCESS_ID"])]) if done < int(sys.argv[3]) else 0
 if code < 0:
@@ -260,6 +262,21 @@ sys.exit(75)
         process.kill()
     assert sorted(out.splitlines()) == ["[0] saved 1", "[1] saved 1"]
     assert process.returncode == 75
+
+
+def test_the_others_have_the_longer_time_after_a_preemption_and_not_after_a_loss():
+    group = Group([], [])
+    for status, term, kill in ((75, 30.0, 60.0), (137, 7.5, 15.0), (1, 0.0, 30.0)):
+        assert group._deadlines(status, 0.0, 30.0) == {signal.SIGTERM: term, signal.SIGKILL: kill}
+    assert group._deadlines(137, 0.0, 2.0) == {signal.SIGTERM: 1.0, signal.SIGKILL: 2.0}
+
+
+def test_a_second_signal_kills(monkeypatch):
+    group, sent = Group([], []), []
+    monkeypatch.setattr(group, "_signal", sent.append)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        group.ask(number)
+    assert sent == [signal.SIGINT, signal.SIGKILL, signal.SIGKILL]
 
 
 def test_nothing_that_a_process_started_is_left(tmp_path):

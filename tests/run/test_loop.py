@@ -13,6 +13,7 @@ import jaxtrain as jt
 from jaxtrain import data
 from jaxtrain.experiment import make_abstract_state
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
+from jaxtrain.run.folder import next_free
 from tests import problems
 
 ROWS = 64
@@ -284,8 +285,10 @@ def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
     first = jt.fit(make_experiment(steps=2))
     second = jt.fit(make_experiment(steps=2))
     assert (first.run_dir, second.run_dir) == ("runs/toy-1", "runs/toy-2")
+    (tmp_path / "runs" / "toy-large-7").mkdir()  # of another experiment
     again = jt.fit(make_experiment(steps=3), jt.RunOptions(resume=True))
     assert again.run_dir == "runs/toy-2"
+    assert next_free("toy").name == "toy-3"
     assert int(again.state.step) == 3
 
 

@@ -1,6 +1,7 @@
 """Which errors are one sentence, and which keep their traceback."""
 
 import dataclasses
+import errno
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +51,11 @@ def test_a_mistake_in_a_loss_keeps_its_traceback_and_one_of_its_shapes_is_refuse
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, lambda config: build(config, mesh={"data": 3}))
     assert capsys.readouterr().err.startswith("error: mesh data 3 needs 3 devices")
+
+
+def test_output_that_nobody_reads_is_no_refusal():
+    with pytest.raises(BrokenPipeError), refusal.refusing():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_what_build_refuses_is_a_sentence(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -93,6 +94,20 @@ def test_pauses_grow_up_to_the_limit_and_the_end_is_said(caplog):
     assert max(pauses) <= storage.LONGEST_DELAY_SECONDS
     assert pauses[0] <= storage.FIRST_DELAY_SECONDS
     assert len(caplog.records) == 1  # said once, however often it fails
+
+
+def test_pauses_begin_anew_when_it_has_worked_again():
+    pauses, tries = [], itertools.count(1)
+
+    def make():
+        number = next(tries)
+        for i in range(2):
+            if number < 6 or (number == 6 and i == 1):
+                raise numbered(errno.EIO)
+            yield i
+
+    assert list(storage.iterating(make, "the rows", sleep=pauses.append)) == [0, 1]
+    assert pauses[4] > storage.FIRST_DELAY_SECONDS >= pauses[5]
 
 
 def test_an_iteration_goes_on_behind_the_item_that_it_has_given(caplog):

@@ -311,15 +311,17 @@ def test_save_every_force_and_repeats(tmp_path):
 def test_going_back_needs_the_later_steps_dropped(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, {"w": jnp.full(2, step)})
+            checkpoints.save(step, {"w": jnp.full(2, step)}, metrics={"eval/loss": float(step)})
         with pytest.raises(
             ValueError, match=r"step 2 is behind the latest checkpoint 3 .*drop_aft"
         ):
             checkpoints.save(2, {"w": jnp.zeros(2)})
+        assert checkpoints.best_step() == 1
         checkpoints.drop_after(1)
         assert checkpoints.steps() == [1]
-        assert checkpoints.save(2, {"w": jnp.full(2, 20)})
+        assert checkpoints.save(2, {"w": jnp.full(2, 20)}, metrics={"eval/loss": 0.125})
         restored = checkpoints.restore({"w": np.zeros(2, np.int32)})
+        assert checkpoints.best_step() == 2
         np.testing.assert_array_equal(restored["w"], [20, 20])
 
 

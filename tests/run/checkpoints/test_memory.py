@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.parallel.stack import Order
 from jaxtrain.planning.targets import parse_target
-from jaxtrain.run.checkpoints import manifest
+from jaxtrain.run.checkpoints import leaves, manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.reader import Reader
 
@@ -95,6 +95,14 @@ def test_checksums_take_no_memory_on_accelerators(target, package, dtype, rows):
     memory = manifest.on_devices.lower([leaf], Order((2, 8), rows)).compile().memory_analysis()
     assert memory.argument_size_in_bytes == 8 * 1024 * 1024 * leaf.dtype.itemsize
     assert memory.temp_size_in_bytes < 2**17
+
+
+def test_layers_that_do_not_divide_as_they_lie_are_read_split_along_another_axis():
+    mesh = jt.make_mesh(pipe=2, devices=jax.devices()[:2])
+    cut = NamedSharding(mesh, P(None, "pipe"))  # [V, L / V, width], of 3 layers and padding
+    leaf = jax.ShapeDtypeStruct((2, 2, 4), np.float32, sharding=cut)
+    args, whole = leaves._restore_args({"shape": [3, 4]}, leaf)
+    assert (args.sharding.spec, whole) == (P(None, "pipe"), False)
 
 
 @pytest.mark.parametrize("counts", [None, UNEVEN], ids=["even", "uneven"])

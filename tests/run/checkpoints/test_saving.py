@@ -236,10 +236,12 @@ def test_a_save_that_can_never_be_made_ends_the_run(pauses):
     assert stub.saved == []
 
 
-def test_a_resumed_run_knows_the_best_so_far(tmp_path):
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(3, {"w": jnp.ones(1)}, metrics={"eval/loss": 2.0})
-        stub = Stub({4: 2.5, 6: 1.5}, options=jt.RunOptions(save_best=True))
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+def test_a_resumed_run_knows_the_best_so_far(tmp_path, mode, sign):
+    with Checkpointer(tmp_path, best_mode=mode) as checkpoints:
+        checkpoints.save(3, {"w": jnp.ones(1)}, metrics={"eval/loss": sign * 2.0})
+        stub = Stub({4: sign * 2.5, 6: sign * 1.5}, options=jt.RunOptions(save_best=True))
+        stub.experiment = make_experiment(best_mode=mode)
         saving = Saving(stub, checkpoints)
         saving.checkpoints = stub
         for step in range(12):

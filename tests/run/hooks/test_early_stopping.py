@@ -68,6 +68,9 @@ def test_it_ends_where_the_definition_says_whenever_it_was_killed(
             if ends[-1]:
                 break
         assert (i, ends[:-1]) == (expected, [None] * (expected - killed - 1))
+        for more in range(1, patience + 1):  # told to go on, it has its patience anew
+            stopping.on_evaluation(5 * (i + more), {"loss": math.nan})
+            assert (stopping.ending(5 * (i + more)) is not None) == (more == patience)
 
 
 class Killed(Exception):

@@ -176,11 +176,12 @@ def test_as_many_of_the_best_by_a_metric_that_is_named_are_kept(tmp_path):
         save_best=True,
         keep=1,
         keep_best=3,
-        best_metric="largest",
+        best_metric="far/largest",
         best_mode="max",
     )
-    jt.fit(make_experiment(9), options)
-    largest = {x["step"]: x["eval/largest"] for x in lines(tmp_path) if "eval/loss" in x}
+    sets = {"near": held_out(1), "far": held_out(2)}
+    jt.fit(make_experiment(9, eval_batches=sets, best_metric="near/loss"), options)
+    largest = {x["step"]: x["eval/far/largest"] for x in lines(tmp_path) if "eval/far/loss" in x}
     best = sorted(largest, key=lambda step: (-largest[step], step))[:3]
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.steps() == sorted({*best, 9})

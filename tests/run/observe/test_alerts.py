@@ -98,7 +98,10 @@ RULES += ("temperature", "throughput", "held_out")
 
 def test_a_clean_run_alarms_nobody(tmp_path):
     for seed in range(10):
-        assert Told(tmp_path).run(clean(seed), range(1, N + 1)).notes == []
+        curves = clean(seed)
+        assert Told(tmp_path).run(curves, range(1, N + 1)).notes == []
+    curves["eval/code/loss"] -= 5  # below 0, as of a log-likelihood
+    assert Told(tmp_path, "all:off", "held_out=0.01").run(curves, range(1, N + 1)).notes == []
 
 
 @pytest.mark.parametrize("rule", RULES)
