@@ -439,6 +439,12 @@ def test_a_damaged_store_is_named_and_never_trained_on(texts, tmp_path, capsys):
         with pytest.raises(ValueError, match=rf"{what}.npy' is damaged .*; delete"):
             data.open_store(path).held_out(10**6)
         file.write_bytes(kept)
+    file = path / "train.starts.npy"
+    kept, tokens = file.read_bytes(), about["sets"]["train"]["tokens"]
+    np.save(file, np.append(np.load(file)[:-1], tokens))  # one that begins where the text ends
+    with pytest.raises(ValueError, match=rf"documents begin from 0 to {tokens} of {tokens} tok"):
+        data.open_store(path).corpus()
+    file.write_bytes(kept)
 
     del about["sha256"]  # as an earlier version wrote it
     (path / "manifest.json").write_text(json.dumps(about))

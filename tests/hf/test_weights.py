@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import hf
-from jaxtrain.hf import safetensors
+from jaxtrain.hf import safetensors, weights
 from jaxtrain.hf.families import FAMILIES, family_for
 from jaxtrain.hf.table import REQUIRED, assemble
 from jaxtrain.models import gpt
@@ -386,6 +387,24 @@ def test_of_a_buffer_without_use_the_dtype_does_not_matter(tmp_path):
         hf.open_weights(tmp_path)
 
 
+def test_a_head_that_is_tied_is_compared_to_its_last_row():
+    table, family = np.zeros((5000, 2), np.float32), types.SimpleNamespace(rows=())
+    for row in (0, 4095, 4096, 4999):
+        other = table.copy()
+        other[row, 1] = 1
+        with pytest.raises(ValueError, match="ties head to table, and they differ: leave head out"):
+            weights._check_tied("f", family, {"head": other, "table": table}, "head", "table")
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):
+    kinds = {name: ((size,), np.dtype("float32")) for name, size in (("a", 9), ("b", 1), ("c", 9))}
+    values = ((name, np.ones(shape, dtype)) for name, (shape, dtype) in kinds.items())
+    safetensors.write(tmp_path, kinds, values, max_shard_bytes=8)
+    places = safetensors.read_json(tmp_path / safetensors.INDEX)["weight_map"]
+    assert places == {n: f"model-0000{i}-of-00003.safetensors" for i, n in enumerate("abc", 1)}
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
 def test_the_table_of_a_tied_model_may_have_the_name_of_the_head(tmp_path):
     table = safetensors.tensors_in(edited(tmp_path / "a"))["model.embed_tokens.weight"][...]
     names = {"model.embed_tokens.weight": None, "lm_head.weight": table}
@@ -453,7 +472,10 @@ def test_parts_of_one_tensor_of_several_dtypes_have_one_for_all(tmp_path):
     parts = params["blocks"]["attn"]
     for name, dtype in {"q": jnp.bfloat16, "k": jnp.float16}.items():
         parts[name]["kernel"] = parts[name]["kernel"].astype(dtype)
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].astype(jnp.bfloat16)
     hf.save(tmp_path, SMALL, params)
+    # Most are float32, and that is what is said of the whole.
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     got = hf.load(hf.open_weights(tmp_path))["blocks"]["attn"]
     for name in "qkv":
         assert got[name]["kernel"].dtype == np.float32
