@@ -29,6 +29,8 @@ from jaxtrain.state import (
 )
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 
+__version__ = "0.1.0"
+
 # What a step does not need is imported when it is first asked for.
 _LAZY = {
     "Checkpointer": "run.checkpoints.checkpointer",

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
+import jaxtrain
 from jaxtrain import agreement
 from jaxtrain.compare import command as compare
 from jaxtrain.data import command as data
@@ -325,6 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As with `python -m`: experiments are modules under the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
+    if arguments == ["--version"]:
+        print(f"jaxtrain {jaxtrain.__version__}")
+        return 0
     options, rest = parse(arguments)
     (command,) = (c for c in COMMANDS.values() if isinstance(options, c.options))
     shared = [Config] if hasattr(options, "experiment") else []  # of the experiment's flags

@@ -329,6 +329,11 @@ def _creator(init_fn, optimizer, policy, has_model_state, rules):
     def create(rng: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
         params, model_state = init_fn(init_rng), None
+        if getattr(init_fn, "has_model_state", False) and not has_model_state:
+            raise ValueError(
+                "init_fn returns model state too: pass has_model_state=True to init_state and to "
+                "the step builders"
+            )
         if has_model_state:
             if not isinstance(params, tuple) or len(params) != 2:
                 raise ValueError(

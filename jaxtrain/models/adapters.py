@@ -10,6 +10,8 @@ evaluation form, and its state stays as it is.
 Flax is imported when an adapter is called.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.tree import named_leaves
+
+# What Linen modules call the argument that tells training from evaluation.
+_MODES = {"train", "training", "is_training", "deterministic", "use_running_average"}
 
 PyTree = Any
 InitFn = Callable[[jax.Array], Any]
@@ -102,6 +107,8 @@ def from_linen(
     """
     from flax.core import meta
 
+    modes = _MODES & inspect.signature(type(module).__call__).parameters.keys()
+
     def variables(rng: jax.Array) -> dict[str, Any]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
         return dict(meta.unbox(module.init(rng, *zeros, **(evaluation or {}))))
@@ -112,6 +119,12 @@ def from_linen(
 
     def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
         given = {"params": params, **model_state}
+        if rng is not None and training is None and (told := modes - options.keys()):
+            warnings.warn(
+                f"{type(module).__name__} takes {min(told)}= and is trained with its default: say "
+                f"how it differs, as in from_linen(..., training={{'{min(told)}': ...}})",
+                stacklevel=2,
+            )
         if rng is None:
             return module.apply(given, *inputs, **(evaluation or {}), **options), model_state
         # A stream without a key of its own, such as "dropout", draws from that of "params".
@@ -131,6 +144,7 @@ def from_linen(
 def _functions(create: InitFn, call: Apply, has_model_state: bool) -> tuple[InitFn, Apply]:
     """``init_fn`` and ``apply``, with model state or without any."""
     if has_model_state:
+        create.has_model_state = True  # init_state asks for it
         return create, call
     if kept := named_leaves(jax.eval_shape(create, jax.random.key(0))[1]):
         raise ValueError(

@@ -48,6 +48,7 @@ def make_mesh(
     dcn_fsdp: int = 1,
     dcn_pipe: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    **unknown: int,
 ) -> Mesh:
     """Arranges devices in a mesh whose axes are all of :data:`AXES`.
 
@@ -64,12 +65,17 @@ def make_mesh(
       A mesh with automatic (compiler-partitioned) axes.
 
     Raises:
+      TypeError: for an axis that is not among them.
       ValueError: where a size is neither positive nor -1, the sizes do not multiply to the number
         of devices, or the parts do not fit their axes or the slices or hosts.
 
     >>> make_mesh(tensor=-1, devices=jax.devices()[:1]).shape["tensor"]
     1
     """
+    if unknown:
+        raise TypeError(
+            f"mesh axis {next(iter(unknown))!r} is not known: the axes are {', '.join(AXES)}"
+        )
     sizes = {
         "pipe": pipe,
         "data": data,

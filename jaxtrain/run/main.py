@@ -116,8 +116,11 @@ class Config:
 
         Args:
           name: names the run's folder.
-          **given: the other arguments of :class:`jaxtrain.Experiment`. ``config`` and
-            ``may_change`` are added to what these flags say; any other comes in its place.
+          **given: the other arguments of :class:`jaxtrain.Experiment`: ``init_fn``, ``loss_fn``,
+            ``batch`` and ``train_batches`` (with ``eval_batches``, of :meth:`batches_of`), and
+            those that have a default, such as ``optimizer``, ``rules``, ``stages``, ``params``,
+            ``has_model_state``, ``best_metric`` and ``conclude``. ``config`` and ``may_change``
+            are added to what these flags say; any other comes in its place.
         """
         if "optimizer" in given and not getattr(self, "_optimizer_is_read", False):
             self._refuse_void_flags(name)
