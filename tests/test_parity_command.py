@@ -237,6 +237,7 @@ def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, mod
     assert "1 of 1 meshes agree" in text
 
 
+@pytest.mark.filterwarnings("ignore::jaxtrain.precision.PrecisionWarning")  # its x is float32
 def test_both_sides_have_the_precision_that_is_asked_for(capsys, module, monkeypatch):
     compiled, policies = agreement.compile_train, []
 
