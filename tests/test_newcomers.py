@@ -1,6 +1,7 @@
 """Mistakes of the first hour are refused, or told, where they are made."""
 
 import pathlib
+import re
 import tomllib
 
 import flax.linen as nn
@@ -12,10 +13,12 @@ import pytest
 import jaxtrain as jt
 from tests.commands import run
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 
 def test_the_version_is_told(capsys):
     assert run(capsys, "--version")[:2] == (0, f"jaxtrain {jt.__version__}\n")
-    with (pathlib.Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+    with (ROOT / "pyproject.toml").open("rb") as file:
         dynamic = tomllib.load(file)["tool"]["setuptools"]["dynamic"]
     assert dynamic == {"version": {"attr": "jaxtrain.__version__"}}
 
@@ -47,3 +50,19 @@ def test_a_linen_module_that_is_not_told_of_training_says_so():
     apply(params, kept, x, rng=jax.random.key(1), train=True)
     _, apply = jt.from_linen(Net(), x, training={"train": True}, has_model_state=True)
     apply(params, kept, x, rng=jax.random.key(1))
+
+
+def test_a_flax_block_becomes_a_stack():
+    text = (ROOT / "jaxtrain/parallel/README.md").read_text()
+    names = {"nn": nn, "jax": jax, "jnp": jnp, "rng": jax.random.key(0)}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    stages = jt.Stages(
+        lambda params, batch, rng: batch["x"],
+        names["run_block"],
+        lambda params, x, batch: jt.WeightedLoss(x.sum(), jnp.float32(1)),
+    )
+    x = jnp.ones((2, 32))
+    loss = jt.loss_from_stages(stages)({"blocks": names["layers"]}, {"x": x}, None)
+    for i in range(8):
+        x = x @ names["layers"]["kernel"][i] + names["layers"]["bias"][i]
+    assert float(loss.total) == pytest.approx(float(x.sum()), rel=1e-4)
