@@ -566,7 +566,9 @@ def test_adam_ratio_is_the_rate_of_what_muon_leaves():
         np.testing.assert_allclose(part[path], ratio * whole[path], rtol=1e-6)
 
 
-@pytest.mark.parametrize("order", [1.0, 3.0, "max"])
+@pytest.mark.parametrize(
+    "order", [*(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0)), "max"]
+)
 def test_clips_by_value_and_then_by_another_norm(order):
     """Of the mean of two weighted calls, whose powers would overflow."""
     one, two = (jax.tree.map(lambda x: 1e20 * x, random_tree(seed)) for seed in (2, 3))

@@ -74,8 +74,8 @@ def plateau(losses, rate, factor, patience, window):
     return rates
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", ["adamw", "lars"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lars", marks=pytest.mark.slow)])
 def test_the_rate_falls_where_the_loss_has_stopped_falling(name, every):
     """Across calls of unequal weight, of which some are left out, and a stop in between."""
     given = {"plateau_factor": 0.5, "plateau_patience": 2, "plateau_window": 3}

@@ -65,13 +65,27 @@ SCHEDULES = {
 }
 
 
+EVERYDAY = {
+    "cosine --optimizer.final 0.1",
+    "cosine_restarts --optimizer.multiplier 2",
+    "exponential --optimizer.decay-rate 0.3",
+    "step --optimizer.boundaries 11 30 --optimizer.factor 0.5",
+}
+
+
 def schedule_of(flags, monkeypatch):
     given = "--optimizer.learning-rate 0.2 --optimizer.warmup-steps 4 --optimizer.schedule"
     monkeypatch.setattr(optim, "make_optimizer", lambda name, rate, **_: rate)
     return options.make_optimizer(parse(jt.Config, [*given.split(), *flags]).optimizer, steps=40)
 
 
-@pytest.mark.parametrize("flags", SCHEDULES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, marks=() if flags in EVERYDAY else pytest.mark.slow)
+        for flags in SCHEDULES
+    ],
+)
 def test_flags_make_every_schedule_with_every_option(flags, monkeypatch):
     rate = schedule_of(flags.split(), monkeypatch)
     expected = warmed(SCHEDULES[flags], 4, 0.2)
@@ -148,7 +162,7 @@ def of_layers(stack, *, stages=True, **flags):
 
 
 SLOW_RULES = [
-    pytest.param(name, marks=() if name in ("lamb", "muon") else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "muon" else pytest.mark.slow)
     for name in optim.OPTIMIZERS
 ]
 
