@@ -347,5 +347,5 @@ def _delete_written(folder: epath.Path, files: Iterable[str]) -> None:
             if entry != OWNER and (_WRITTEN.fullmatch(entry) or entry in files):
                 is_whole_folder = is_folder(path) and not is_link(path)
                 path.rmtree(missing_ok=True) if is_whole_folder else path.unlink(missing_ok=True)
-        if inner != folder and not listed(inner) and is_folder(inner):
-            inner.rmdir()
+        if inner != folder and is_folder(inner) and not listed(inner):
+            inner.rmdir() if is_remote(inner) else os.rmdir(inner)
