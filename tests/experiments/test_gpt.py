@@ -164,12 +164,13 @@ def test_resuming_takes_the_runs_own_flags_and_tokenizer_and_refuses_others(tmp_
 
 def test_text_is_encoded_at_the_first_start_alone(texts, tmp_path, monkeypatch):
     encoded = []
-    encode = data.ByteTokenizer.encode_batch
-    monkeypatch.setattr(
-        data.ByteTokenizer,
-        "encode_batch",
-        lambda self, texts: encoded.append(len(texts)) or encode(self, texts),
-    )
+
+    def noted(of, name):
+        function = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args: encoded.append(name) or function(*args))
+
+    noted(data.ByteTokenizer, "encode_batch")
+    noted(data.writing, "_write_tokens")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = parse(Config, [*SMALL, "--data", texts])
     assert isinstance(build(config).batch, dict)
