@@ -30,6 +30,7 @@ from jaxtrain.planning.estimate import (
     estimate_traced,
     predict,
     trace,
+    trace_step,
 )
 from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.hlo import read_program
@@ -62,6 +63,20 @@ def tiny(mesh=None, **changes):
 def walk(function, specs, *shapes, mesh, stored=0, parameters=None):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     return walk_step(jaxpr, specs, mesh, parameters or {}, stored=stored)[:2]
+
+
+def test_an_update_reads_and_writes_the_state_and_reads_the_gradients():
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    mesh = jt.make_mesh(data=-1)
+    state = jt.abstract_state(lambda rng: {"w": jnp.zeros((100, 10))}, optimizer, mesh=mesh)
+    batch = {"x": jax.ShapeDtypeStruct((8, 10), jnp.float32)}
+
+    def idle(state, batch):
+        return state, {}
+
+    traced = trace_step(idle, state, batch, mesh, None)
+    found = estimate_traced(traced, state, batch, mesh, None, kind="cpu")
+    assert found.cost.other_bytes == 2 * local_bytes(state) + local_bytes(state.params)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
+from jaxtrain.ops.attention import branch_shares
 from jaxtrain.planning.flops import count_flops
 from tests.planning import steps
 
@@ -34,6 +35,15 @@ def test_products_convolutions_and_batches():
     # Every output element is a product over 3 x 3 x 2.
     kernel = jnp.ones((3, 3, 2, 9))
     assert count_flops(conv, image, kernel).total == 2 * (4 * 7 * 7 * 9) * (3 * 3 * 2)
+
+
+def test_a_branch_that_says_its_shares_counts_by_them():
+    def fork(flag):
+        with branch_shares(1, 3):  # of (false, true)
+            return jax.lax.cond(flag, lambda: (a @ b).sum(), lambda: (a @ b @ b.T).sum())
+
+    once, both = 2 * 2 * 3 * 5, 2 * (2 * 2 * 3 * 5)
+    assert count_flops(fork, True).total == both / 4 + once * 3 / 4
 
 
 def test_loops_multiply_branches_take_the_larger_and_dtypes_are_kept_apart():
