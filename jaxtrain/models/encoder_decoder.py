@@ -496,7 +496,7 @@ def tiny() -> T5Config:
         target_len=24,
         layers=2,
         width=192,
-        heads=3,
+        heads=4,
         mlp="geglu",
         mlp_width=384,
     )
