@@ -1,0 +1,207 @@
+"""Shell lines of the READMEs run as they are typed, with fewer steps and smaller models.
+
+What a line names (a run, a store, a folder of images) is made first; what it needs and a test has
+not is in :data:`ABSENT`, with the reason. A new line is one or the other.
+"""
+
+import importlib
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import tomllib
+
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from experiments.gpt import generate
+from jaxtrain import cli
+from tests.test_readme import MODULE
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Lines in which one of these is found are not run.
+ABSENT = {
+    r"^pytest": "these tests themselves",
+    r"^pip install": "the network; the extras are looked up",
+    r"--trackers wandb": "the package wandb",
+    r"^jaxtrain launch": "a GPU for each of 8 processes; tests/run/test_launch.py starts two",
+    r"^jaxtrain watch (?!.*--terminal)": "a browser: it serves until it is interrupted",
+    r"^tpu_setup/|^export TPU_": "gcloud; tests/tpu_setup runs the scripts with stand-ins",
+    r"^set [-+]a|^\. ": "the shell of a GPU host",
+    r"^plan=|^\$plan|128x8|8x8x16": "minutes of compiling for 1,024 chips",
+    # To be taken out, one by one, as each is seen to run from here.
+    r"experiments\.bert|PAIRS|MODEL|VIT|RUN |runs/gpt-2|runs/llama": "not tried from here yet",
+    r"^jaxtrain (compare|watch|landscape)|--target .*--mesh.fsdp (8|16)": "not tried from here yet",
+}
+# What is run every day; the others take minutes in all.
+DAILY = ("--mesh.data 2 --mesh.tensor 2 --mesh.fsdp 2",)
+
+# What is typed besides, or in the place of the line's own, where these are found. The heads of the
+# default models stay, for a mesh has to divide them.
+TEXTS = "--data my_texts/"
+SIZES = "--layers 4 --width 32 --seq-len 32"
+SMALLER = {
+    r"--simulate-devices": "--simulate-devices 0",  # eight are here
+    r"-m experiments\.\w+ (?!--resume)": "--steps 2",
+    r"-m experiments\.(gpt|bert|t5) (?!--resume)": "--global-batch 16",
+    r"-m experiments\.(gpt|t5) (?!--resume)": "--held-out-bytes 500",
+    r"-m experiments\.gpt (?!--resume)": "--sample-tokens 4",
+    r"(-m|parity|compare) experiments\.gpt (?!.*(--init-from|--resume))": SIZES,
+    r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
+    r"-m experiments\.gpt\.generate": "--tokens 4",
+    r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
+    r"-m experiments\.bert ": "--examples 2",
+    r"-m experiments\.t5 ": "--examples 8",
+    r"-m experiments.*--model (gpt2|llama)": "--heads 8",
+    r"jaxtrain plan experiments": "--layers 2 --width 128 --heads 16 --seq-len 64",
+    r"jaxtrain parity": "--layout data=2,fsdp=2",
+    r"jaxtrain compare": "--rounds 2 --block-steps 1",
+    r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
+    r"jaxtrain tokenize": "--workers 1",
+    r"jaxtrain watch": "--once",
+}
+
+
+def commands():
+    """Every command of every block of bash, as words, with the README that has it."""
+    found = {}
+    for path in sorted(ROOT.glob("**/README.md")):
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                lexer = shlex.shlex(line, posix=True, punctuation_chars=";&")
+                lexer.whitespace_split = True
+                words = []
+                for word in [*lexer, ";"]:
+                    if word not in (";", "&&"):
+                        words.append(word)
+                    elif words:
+                        found[" ".join(words)] = words
+                        words = []
+    return found
+
+
+COMMANDS = commands()
+RUN = [text for text in COMMANDS if not any(re.search(found, text) for found in ABSENT)]
+
+
+def smaller(words):
+    text, given = " ".join(words) + " ", {}
+    for found, flags in SMALLER.items():
+        if re.search(found, text):
+            flags = flags.split()
+            given |= dict(zip(flags[::2], [*flags[1::2], None], strict=False))
+    kept = [w for i, w in enumerate(words) if not {w, words[max(0, i - 1)]} & given.keys()]
+    return kept + [word for pair in given.items() for word in pair if word is not None]
+
+
+def run(words):
+    """Runs a command in this process; it has to end well."""
+    if words[0] == "jaxtrain":
+        assert cli.main(words[1:]) == 0, words
+    elif words[2] == "experiments.gpt.generate":
+        generate.main(words[3:])
+    else:
+        module = importlib.import_module(words[2])
+        jt.main(module.Config, module.build, words[3:])
+
+
+def make_texts():
+    for name in ("my_texts", "texts", "text"):
+        for i in range(18):
+            pathlib.Path(name, "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
+            words = ["stage", "bubble", "mesh", "shard", "loss", "step", "abc"[i % 3]]
+            order = np.random.default_rng(i).integers(0, len(words), 300)
+            text = " ".join(words[j] for j in order)
+            pathlib.Path(name, "abc"[i % 3], f"{i}.txt").write_text(text)
+
+
+def make_images():
+    images = pytest.importorskip("PIL.Image")
+    for n, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (48, 8, 8, 3), np.uint8)):
+        pathlib.Path("FOLDER", "abc"[n % 3]).mkdir(parents=True, exist_ok=True)
+        images.fromarray(pixels).save(pathlib.Path("FOLDER", "abc"[n % 3], f"{n}.png"))
+
+
+def make_conversations():
+    said = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "7"}]
+    other = {"role": "assistant", "content": "none"}
+    rows = [{"messages": [*said, said[0] | {"content": f"and {n}?"}, said[1]]} for n in range(90)]
+    asked = [said[0] | {"content": f"{n}?"} for n in range(90)]
+    pairs = [{"chosen": [one, said[1]], "rejected": [one, other]} for one in asked]
+    for name, lines in (("chat.jsonl", rows), ("pairs.jsonl", pairs)):
+        pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
+
+
+def make_module():
+    pathlib.Path("sine.py").write_text(MODULE)
+
+
+# What makes the things that lines name: by what is found in the line, and in this order.
+LLAMA = "--model llama-1b --heads 4"
+TOKENIZE = "jaxtrain tokenize --workers 1 --data"
+SHORT = "--data texts/ --steps 2 --layers 2 --width 32 --tokenizer 300 --examples"
+GPT_RUN = f"python -m experiments.gpt --data texts/ {SIZES} --global-batch 8 --held-out-bytes 500"
+GPT_RUN += " --sample-tokens 0 --steps 40 --save-every 20 --run-dir"
+MADE = {
+    r".": [make_texts],
+    r"FOLDER|VIT": [make_images],
+    r"chat\.jsonl|pairs\.jsonl|PAIRS": [make_conversations],
+    r"sine": [make_module],
+    r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
+    r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
+    r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
+    r"tokenizer\.json --save|MODEL|PAIRS": [f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"],
+    r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
+    r"MODEL|PAIRS": ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"data PAIRS": [
+        f"{TOKENIZE} pairs.jsonl --tokenizer MODEL/tokenizer.json --chat-template chatml "
+        "--out PAIRS",
+    ],
+    r"runs/gpt-1|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
+    r"runs/gpt-2": [f"{GPT_RUN} runs/gpt-2"],
+    r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
+    r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
+    r"--init-from runs/spans|--run runs/spans": [
+        f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
+    ],
+    r"--init-from VIT": [
+        "python -m experiments.vision --model vit --data FOLDER --image-size 8 --steps 2 "
+        "--optimizer.name adamw "
+        "--run-dir runs/vit",
+        "jaxtrain hf export --run runs/vit --out VIT",
+    ],
+}
+
+
+def test_every_reason_has_a_line_and_extras_are_there():
+    for found in ABSENT:
+        assert any(re.search(found, text) for text in COMMANDS), found
+    assert [sum(each in text for text in RUN) for each in DAILY] == [1] * len(DAILY)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for text in COMMANDS:
+        if text.startswith("pip install"):
+            named = re.fullmatch(r"pip install -e \.(\[([\w,]+)\])?", text)[2]
+            assert set((named or "test").split(",")) <= set(known), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(x, marks=[] if any(each in x for each in DAILY) else pytest.mark.slow)
+        for x in RUN
+    ],
+)
+def test_a_line_runs_as_it_is_typed(text, tmp_path, monkeypatch, capsys):
+    for chip, module in (("v5", "libtpu"), ("h100", "jax_cuda12_plugin")):
+        if f"--target {chip}" in text and importlib.util.find_spec(module) is None:
+            pytest.skip("needs the compilers: pip install 'jaxtrain[aot]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for found, steps in MADE.items():
+        for step in steps if re.search(found, text) else ():
+            step() if callable(step) else run(shlex.split(step))
+    run(smaller(COMMANDS[text]))
