@@ -153,6 +153,7 @@ MADE = {
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
+    r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
     r"tokenizer\.json --save|MODEL|PAIRS": [f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"],
     r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
