@@ -181,6 +181,11 @@ def test_a_chat_template_comes_with_the_model_and_goes_with_it(chat_folder, tmp_
     assert prompt_of(held_out, 1) == prompt_of(data.open_store(store).corpus(), 0) == []
 
 
+def test_a_padding_token_is_exported_by_its_name(tokenizer):
+    kept = {"pad_token": {"__type": "AddedToken", "content": "<pad>"}}
+    assert command._tokenizer_config(tokenizer, {}, kept)["pad_token"] == "<pad>"
+
+
 @pytest.mark.slow
 def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, capsys):
     store, path = str(tmp_path / "store"), str(tmp_path / "run")
@@ -192,6 +197,9 @@ def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, cap
     for each, begin in ((path, "<|im_start|>user\n3 ?<|im_end|>"), (chat_folder, "<user> 3 ?")):
         generate.main(["--run", str(each), "--prompt", "3 ?", "--chat", "--tokens", "3"])
         assert capsys.readouterr().out.startswith(begin)
+    # Trained on rows of 128, it has more positions than the 16 that it came with.
+    assert run(capsys, "hf", "export", "--run", path, "--out", str(tmp_path / "out"))[0] == 0
+    assert hf.read_config(tmp_path / "out").seq_len == 128
     with pytest.raises(SystemExit, match="2"):
         generate.main(["--run", str(tmp_path)])
     assert "is no run and no Hugging Face folder" in capsys.readouterr().err

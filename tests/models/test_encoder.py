@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models import encoder
+from jaxtrain.models import encoder, layers
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.tree import map_named
 
@@ -113,6 +113,15 @@ def test_predictions_are_of_their_places_and_padding_is_not_seen():
             loss(params, same, None),
             loss(params, batch, None),
         )
+
+
+def test_the_mean_of_a_row_leaves_its_padding_out():
+    made = layers.pure(encoder.NormedClassHead, MEAN, jax.random.key(0))
+    head = layers.apply(encoder.NormedClassHead, MEAN, made)
+    segments, x = np.array([[1, 1, 0, 0]]), np.random.default_rng(0).normal(size=(2, 1, 4, 32))
+    x[1, :, :2] = x[0, :, :2]
+    a, b = quick_jit(jax.vmap(lambda x: head(x, segments)))(x.astype(np.float32))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

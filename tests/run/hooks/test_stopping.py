@@ -56,10 +56,17 @@ def test_hooks_and_writers_of_ones_own_are_told_what_the_logs_are(tmp_path):
 
 
 def test_a_run_stopped_on_purpose_is_whole_and_goes_on_only_when_asked(tmp_path, capsys):
-    experiment = make_experiment()
-    options = jt.RunOptions(run_dir=str(tmp_path / "run"), auto_resume=True)
+    concluded = []
+    experiment = make_experiment(
+        best_mode="max",  # the best is an earlier one, which nobody has asked to conclude from
+        conclude=lambda state, means: concluded.append(int(state.step)) or [],
+    )
+    options = jt.RunOptions(
+        run_dir=str(tmp_path / "run"), auto_resume=True, eval_every=2, save_every=2
+    )
     early = jt.fit(experiment, options, hooks=[Recording(stop_at=5)])
     assert (early.stopped, int(early.state.step)) == ("the budget is spent", 5)
+    assert (early.best.step, concluded) == (2, [5])
     assert early.evaluation["loss"] > 0
     printed = capsys.readouterr().out
     assert "stopped on purpose after step 5 of 12: the budget is spent" in printed
