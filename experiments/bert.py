@@ -51,7 +51,8 @@ class Config(language.Config):
     form = "encoder"
 
     task: Literal["mask", "classify"] = "mask"
-    """mask: fill in masked tokens; classify: of which package, or folder, a fragment is."""
+    """Task to learn: mask fills in masked tokens; classify names the package or folder that a
+    fragment is of, or the label of a row."""
     model: Literal[tuple(encoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
     data: str = "python"
@@ -62,9 +63,9 @@ class Config(language.Config):
     """A tokenizer.json with a mask, or a number: a BPE tokenizer of that many tokens is trained
     first (unigram:N and wordpiece:N: one of those); left out, 4096."""
     classes: int = 10
-    """To classify: the largest packages or folders, so many; of labelled rows, all there are."""
+    """Number of classes: the largest packages or folders; labelled rows have all of theirs."""
     class_weights: bool = False
-    """Weigh labelled rows so that all classes count the same in training."""
+    """Weigh labelled rows by their class, so that all classes count the same in training."""
     mask_rate: float = 0.3
     """Share of the tokens that are predicted; BERT's was 0.15."""
     held_out_rows: int = 2500

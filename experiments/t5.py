@@ -61,8 +61,8 @@ class Config(language.Config):
     )
 
     task: Literal["spans", "name", "rows"] = "spans"
-    """What to learn: to fill in spans of text, to name functions of Python, or to write the target
-    of rows of source and target (translations, summaries)."""
+    """Task to learn: spans fills in spans of text, name names functions of Python, and rows writes
+    the target of each source (translations, summaries)."""
     model: Literal[tuple(t5.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
     z_loss: float | None = None

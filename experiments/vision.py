@@ -71,12 +71,12 @@ class Config(jt.Config):
     """Height and width that files of images are brought to; left out, those of the model that the
     run begins with, or all have the same."""
     crop: int = 0
-    """Up to how many pixels an image to train on moves along each axis, anew in every epoch."""
+    """Largest move of a training image along each axis, in pixels, drawn anew in every epoch."""
     flip: bool = False
-    """Mirror half of the images to train on, left to right, anew in every epoch."""
+    """Mirror half of the training images left to right, drawn anew in every epoch."""
     mixup: float = 0.0
-    """Mix images to train on by shares of the Beta distribution with this parameter, and draw the
-    label by the shares; 0 mixes none."""
+    """Mix pairs of training images by a share from a Beta distribution with this parameter, and
+    draw the label by the share; 0 mixes none."""
     workers: int = 0
     """Processes that decode images; 0 decodes them in the loader's thread."""
 

@@ -38,7 +38,9 @@ from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
 
-DESCRIPTION = "What there is to know about a training run before it starts, and after."
+DESCRIPTION = (
+    "Plans, checks, starts and reports training runs. `jaxtrain --version` prints the version."
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -255,8 +255,8 @@ def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:
         case = any(re.search(pattern, name, re.IGNORECASE) for name in leaves)
         mend = "it is case-sensitive, and (?i) in front of it makes it not so" if case else ""
         raise ValueError(
-            f"{option}={pattern!r} matches no floating-point leaf of {what}, whose leaves are "
-            f"{sorted(leaves)}: {mend or 'correct the regex'}"
+            f"{option} is {pattern!r}: it matches no floating-point leaf of {what}, whose leaves "
+            f"are {sorted(leaves)}; {mend or 'correct the regex'}"
         )
     return found
 

@@ -129,7 +129,9 @@ def test_the_flag_casts_the_inputs_of_a_run_and_of_both_sides_of_a_comparison():
 
 
 def test_a_regex_that_matches_in_other_letters_is_told_so():
-    with pytest.raises(ValueError, match=r"keep='UP' matches no .* case-sensitive, and \(\?i\)"):
+    with pytest.raises(
+        ValueError, match=r"keep is 'UP': it matches no .* case-sensitive, and \(\?i\)"
+    ):
         jt.Policy.bf16(keep="UP").cast_to_compute({"up": jnp.ones(2)})
 
 
@@ -206,7 +208,9 @@ def test_parameters_that_are_kept_are_rounded_nowhere(name):
 
 def test_a_parameter_to_keep_that_is_not_there_is_refused():
     policy = jt.Policy.bf16(keep="nrom")
-    with pytest.raises(ValueError, match=r"keep='nrom' matches no .*\['down/kernel', 'up/bias'"):
+    with pytest.raises(
+        ValueError, match=r"keep is 'nrom': it matches no .*\['down/kernel', 'up/bias'"
+    ):
         jt.init_state(problems.init, optax.sgd(0.1), jax.random.key(0), policy=policy)
 
 
@@ -214,7 +218,9 @@ def test_a_batch_leaf_that_is_not_there_is_not_cast_in_silence():
     state, _ = make("bf16")
     policy = jt.Policy.bf16(cast_batch="^image$")
     step = jt.build_train_step(plain_loss, optax.sgd(0.1), policy=policy)
-    with pytest.raises(ValueError, match=r"cast_batch='\^image\$' matches no .*'mask', 'x', 'y'"):
+    with pytest.raises(
+        ValueError, match=r"cast_batch is '\^image\$': it matches no .*'mask', 'x', 'y'"
+    ):
         step(state, problems.make_batch())
     with pytest.raises(ValueError, match="precision 'bf17' is not known: use one of f32, bf16"):
         jt.build_eval_step(plain_loss, policy="bf17")

@@ -28,12 +28,12 @@ class Config:
     """Writes text with a trained GPT."""
 
     run: str
-    """Folder of the run, or a model as --init-from of experiments.gpt takes it."""
+    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
     prompt: str = ""
     """What the text begins with; by default the beginning of a document. The tokenizer's special
     tokens may be spelled in it, such as those of a chat template."""
     chat: bool = False
-    """Render the prompt as what a user says, by the chat template of the run or the model."""
+    """Render the prompt as a user's message by the chat template of the run or the model."""
     tokens: int = 200
     """How many tokens to write; it ends earlier where the model ends its document."""
     samples: int = 1

@@ -97,7 +97,8 @@ class DataOptions:
     samples: int = 3
     """How many documents to show the beginning of."""
     verify: bool = False
-    """Only read all of it, as after a copy, and compare every file with its checksum."""
+    """Read the whole store and compare every file with its checksum, such as after a copy; show
+    nothing else."""
 
 
 def run_data(options: DataOptions, rest: list[str]) -> int:

@@ -126,7 +126,8 @@ OPTIONS = {
     "adam_ratio": Option(float, "Of the learning rate, for what Muon leaves to AdamW.", _positive),
     "trust_mask": Option(
         tuple[str, ...],
-        "Regexes of the paths that LAMB and LARS scale by a trust ratio; left out, what decays.",
+        "Regexes of the paths of parameters that LAMB and LARS scale by a trust ratio; left out, "
+        "those with weight decay.",
     ),
 }
 

@@ -227,16 +227,26 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 # What every option of a shape is, but for what a run says of itself.
 OPTIONS = {
-    "final": Option(float, "Learning rate that the schedule falls to; 0 where left out."),
-    "decay_rate": Option(float, "Factor of the exponential schedule in every decay_steps updates."),
-    "decay_steps": Option(
-        int, "Updates of the last fall (warmup_stable_decay), or of one decay_rate (exponential)."
+    "final": Option(float, "Learning rate that the schedule falls to; left out, 0."),
+    "decay_rate": Option(
+        float, "Factor by which the exponential schedule falls in decay_steps updates."
     ),
-    "boundaries": Option(tuple[int, ...], "Updates at which the step schedule falls by factor."),
-    "factor": Option(float, "Factor of the step schedule; 0.1 where left out."),
-    "period": Option(int, "Updates of the first cycle of cosine_restarts; by default three fit."),
-    "multiplier": Option(int, "Length of a cycle of cosine_restarts over that of the one before."),
-    "timescale": Option(int, "Updates of inverse_sqrt; left out, those of the warm-up."),
+    "decay_steps": Option(
+        int, "Updates of the final fall of warmup_stable_decay, or of one fall of exponential."
+    ),
+    "boundaries": Option(
+        tuple[int, ...], "Updates after which the step schedule multiplies the rate by factor."
+    ),
+    "factor": Option(
+        float, "Factor of the step schedule at each of its boundaries; left out, 0.1."
+    ),
+    "period": Option(
+        int, "Updates of the first cycle of cosine_restarts; left out, three cycles fit."
+    ),
+    "multiplier": Option(
+        int, "Ratio of the length of a cycle of cosine_restarts to the one before."
+    ),
+    "timescale": Option(int, "Timescale of inverse_sqrt in updates; left out, the warm-up's."),
     "decay_shape": Option(Literal["linear", "sqrt"], "Shape of the fall of warmup_stable_decay."),
 }
 

@@ -61,7 +61,7 @@ class Config:
     steps: int = 1000
     """Train steps."""
     epochs: float | None = None
-    """Passes over the rows to train on, in place of steps."""
+    """Passes over the training rows, fractions too, in place of --steps."""
     global_batch: int = 32
     """Rows per step, over all devices."""
     accumulate: int = 1
@@ -72,8 +72,8 @@ class Config:
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
     cast_batch: str | None = None
-    """A regex, such as '^x$': the batch's floating-point arrays in whose name it is found are cast
-    to the dtype of the compute; a model that casts its inputs itself needs none."""
+    """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
+    dtype of the compute; a model that casts its inputs itself needs none."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
     offload_optimizer: bool = False
@@ -104,7 +104,7 @@ class Config:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"`epochs` is {self.epochs}: give a number above 0")
+            raise ValueError(f"epochs is {self.epochs}: give a number above 0")
 
     def __getattribute__(self, name: str) -> Any:
         if name == "optimizer":  # A module that reads its flags may make an optimizer of them.
@@ -183,8 +183,8 @@ class Config:
             )
 
     def of_rows(self, rows: data.RowSource) -> Self:
-        """Returns the config with the ``steps`` of its ``epochs`` of rows, if it has any, for what
-        goes by them before :meth:`experiment` knows the rows, as an optimizer of one's own.
+        """Returns the config with ``steps`` counted from its ``epochs``, where it has any. Call it
+        where ``build`` needs the steps itself, such as for an optimizer of its own.
 
         Raises:
           ValueError: the rows are a mixture, of sources that are passed over at different speeds,

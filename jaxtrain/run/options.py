@@ -52,11 +52,12 @@ class RunOptions:
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
         best metric; the best checkpoint is kept, as with save_best, and concluded from. 0 never
         stops.
-      early_stop_min_change: For that, better means better by more than this.
+      early_stop_min_change: Change of the best metric that counts as better for early stopping; it
+        must be larger than this.
       save_best: Save after every evaluation that is among the keep_best best so far.
-      best_metric: The metric of an evaluation that decides which is best, such as accuracy, in
-        place of the experiment's own; with best_mode.
-      best_mode: The direction of best_metric: whether the smallest or the largest value is best.
+      best_metric: Metric of an evaluation, such as accuracy, that chooses the best checkpoint, in
+        place of the experiment's own; best_mode must be given too.
+      best_mode: Direction of best_metric: whether its smallest or its largest value is the best.
       save_frozen: Write frozen parameters into checkpoints too. Otherwise these have the checksums
         alone, and a resumed run takes the parameters from where it began.
       keep: Newest checkpoints to keep; the best ones are kept as well.
@@ -224,31 +225,34 @@ class _ChainOptions:
     """Rows per update that the learning rate is for: the rate is multiplied by the ratio of the
     rows that an update has (--global-batch x --optimizer.accumulate) to these."""
     batch_scaling: Literal["linear", "sqrt"] = "linear"
-    """Whether the rate follows that ratio, or its square root."""
+    """Whether the learning rate follows the ratio of rows to base_batch, or its square root."""
     plateau_factor: float | None = None
-    """Multiplies the learning rate where the training loss has stopped falling; None never does."""
+    """Factor that multiplies the learning rate each time the training loss has stopped falling;
+    left out, a plateau changes nothing."""
     plateau_patience: int = 10
-    """Windows in a row without a better mean loss, after which the rate falls."""
+    """Number of plateau windows in a row without a better mean training loss, after which
+    plateau_factor multiplies the learning rate."""
     plateau_window: int = 100
-    """Updates in such a window."""
+    """Number of updates in a plateau window, over which the training loss is averaged."""
     rate_multipliers: tuple[str, ...] = ()
-    """REGEX=FACTOR: learning rates of parameters by path, of which the first match decides; of
-    stacked layers also a factor for each, REGEX=0.5,0.7,1."""
+    """Factors of the learning rate by the path of a parameter, as REGEX=FACTOR; the first match
+    decides. Stacked layers may have a factor each: REGEX=0.5,0.7,1."""
     decay_multipliers: tuple[str, ...] = ()
-    """REGEX=FACTOR: the same for the weight decay."""
+    """Factors of the weight decay by the path of a parameter, as REGEX=FACTOR; the first match
+    decides."""
     freeze: tuple[str, ...] = ()
     """Regexes of the paths of parameters that do not train."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     clip_order: Literal["max"] | float = 2.0
-    """Order of that norm; max for the largest value."""
+    """Order of the gradient norm that clip_norm limits; max is the largest absolute value."""
     clip_value: float | None = None
-    """Largest absolute value of a gradient, before its norm is clipped; None for no clipping."""
+    """Largest absolute value of a gradient's element, clipped before the norm; None clips none."""
     accumulate: int = 1
-    """Calls per update (optax.MultiSteps), weighted by tokens."""
+    """Train steps per update of the parameters; their gradients are summed by weight."""
     accumulate_ramp: tuple[str, ...] = ()
-    """CALLS:UPDATES, in order: other calls per update for the first updates, such as 1:500 2:250,
-    by which the batch of an update grows."""
+    """Calls per update of the first updates, as CALLS:UPDATES in order, such as 1:500 2:250: the
+    batch of an update then grows up to that of --optimizer.accumulate."""
     skip_spikes: float | None = None
     """Leave out an update whose loss or gradient norm is so many standard deviations above the mean
     of the last 128 steps (6 is usual); None leaves out none."""
@@ -259,8 +263,9 @@ class _ChainOptions:
     """Updates between two measurements of the norms of each layer's gradient, parameters and
     update, which the log and the report show; 0 measures none."""
     watch_bins: int = 0
-    """Bins of histograms of the same, which TensorBoard shows with samples at every evaluation
-    (text that a GPT writes, a picture of confused classes); 0 makes none."""
+    """Bins of the histograms of each layer's gradient, parameters and update, which are made every
+    watch_every updates. TensorBoard shows them, and at every evaluation samples (text that a GPT
+    writes, a picture of confused classes); 0 makes none."""
 
 
 # A flag for each option of a rule or a schedule that a command line can take.

@@ -72,7 +72,7 @@ def test_epochs_that_cannot_be_counted_are_refused():
     given = {"init_fn": dict, "loss_fn": lambda params, batch, rng: 0.0}
     unknown = {"batch": {}, "train_batches": lambda start, sharding: None}
     for refused, words in (
-        (lambda: jt.Config(epochs=0), "`epochs` is 0: give a number above 0"),
+        (lambda: jt.Config(epochs=0), "epochs is 0: give a number above 0"),
         (lambda: config.of_rows(mixture), "`epochs` is 2, and how many rows one has is not known"),
         (lambda: config.experiment("x", **given, **unknown), "`epochs` is 2, and how many rows"),
         (
