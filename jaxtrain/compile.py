@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.host.cache import delete_oldest
 from jaxtrain.host.paths import cache_folder
 from jaxtrain.parallel.mesh import automatic
+from jaxtrain.parallel.mesh import platform as device_platform
 from jaxtrain.parallel.offload import is_on_host
 from jaxtrain.parallel.overlap import compile_hiding
 from jaxtrain.parallel.placement import tell, tracing_on
@@ -37,6 +38,8 @@ PyTree = Any
 
 # Of the compiled programs that are kept under the cache; those used longest ago go first.
 PROGRAM_BYTES = 4 << 30
+# Additions in a fixed order, and kernels by name: XLA implies the latter by the former.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +180,7 @@ def compile_step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     hide_communication: bool = True,
+    deterministic: bool = False,
 ) -> CompiledStep:
     """Compiles ``step(state, batch)`` for the shardings that ``state`` has.
 
@@ -196,6 +200,8 @@ def compile_step(
       compiler_options: XLA options for this program alone, by their flag's name. They take
         precedence over those that hide communication.
       hide_communication: False leaves those out (:mod:`jaxtrain.parallel.overlap`).
+      deterministic: on GPUs, only operations whose bits are the same in every run: no atomic
+        additions, and no choice of kernels by their speed. Other devices have no others.
 
     Returns:
       A function like ``step`` that cannot recompile: other shapes are errors.
@@ -239,9 +245,11 @@ def compile_step(
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
-        compiled, hiding = compile_hiding(
-            traced.lower(), mesh, compiler_options, hide=hide_communication
-        )
+        options = dict(compiler_options or {})
+        if deterministic and device_platform() in ("gpu", "cuda"):
+            options = DETERMINISTIC | options
+            tell("bits are the same in every run", f"by {', '.join(DETERMINISTIC)}")
+        compiled, hiding = compile_hiding(traced.lower(), mesh, options, hide=hide_communication)
         if hiding:
             told_of = f"by {len(hiding)} of XLA's options (hide_communication)"
             tell("communication is hidden", told_of)

@@ -106,7 +106,7 @@ class Experiment:
       steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
       zero: 0 to 3, as in :func:`jaxtrain.init_state`.
       offload_optimizer: as in :func:`jaxtrain.init_state`; with ``steps_per_call`` 1.
-      hide_communication: as for :func:`jaxtrain.compile_step`.
+      hide_communication, deterministic: as for :func:`jaxtrain.compile_step`.
       stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
       pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
       engine: makes the gradient engine of a loss, as for :func:`jaxtrain.build_train_step`: what
@@ -166,6 +166,7 @@ class Experiment:
     zero: int = 0
     offload_optimizer: bool = False
     hide_communication: bool = True
+    deterministic: bool = False
     stages: Stages | None = None
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Callable[[LossFn], GradientEngine] = plain
@@ -206,6 +207,12 @@ class Experiment:
                 f"best_metric is {self.best_metric!r} and eval_batches has sets by name: say of "
                 f"which, as in {next(iter(sets))}loss"
             )
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        """The arguments of :func:`jaxtrain.compile_step` that are the experiment's."""
+        names = ("rules", "hide_communication", "deterministic")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def eval_sets(self) -> dict[str, EvalBatches]:
@@ -323,9 +330,8 @@ def compile_train(
         state,
         experiment.batch,
         mesh=mesh,
-        rules=experiment.rules,
         compiler_options=compiler_options,
-        hide_communication=experiment.hide_communication,
+        **experiment.compiled_with,
     )
 
 
@@ -512,11 +518,7 @@ def compile_loop(
         return train, {1: train}
     lengths = call_lengths(start, steps, experiment.steps_per_call)
     many = scan_steps(build_step(experiment, state, mesh))
-    how = {
-        "mesh": mesh,
-        "rules": experiment.rules,
-        "hide_communication": experiment.hide_communication,
-    }
+    how = {"mesh": mesh} | experiment.compiled_with
     programs = {
         n: compile_step(many, state, [experiment.batch] * n, **how)
         for n in lengths or [experiment.steps_per_call]
@@ -573,10 +575,9 @@ def compile_eval(
         state,
         batch,
         mesh=mesh,
-        rules=experiment.rules,
         donate=False,
         compiler_options=compiler_options,
-        hide_communication=experiment.hide_communication,
+        **experiment.compiled_with,
     )
 
 

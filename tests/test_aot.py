@@ -571,3 +571,24 @@ def test_generation_splits_its_cache_and_gathers_a_layer_at_a_time(target):
     assert set(re.findall(r"bf16\[5,(\d+),(\d+),96,64\]", text)) == {("2", "1")}
     moved = [s for each in read_program(text, mesh).collectives for s in each.shapes]
     assert not [s for s in moved if re.search(r"\[5,\d+,\d+", s)]
+
+
+def test_a_deterministic_program_adds_in_a_fixed_order_on_gpus():
+    """Without the switch, rows that a scatter adds to one place are added as they come."""
+    state = jt.abstract_state(
+        lambda rng: {"table": jnp.zeros((64, 8))},
+        optimizer := optax.sgd(0.1),
+        mesh=(mesh := jt.make_mesh(data=1, devices=gpu()[:1])),
+    )
+    loss_fn = lambda params, ids, rng: jnp.sin(params["table"])[ids].mean()  # noqa: E731
+    step = jt.build_train_step(loss_fn, optimizer)
+    ids = jax.ShapeDtypeStruct((512,), jnp.int32)
+    fixed, free = (
+        jt.compile_step(step, state, ids, mesh=mesh, deterministic=on) for on in (True, False)
+    )
+    scatters = lambda train: re.findall(r" scatter\(.*", train.compiled.as_text())  # noqa: E731
+    assert scatters(free)
+    assert all("unique_indices=true" in line for line in scatters(fixed))
+    assert not all("unique_indices=true" in line for line in scatters(free))
+    assert "xla_gpu_deterministic_ops" in fixed.report()
+    assert "xla_gpu_deterministic_ops" not in free.report()

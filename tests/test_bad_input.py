@@ -107,6 +107,18 @@ FLAGS = st.one_of(
 )
 
 
+def test_devices_are_chosen_among_gpus():
+    try:
+        assert "--devices chooses among GPUs, and JAX has found none" in train(
+            "--devices", "0", "2"
+        )
+        assert jax.config.values["jax_cuda_visible_devices"] == "0,2"
+    finally:
+        jax.config.update("jax_cuda_visible_devices", "all")
+    with pytest.raises(ValueError, match=r"`devices` is \(1, 1\): give different numbers from 0"):
+        gpt.Config(devices=(1, 1))
+
+
 @settings(fuzz, max_examples=12)
 @given(st.lists(FLAGS, min_size=1, max_size=3))
 def test_flags(dry, texts, flags):

@@ -167,10 +167,9 @@ def plan_step(
       experiment: whose step it is: its rules and options, the model's FLOPs by its formula, its
         layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
     """
-    rules, formula, layers, steps_per_call, hide = None, None, None, 1, True
+    how, formula, layers, steps_per_call = {}, None, None, 1
     if experiment is not None:
-        hide = experiment.hide_communication
-        rules, steps_per_call = experiment.rules, experiment.steps_per_call
+        how, steps_per_call = experiment.compiled_with, experiment.steps_per_call
         layers = experiment.stages.stacked.key if experiment.stages else None
         if experiment.flops_per_step is not None:
             formula = experiment.flops_per_step, experiment.flops_formula
@@ -189,7 +188,7 @@ def plan_step(
         try:
             train = compile_step(
                 *(called, state, given),
-                **{"mesh": mesh, "rules": rules, "hide_communication": hide},
+                **{"mesh": mesh} | how,
                 compiler_options=options.get(target.chip.kind),
             )
         except jax.errors.JaxRuntimeError as error:
@@ -197,10 +196,10 @@ def plan_step(
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
-        traced = trace_step(step, state, batch, mesh, rules)
+        traced = trace_step(step, state, batch, mesh, how.get("rules"))
         dumped = [path.read_text() for path in listed(Path(folder), "*.after_optimizations.txt")]
     flops = count_jaxpr(traced)
-    estimated, unread = _walk(traced, state, batch, mesh, rules, kind=target.chip.kind)
+    estimated, unread = _walk(traced, state, batch, mesh, how.get("rules"), kind=target.chip.kind)
     notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
     notes += [*_flops_notes(flops), *unread]
     if steps_per_call > 1:

@@ -80,6 +80,9 @@ class Config:
     """Keep the optimizer state in the memory of the host, but for the update of each step."""
     hide_communication: bool = True
     """Compile with the options that hide communication behind compute, on targets that have any."""
+    deterministic: bool = False
+    """Compile programs that give the same bits in every run on GPUs, which costs time; other
+    devices always do."""
     gather: Literal["layer", "step"] | None = None
     """When weights that fsdp splits (or data, with --zero 3) are made whole: layer by layer in each
     microbatch, or once per step for all of them; left out, once per step where memory allows."""
@@ -87,6 +90,8 @@ class Config:
     """Of parameters, dropout and the order of the data."""
     simulate_devices: int = 0
     """Run on this many simulated CPU devices; 0 on the real ones."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the GPUs of this host to use, such as 0 1; others stay untouched. Default: all."""
     distributed: Flat[ProcessOptions] = dataclasses.field(default_factory=ProcessOptions)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -103,6 +108,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
+        if len({n for n in self.devices if n >= 0}) < len(self.devices):
+            raise ValueError(f"`devices` is {self.devices}: give different numbers from 0")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"epochs is {self.epochs}: give a number above 0")
 
@@ -163,6 +170,7 @@ class Config:
             "zero": self.zero,
             "offload_optimizer": self.offload_optimizer,
             "hide_communication": self.hide_communication,
+            "deterministic": self.deterministic,
             "seed": self.seed,
             "items_per_step": self.global_batch,
             "item": "rows",
@@ -275,6 +283,8 @@ def main(
         handle = config.run.handle_signals
         stack.enter_context(ending_at_sigterm(handle_signals=handle, sigint=True))
         distributed.initialize(**dataclasses.asdict(processes))
+        if getattr(config, "devices", ()) and jax.default_backend() != "gpu":
+            raise ValueError("`devices` chooses among GPUs, and JAX has found none: leave it out")
         quiet.start()
         keep_freed_memory()
         experiment = build(config)
@@ -311,6 +321,8 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
     config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
     if count := getattr(config, "simulate_devices", 0):
         simulate_devices(count)
+    if numbers := getattr(config, "devices", ()):
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, numbers)))
     return config
 
 

@@ -20,6 +20,7 @@ MAY_CHANGE = {
     "epochs": "",  # which steps tells
     "mesh.*": ROUNDED,
     "simulate_devices": ROUNDED,
+    "devices": "",
     "zero": ROUNDED,
     "accumulate": ROUNDED,
     "gather": ROUNDED,
@@ -27,6 +28,7 @@ MAY_CHANGE = {
     "steps_per_call": ROUNDED,
     "offload_optimizer": SAME,
     "hide_communication": ROUNDED,
+    "deterministic": ROUNDED,
 }
 
 
