@@ -143,10 +143,10 @@ def make_optimizer(
     >>> make_optimizer("sgd", 0.1, b1=0.9)
     Traceback (most recent call last):
     ...
-    ValueError: optimizer 'sgd' has no option b1 (given 0.9); it takes weight_decay, clip_norm, \
-clip_order, clip_value, decay_mask, decay_multipliers, rate_multipliers, freeze, stacked, \
-accumulate, accumulate_ramp, plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, \
-watch_every, watch_bins
+    ValueError: optimizer 'sgd' has no option b1 (given 0.9), which is of adam, adamw, adan, lion, \
+lamb, muon; it takes weight_decay, clip_norm, clip_order, clip_value, decay_mask, \
+decay_multipliers, rate_multipliers, freeze, stacked, accumulate, accumulate_ramp, \
+plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every, watch_bins
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):

@@ -57,8 +57,10 @@ def resolve(
     known = {key for function in functions.values() for key in keywords(function)}
     for key, value in given.items():
         if key not in own and (value is not None or key not in known):
+            others = [other for other, function in functions.items() if key in keywords(function)]
+            of_others = f", which is of {', '.join(others)}" if others else ""
             raise ValueError(
-                f"{kind} {name!r} has no option {key} (given {value!r}); "
+                f"{kind} {name!r} has no option {key} (given {value!r}){of_others}; "
                 f"it takes {', '.join([*own, *common])}"
             )
     return {key: value for key, value in given.items() if value is not None}

@@ -181,8 +181,8 @@ def test_make_schedule_builds_every_name(name):
         ),
         (lambda: make_schedule("cos", 1.0, total_steps=9), "'cos' is not one of constant, cosine"),
         (
-            lambda: make_schedule("constant", 1.0, total_steps=9, final=0.1),
-            "schedule 'constant' has no option final (given 0.1); it takes total_steps",
+            lambda: make_schedule("constant", 1.0, total_steps=9, period=9),
+            "schedule 'constant' has no option period (given 9), which is of cosine_restarts; it",
         ),
         (
             lambda: make_schedule("step", 1.0, total_steps=9),
