@@ -110,7 +110,8 @@ tries = pathlib.Path(sys.argv[1]) / os.environ["JAXTRAIN_PROCESS_ID"]
 done = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (done + 1))
 codes = sys.argv[2].split(",")
-while len(list(tries.parent.iterdir())) < len(codes):  # nobody is ended before it has begun
+# Nobody is ended before its try is written down: a file that was only opened counts as none.
+while sum(len(each.read_text()) > done for each in tries.parent.iterdir()) < len(codes):
     time.sleep(0.01)
 print(done, *sys.argv[2:])
 code = int(codes[int(os.environ["JAXTRAIN_PROCESS_ID"])]) if done < int(sys.argv[3]) else 0
