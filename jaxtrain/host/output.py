@@ -1,4 +1,5 @@
-"""Output that nobody reads any more: a run continues without it, a command ends without a word."""
+"""Output that cannot be written: a run continues without it, and a command that nobody reads ends
+without a word."""
 
 import contextlib
 import errno
@@ -9,12 +10,14 @@ from typing import Any, TextIO
 
 # The reader of a pipe has gone, or a terminal has hung up.
 _GONE = (errno.EPIPE, errno.EIO)
-# Each stream of this process that nobody reads, and why; the descriptors are the whole process's.
+# Each stream of this process that could not be written, and why; the descriptors are the whole
+# process's.
 lost: dict[str, str] = {}
 
 
 class _Lasting:
-    """A stream whose descriptor becomes /dev/null when nobody reads it any more."""
+    """A stream that raises no error of its descriptor, which becomes /dev/null when nobody reads it
+    any more."""
 
     def __init__(self, stream: TextIO, name: str):
         self._stream, self._name = stream, name
@@ -29,19 +32,25 @@ class _Lasting:
     def flush(self) -> None:
         self._try(self._stream.flush)
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def end(self) -> None:
+        """Drops what cannot be written, for the interpreter's own flush would fail."""
+        if not self._try(self._stream.flush):
+            _discard(self._stream)
+
+    def _try(self, act: Callable[[], object]) -> bool:
         try:
             act()
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
+        except OSError as error:  # also of a disk that is full, which may have room again
             lost.setdefault(self._name, os.strerror(error.errno))
-            _discard(self._stream)
+            if error.errno in _GONE:
+                _discard(self._stream)
+            return False
+        return True
 
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """While this lasts, no closed pipe and no terminal that has hung up ends what prints to it."""
+    """While this lasts, no closed pipe, terminal that has hung up or full disk ends what prints."""
     before = sys.stdout, sys.stderr
     names = "standard output", "standard error"
     both = [s and _Lasting(s, name) for s, name in zip(before, names, strict=True)]
@@ -49,8 +58,8 @@ def lasting() -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in filter(None, both):  # here, for the interpreter's own flush would fail
-            stream.flush()
+        for stream in filter(None, both):
+            stream.end()
         sys.stdout, sys.stderr = before
 
 

@@ -1,5 +1,7 @@
-"""Output that nobody reads: a run trains on, says so once in its journal, and a command ends."""
+"""Output that cannot be written: a run trains on, says so once in its journal; a command ends."""
 
+import errno
+import io
 import json
 import os
 import sys
@@ -15,7 +17,8 @@ from tests.run.test_loop import make_experiment
 
 @pytest.fixture
 def unread(request, monkeypatch):
-    """Makes a stream of this process one that nobody reads: a pipe, or the end of a terminal."""
+    """Makes a stream of this process one that nobody reads, a pipe or the end of a terminal, or one
+    that has no room."""
     monkeypatch.setattr(output, "lost", {})
     opened = []
 
@@ -30,19 +33,60 @@ def unread(request, monkeypatch):
         stream.close()
 
 
-def test_a_run_whose_output_nobody_reads_trains_and_saves_and_tells_its_journal_once(
-    tmp_path, unread, monkeypatch
+def full_disk():
+    return os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("pair", "why"),
+    [
+        (os.pipe, "Broken pipe"),
+        pytest.param(
+            full_disk,
+            "No space left on device",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux"),
+        ),
+    ],
+)
+def test_a_run_whose_output_cannot_be_written_trains_and_saves_and_tells_its_journal_once(
+    tmp_path, unread, monkeypatch, pair, why
 ):
     monkeypatch.setattr(journal, "BEAT_SECONDS", 0.01)
     run = tmp_path / "run"
-    unread("stdout", os.pipe)
-    unread("stderr", os.pipe)
+    unread("stdout", pair)
+    unread("stderr", pair)
     jt.fit(make_experiment(4), jt.RunOptions(run_dir=str(run), save_every=2, log_every=1))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4"]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     told = [(x["stream"], x["why"]) for x in events if x["event"] == "output lost"]
-    assert told == [("standard output", "Broken pipe")]
+    assert told == [("standard output", why)]
     assert events[-1]["ended"] == "done"
+
+
+class OnceFull(io.RawIOBase):
+    """A file on a disk that has room from the second write on."""
+
+    written = b""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.tries = getattr(self, "tries", 0) + 1
+        if self.tries == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written += bytes(data)
+        return len(data)
+
+
+def test_what_is_printed_is_written_once_a_full_disk_has_room_again(monkeypatch):
+    monkeypatch.setattr(output, "lost", {})
+    raw = OnceFull()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(raw)))
+    with output.lasting():
+        print("first", flush=True)
+        print("second", flush=True)
+    assert raw.written.splitlines()[-1] == b"second"
 
 
 def test_a_terminal_that_has_hung_up_ends_nothing(unread):
