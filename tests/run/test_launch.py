@@ -173,14 +173,24 @@ def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, 
 
     def sleep(seconds):
         slept.append(seconds)
-        if len((tmp_path / "tries" / "0").read_text()) == 4:  # what the fifth attempt leaves
+        tries, away = len((tmp_path / "tries" / "0").read_text()), steps.with_name("away")
+        if tries == 4:  # what the fifth attempt leaves
             (steps / "16").mkdir(exist_ok=True)
+        if tries == 6 and steps.exists():  # and what is not seen after the seventh
+            steps.rename(away)
+        if tries == 7 and away.exists():
+            away.rename(steps)
 
     status = attempts(tmp_path / "tries", [-9], times=99, max_restarts=4, sleep=sleep)
     # Four without progress, one after it, and three more.
     assert status == (137, 9)
     # Between half of 1 + 2 + 4 + 8 seconds twice, and all of it.
     assert 15 <= sum(slept) < 30.1
+
+
+def test_a_storage_that_the_launcher_cannot_look_into_changes_no_status():
+    command = python("", "--run-dir", "nowhere://bucket/run")
+    assert run_launch(LaunchOptions(processes=1), command) == 0
 
 
 def test_a_signal_during_the_pause_ends_the_launcher(tmp_path):
