@@ -167,8 +167,9 @@ while true; do
   attempt "$@" || status=$?
   ((status != 0)) || exit 0
   if $interrupted; then exit "$status"; fi
-  before=$newest newest=$(newest_step) progress=0
-  [[ -z $newest || $newest == "$before" ]] || progress=1
+  before=$newest found=$(newest_step) progress=0
+  newest=${found:-$before}
+  [[ $newest == "$before" ]] || progress=1
   again=$(exit_codes restart "$status" "$progress" "$count" "$((attempts - 1))" "$pause") || {
     echo "error: the run on $name ended with status $status, and is not started again" >&2
     exit "$status"

@@ -290,6 +290,9 @@ def test_the_sbatch_file_gives_up_after_twenty_restarts_without_progress(slurm):
     assert slurm.submit(137, *train) == ["sleep", "scontrol"]
     assert counted.read_text() == "1 16\n"
     counted.write_text("19 16\n")
+    (slurm.folder / "r").rename(slurm.folder / "unseen")
     assert slurm.submit(137, *train) == ["sleep", "scontrol"]
+    assert counted.read_text() == "20 16\n"
+    (slurm.folder / "unseen").rename(slurm.folder / "r")
     assert slurm.submit(137, *train) == []
     assert not counted.exists()

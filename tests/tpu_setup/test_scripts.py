@@ -433,16 +433,17 @@ def test_resume_ends_with_an_error_of_the_run_and_after_enough_attempts(cloud):
     assert done.returncode == 75
     assert cloud.verbs.count("start") == 3
     assert "the run on n ended with status 75, and is not started again" in done.stderr
-    # One newer checkpoint, found after the second attempt of five: three more without one.
+    # Newer checkpoints after the second attempt and the third; then nobody may look, and then none.
     steps = [[0, f"gs://b/r/checkpoints/{s}/\ngs://b/r/checkpoints/tmp/"] for s in (8, 24, 24)]
+    steps.insert(2, [1, "unavailable"])
     cloud.answer(
         [["storage", "gs://b/r/checkpoints/"], [[1, "no such object"], *steps]],
         [["worker.sh state"], [ENDED[77]]],
         [["describe"], [[0, "READY"]]],
     )
-    done = cloud.run("resume.sh", *RESUME, "--versions", "v", "--attempts", "2", *COMMAND)
+    done = cloud.run("resume.sh", *RESUME, "--versions", "v", "--attempts", "3", *COMMAND)
     assert done.returncode == 77
-    assert cloud.verbs.count("start") == 3 + 4
+    assert cloud.verbs.count("start") == 3 + 5
 
 
 def test_resume_goes_on_where_an_error_came_from_a_tpu_that_is_gone(cloud):
