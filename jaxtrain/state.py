@@ -22,7 +22,7 @@ from jaxtrain.parallel.sharding import (
     ruled_shardings,
     state_shardings,
 )
-from jaxtrain.parallel.stack import stacked_as
+from jaxtrain.parallel.stack import of_model
 from jaxtrain.precision import LossScale, Policy, as_policy
 from jaxtrain.tree import combine, map_named, named_leaves, partition
 
@@ -344,7 +344,7 @@ def _creator(init_fn, optimizer, policy, has_model_state, rules):
         params = policy.cast_to_param(params)
         if given:
             params = map_named(lambda name, made: given.get(name, made), params)
-        with stacked_as(as_rules(rules).stacked, exact=False):
+        with of_model((as_rules(rules).stacked, False)):
             opt_state = optimizer.init(params)
         return TrainState(
             step=jnp.int32(0),

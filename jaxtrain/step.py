@@ -33,7 +33,7 @@ from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.parallel.offload import back_to_host, on_devices
 from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.parallel.reduction import reduced_once, why_not
-from jaxtrain.parallel.stack import stacked_as
+from jaxtrain.parallel.stack import of_model
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
 from jaxtrain.state import TrainState
 from jaxtrain.tree import named_leaves, partition
@@ -221,7 +221,7 @@ def build_update(
         extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
         stack = getattr(engine, "stack", None)
-        with jax.named_scope(OPTIMIZER), stacked_as(stack, exact=True):
+        with jax.named_scope(OPTIMIZER), of_model((stack, True)):
             try:
                 updates, opt_state = optimizer.update(grads, before, state.params, **extras)
             except Exception:

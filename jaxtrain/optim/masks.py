@@ -170,16 +170,9 @@ def layer_rows(params: Any, stacked: Stacked) -> Any:
 def warn_of_stack(
     name: str, given: Stacked | None, params: Any, *, per_layer: bool, by_rank: bool
 ) -> None:
-    """Warns where an optimizer would take the layers of a stack of its model for one parameter.
-
-    Args:
-      name: of the rule.
-      given: which axes it knows to index layers; None where nobody has said.
-      params: the parameters.
-      per_layer: whether the rule is another one then.
-      by_rank: whether what decays goes by the rank per layer.
-    """
-    stack, exact = of_model()
+    """Warns where an optimizer, told the axes ``given`` (None: nothing), would take the layers of a
+    stack of its model for one parameter, and it matters to its rule or to what decays."""
+    stack, exact = of_model.value
     if stack is None or not (exact or (given is None and stack.fits(params))):
         return
     known, wanted = (jax.tree.leaves(stacked_axes(params, x)) for x in (given or (), stack.axes))

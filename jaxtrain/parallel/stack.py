@@ -13,13 +13,11 @@ key of its own. Each is then cut by itself; the global stages of the first come 
 Shapes: L layers, V chunks per device, S devices along ``pipe``, C rows of a chunk.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -282,26 +280,6 @@ class Cut:
         return self.array.dtype
 
 
-_OF_MODEL: contextvars.ContextVar[tuple[Stack | None, bool]] = contextvars.ContextVar(
-    "the stack of the model", default=(None, False)
-)
-
-
-@contextlib.contextmanager
-def stacked_as(stack: Stack | None, *, exact: bool) -> Iterator[None]:
-    """Makes known, to an optimizer that is traced within, how the model is stacked.
-
-    Args:
-      stack: how; None says nothing.
-      exact: False where that is a default, which :meth:`Stack.fits` is to confirm.
-    """
-    token = _OF_MODEL.set((stack, exact))
-    try:
-        yield
-    finally:
-        _OF_MODEL.reset(token)
-
-
-def of_model() -> tuple[Stack | None, bool]:
-    """Returns what :func:`stacked_as` has made known."""
-    return _OF_MODEL.get()
+# Entered around an optimizer with how the model is stacked (None says nothing), and whether that is
+# sure or a default that :meth:`Stack.fits` is to confirm.
+of_model = jax.make_user_context((None, False))
