@@ -87,18 +87,7 @@ class Weights:
 
 
 def generate(
-    config: GPTConfig,
-    params: Params,
-    prompt_tokens: Any,
-    *,
-    max_new_tokens: int,
-    rng: jax.Array | None = None,
-    prompt_lengths: Any = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    eod: int | None = None,
+    config: GPTConfig, params: Params, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
 ) -> jax.Array:
     """Continues each prompt by ``max_new_tokens`` tokens, without a mesh.
 
@@ -110,10 +99,11 @@ def generate(
       config, params: the model; it computes in the dtype of ``params``.
       prompt_tokens: int [B, P]; shorter prompts are padded on the right with anything.
       max_new_tokens: how many.
+      **given: any of what follows.
       rng: key for sampling; not needed at temperature 0.
-      prompt_lengths: int [B], tokens of each prompt; None means P for all.
-      temperature: 0 takes the most probable token.
-      top_k, top_p: truncations; None means none.
+      prompt_lengths: int [B], tokens of each prompt; left out, P for all.
+      temperature: left out, 1; 0 takes the most probable token.
+      top_k, top_p: truncations; left out, none.
       repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
       eod: after this token a row is filled with it; once all rows are, generation stops.
 
@@ -124,18 +114,7 @@ def generate(
       ValueError: for settings out of range, a missing key, or, with learned positions, prompt and
         new tokens that together exceed ``seq_len`` (rotary positions have no such limit).
     """
-    batch = prompts(
-        config,
-        prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        rng=rng,
-        prompt_lengths=prompt_lengths,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        eod=eod,
-    )
+    batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
     return _generated(config, max_new_tokens, Weights(params), batch)
 
 

@@ -64,18 +64,7 @@ class Cache:
 
 
 def generate(
-    config: T5Config,
-    params: Params,
-    source: Any,
-    *,
-    max_new_tokens: int,
-    rng: jax.Array | None = None,
-    source_lengths: Any = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    eod: int | None = 1,
+    config: T5Config, params: Params, source: Any, *, max_new_tokens: int, **given: Any
 ) -> jax.Array:
     """Writes a target for each source.
 
@@ -83,11 +72,12 @@ def generate(
       config, params: the model; it computes in the dtype of ``params``.
       source: int [B, S]; shorter ones are padded on the right with anything.
       max_new_tokens: how many.
+      **given: any of what follows.
       rng: key for sampling; not needed at temperature 0.
-      source_lengths: int [B]; None means S for all.
+      source_lengths: int [B]; left out, S for all.
       temperature, top_k, top_p: as for :func:`jaxtrain.models.generate.generate`.
       repetition_penalty: of tokens of the target, and not of the source.
-      eod: after this token a row is filled with it; None goes on to the end.
+      eod: after this token, 1 where left out, a row is filled with it; None goes on to the end.
 
     Returns:
       int32 [B, max_new_tokens].
@@ -95,18 +85,7 @@ def generate(
     Raises:
       ValueError: for settings out of range, a missing key, or tokens beyond the vocabulary.
     """
-    batch = sources(
-        config,
-        source,
-        max_new_tokens=max_new_tokens,
-        rng=rng,
-        source_lengths=source_lengths,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        eod=eod,
-    )
+    batch = sources(config, source, max_new_tokens=max_new_tokens, **given)
     return _generated(config, max_new_tokens, Weights(params), batch)
 
 
@@ -149,10 +128,8 @@ def beam_search(
     *,
     max_new_tokens: int,
     beams: int = 4,
-    source_lengths: Any = None,
     length_penalty: float = 1.0,
-    repetition_penalty: float = 1.0,
-    eod: int | None = 1,
+    **given: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Searches the most probable target of each source among ``beams`` at a time.
 
@@ -161,10 +138,10 @@ def beam_search(
     ``length ** length_penalty``, and the best of the others go on while they may still be better.
 
     Args:
-      config, params, source, max_new_tokens, source_lengths, eod: as for :func:`generate`.
+      config, params, source, max_new_tokens: as for :func:`generate`.
       beams: N; 1 is the greedy choice.
       length_penalty: above 0 favours longer targets.
-      repetition_penalty: as for :func:`generate`, of log probabilities.
+      **given: source_lengths, eod and, of log probabilities, repetition_penalty, as there.
 
     Returns:
       int32 [B, max_new_tokens], filled with ``eod``, and the scores [B].
@@ -173,15 +150,7 @@ def beam_search(
       ValueError: as :func:`generate`.
     """
     form = _form(config, max_new_tokens, beams, length_penalty)
-    batch = sources(
-        config,
-        source,
-        max_new_tokens=max_new_tokens,
-        source_lengths=source_lengths,
-        temperature=0.0,
-        repetition_penalty=repetition_penalty,
-        eod=eod,
-    )
+    batch = sources(config, source, max_new_tokens=max_new_tokens, temperature=0.0, **given)
     return _searched(config, form, Weights(params), batch)
 
 
