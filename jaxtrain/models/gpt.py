@@ -47,7 +47,6 @@ __all__ = [
     "RULES",
     "GPTConfig",
     "block",
-    "blocks",
     "embed",
     "flops_per_token",
     "gpt2_124m",
@@ -174,7 +173,7 @@ def logits(
     batch = {"tokens": tokens_BT, "segments": segments, "positions": positions}
     batch = {name: value for name, value in batch.items() if value is not None}
     x_BTD = embed(config, params, batch, rng)
-    x_BTD = blocks(config, params["blocks"], x_BTD, batch, rng)
+    x_BTD = run_layers(stages(config), params, x_BTD, batch, rng)
     return head_logits(config, params, x_BTD)
 
 
@@ -225,23 +224,6 @@ def block(
     """
     packing = {"segments_BT": batch.get("segments"), "positions_BT": batch.get("positions")}
     return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
-
-
-def blocks(
-    config: GPTConfig,
-    stacked: Params,
-    x_BTD: jax.Array,
-    batch: Batch,
-    rng: jax.Array | None = None,
-    *,
-    first: int | jax.Array = 0,
-) -> jax.Array:
-    """Consecutive layers, all or a stage's, of which ``first`` is the number of the first.
-
-    They are scanned ``scan_unroll`` at a time and rematerialised as ``remat`` says. Layer l gets
-    ``fold_in(rng, l)`` of the step's key.
-    """
-    return run_layers(stages(config), {"blocks": stacked}, x_BTD, batch, rng, first)
 
 
 def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:

@@ -17,6 +17,7 @@ from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.experiment import Experiment, build_step, make_experiment_mesh, make_state
 from jaxtrain.finetune import preferences
 from jaxtrain.models import gpt
+from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.sharding import Rules
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
@@ -205,7 +206,7 @@ def test_the_reference_does_not_drop():
 
 def log_probs(params, rows):
     x = gpt.embed(MODEL, params, rows)
-    return LOG_PROBS(params, gpt.blocks(MODEL, params["blocks"], x, rows), rows)
+    return LOG_PROBS(params, run_layers(gpt.stages(MODEL), params, x, rows, None), rows)
 
 
 def test_what_is_the_reference_stays():

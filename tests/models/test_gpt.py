@@ -13,6 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.parallel.pipeline.stages import run_layers
 from jaxtrain.parallel.sharding import as_rules, param_shardings
 from jaxtrain.precision import float32_products
 from jaxtrain.tree import map_named, named_leaves
@@ -277,7 +278,11 @@ def test_stages_in_any_split_make_the_whole(form):
     config = dataclasses.replace(FORMS[form], dropout=0.2)
     params, batch, rng = params_of(form), batch_of(), jax.random.key(3)
     whole = quick_jit(gpt.loss_fn(config))(params, batch, rng)
-    blocks = quick_jit(functools.partial(gpt.blocks, config))
+
+    @quick_jit
+    def blocks(stacked, x, batch, rng, first=0):
+        return run_layers(gpt.stages(config), {"blocks": stacked}, x, batch, rng, first)
+
     block = quick_jit(functools.partial(gpt.block, config))
     x = gpt.embed(config, {"embed": params["embed"]}, batch, rng)
     head, tail = (
