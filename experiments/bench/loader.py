@@ -1,7 +1,7 @@
 """What the input pipeline costs: the default run's step fed by its loader, and by one batch.
 
 The loader packs, shuffles and places batches in threads of its own while the device works; what it
-adds to a step is what could not be hidden.
+adds to a step is what could not be hidden. Alone, it says what it could feed.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from jaxtrain.parallel.sharding import batch_sharding
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The default run's step with its loader, against the same step fed with one batch."""
+    """The default run's step with its loader, against the same step fed with one batch, and the
+    loader without a step."""
 
     calls: int = 5
     """Steps per round."""
@@ -45,13 +46,18 @@ def main(config: Config) -> None:
 
             return Variant(run, step_facts(train))
 
+        def read() -> None:
+            for batch in itertools.islice(alone, config.calls):
+                jax.block_until_ready(batch)
+
         def open_stream():
             return stack.enter_context(experiment.train_batches(0, batch_sharding(mesh)))
 
-        one = next(open_stream())
+        one, alone = next(open_stream()), open_stream()
         variants = {
             "one batch": stepping(itertools.repeat(one)),
             "loader": stepping(open_stream()),
+            "loader alone": Variant(read),
         }
         work = experiment_work(experiment, steps=config.calls, devices=mesh.size)
         results = interleave(variants, rounds=config.rounds, work=work)
