@@ -29,7 +29,6 @@ from jaxtrain.hf.encoders import label_fields
 from jaxtrain.models import convnet, layers, vit
 from jaxtrain.parallel.pipeline import loss_from_stages
 from jaxtrain.parallel.sharding import Rules
-from jaxtrain.planning.balance import stack_for
 from jaxtrain.run import options
 from jaxtrain.run.provenance import SAME
 from jaxtrain.state import TrainState
@@ -99,6 +98,8 @@ class Config(jt.Config):
     0.3 and 0.1."""
     accumulate: int = 1
     """Microbatches per step, in one scan; BatchNorm sees one at a time."""
+
+    models = vit  # whose layers may lie in a pipeline
 
     @functools.cached_property
     def source(self) -> language.Source | None:
@@ -176,17 +177,16 @@ def about(config: Config, images: data.LabelledImages, sizes: Mapping[str, Any])
 def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a ConvNet."""
     model = convnet.ConvNetConfig(image=images.shape, classes=len(images.classes), **sizes)
+
+    def logits(state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
+        net = layers.apply(convnet.ConvNet, model, state.params, state.model_state)
+        return net(batch["image"], None)
+
     return {
         "fingerprints": fingerprints(images),
         "init_fn": functools.partial(convnet.init, model),
         "loss_fn": convnet.loss_fn(model),
-        "show": functools.partial(
-            confusion,
-            images,
-            lambda state, batch: layers.apply(
-                convnet.ConvNet, model, state.params, state.model_state
-            )(batch["image"], None),
-        ),
+        "show": functools.partial(confusion, images, logits),
         "has_model_state": True,
         "optimizer": optimizer_of(config),
     }
@@ -217,21 +217,13 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
             f"--mesh.tensor {config.mesh.tensor} does not divide {model.heads} heads: use a divisor"
         )
     pipeline = dataclasses.asdict(config.pipeline)
+    del pipeline["balance"]
     row = {
         "image": jax.ShapeDtypeStruct((1, *model.image), np.float32),
         "label": jax.ShapeDtypeStruct((1,), np.int32),
         "mask": jax.ShapeDtypeStruct((1,), np.float32),
     }
-    stack = stack_for(
-        vit.stages(model),
-        functools.partial(vit.init, model),
-        row,
-        layers=model.layers,
-        pipe=config.mesh.pipe,
-        virtual=config.pipeline.virtual,
-        balance=pipeline.pop("balance"),
-        recompute=config.pipeline.remat == "full",
-    )
+    stack = language.stack_of(config, model, row)
     stages = dataclasses.replace(vit.stages(model), stacked=stack)
     uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
     prints, start = fingerprints(images), {}
