@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.masking import MaskedTokens
-from jaxtrain.data.sources import hash_fraction
+from jaxtrain.data.sources import find_files, hash_fraction
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.host.paths import exists, is_file, is_folder, is_link, listed
+from jaxtrain.host.paths import exists, is_folder, listed
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
@@ -252,22 +252,14 @@ class _Encoded:
         return opened
 
 
-def _files_below(folder: Path, *, depth: int = 0) -> Iterator[Path]:
-    for path in listed(folder):
-        if is_file(path):
-            yield path
-        elif is_folder(path) and not (depth and is_link(path)):  # A link may lead back here.
-            yield from _files_below(path, depth=depth + 1)
-
-
 def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
     found = [
-        each.relative_to(path).as_posix()
-        for each in sorted(_files_below(path))
-        if each.suffix.lower() in SUFFIXES and each.parent != path
+        f"{folder.name}/{name}"
+        for folder in listed(path)
+        if is_folder(folder) and not folder.name.startswith(".")  # as .ipynb_checkpoints
+        for name in find_files(folder, SUFFIXES)
     ]
-    # As of .ipynb_checkpoints, and "._1.png" of macOS, which is no image.
-    found = [name for name in found if not any(x.startswith(".") for x in name.split("/"))]
+    found.sort(key=lambda name: name.split("/"))
     classes = tuple(sorted({name.split("/")[0] for name in found}))
     number = {name: label for label, name in enumerate(classes)}
     labels = np.array([number[name.split("/")[0]] for name in found], np.int32)

@@ -16,7 +16,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -200,7 +200,7 @@ def python_stdlib(*, held_out: float = HELD_OUT) -> Split:
     True
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _split(root, _find(root, (".py",), skip=_NOT_STDLIB), held_out, field=None)
+    return _split(root, find_files(root, (".py",), skip=_NOT_STDLIB), held_out, field=None)
 
 
 def text_folder(
@@ -264,7 +264,7 @@ def text_folder(
             f"give the folder of one, as '{root / 'train'}'"
         )
     else:
-        names = _find(root, wanted, skip=set())
+        names = find_files(root, wanted)
     if not names:
         raise FileNotFoundError(
             f"'{path}' holds no file ending in {', '.join(wanted)}: convert others to JSON lines"
@@ -354,15 +354,18 @@ def open_text(
     return python_stdlib(held_out=held_out)
 
 
-def _find(root: Path, suffixes: tuple[str, ...], *, skip: set[str]) -> list[str]:
-    """Lists the files below `root` with these endings: relative POSIX paths, sorted."""
+def find_files(root: Path, suffixes: tuple[str, ...], *, skip: Collection[str] = ()) -> list[str]:
+    """Lists the files below `root` with these endings: relative POSIX paths, sorted.
+
+    What is hidden is left out, and links to folders below `root` are, for they may lead back.
+    """
     what = f"the listing of '{root}'"
     if "://" in str(root):
         return storage.retrying(lambda: sorted(_find_in_bucket(root, root, suffixes)), what)
     return storage.retrying(lambda: sorted(_find_on_disk(root, suffixes, skip)), what)
 
 
-def _find_on_disk(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> Iterator[str]:
+def _find_on_disk(root: Path, suffixes: tuple[str, ...], skip: Collection[str]) -> Iterator[str]:
     for folder, folders, files in os.walk(root, onerror=_unless_forbidden):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in files:
