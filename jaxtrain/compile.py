@@ -21,8 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.host.cache import delete_oldest
-from jaxtrain.host.paths import cache_folder
+from jaxtrain.host.paths import cache_folder, delete_oldest
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.mesh import platform as device_platform
 from jaxtrain.parallel.offload import is_on_host

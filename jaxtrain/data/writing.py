@@ -44,8 +44,7 @@ from jaxtrain.data.store import (
 )
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
-from jaxtrain.host.cache import delete_oldest
-from jaxtrain.host.paths import cache_folder, exists, listed
+from jaxtrain.host.paths import cache_folder, delete_oldest, exists, listed
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26

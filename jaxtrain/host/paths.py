@@ -13,8 +13,9 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -91,14 +92,12 @@ def exists(path: epath.PathLike) -> bool:
 
 def is_folder(path: epath.PathLike) -> bool:
     """Whether a folder is at a path; raises as :func:`look`."""
-    found = look(path)
-    return found is not None and found.is_folder
+    return (found := look(path)) is not None and found.is_folder
 
 
 def is_file(path: epath.PathLike) -> bool:
     """Whether something other than a folder is at a path; raises as :func:`look`."""
-    found = look(path)
-    return found is not None and not found.is_folder
+    return (found := look(path)) is not None and not found.is_folder
 
 
 def is_link(path: epath.PathLike) -> bool:
@@ -110,11 +109,7 @@ def is_link(path: epath.PathLike) -> bool:
 
 
 def listed(folder: P, pattern: str = "*") -> list[P]:
-    """Returns the paths in a folder whose names match; none where there is no folder.
-
-    Raises:
-      OSError: storage did not answer.
-    """
+    """Returns the paths in a folder whose names match, none without one; raises as :func:`look`."""
     try:
         return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
     except FileNotFoundError:
@@ -122,11 +117,7 @@ def listed(folder: P, pattern: str = "*") -> list[P]:
 
 
 def read_if_there(path: epath.Path | pathlib.Path) -> bytes:
-    """Returns what a file holds; nothing where there is none.
-
-    Raises:
-      OSError: storage did not answer.
-    """
+    """Returns what a file holds, nothing where there is none; raises as :func:`look`."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -167,12 +158,27 @@ def cache_folder() -> pathlib.Path | None:
     return pathlib.Path(home) / "jaxtrain"
 
 
-def check_for_checkpoints(path: epath.PathLike) -> None:
-    """Refuses a folder in which no checkpoint can ever be written.
+def delete_oldest(
+    folder: pathlib.Path, limit: int, *, in_use: Callable[[pathlib.Path], bool] = lambda path: False
+) -> None:
+    """Deletes what was used longest ago of a folder's files and folders, if there is one, until the
+    rest has no more than ``limit`` bytes; what is ``in_use`` stays."""
+    entries = []
+    with contextlib.suppress(OSError):  # another process may delete the same
+        for path in folder.iterdir():
+            found = [each.stat() for each in (path.iterdir() if path.is_dir() else [path])]
+            used = max((max(each.st_atime, each.st_mtime) for each in found), default=0.0)
+            entries.append((used, sum(each.st_size for each in found), path))
+    for _, size, path in sorted(entries, reverse=True):
+        limit -= size
+        if limit < 0 and not in_use(path):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    Raises:
-      ValueError: it is in another bucket than ``gs://``, or its name is not UTF-8.
-    """
+
+def check_for_checkpoints(path: epath.PathLike) -> None:
+    """Raises ValueError for a folder in which no checkpoint can ever be written: in another bucket
+    than ``gs://``, or with a name that is not UTF-8."""
     scheme, remote, _ = str(path).partition("://")
     if remote and scheme != "gs":
         raise ValueError(
@@ -189,11 +195,7 @@ def check_for_checkpoints(path: epath.PathLike) -> None:
 
 
 def check_on_disk(path: epath.PathLike, what: str) -> None:
-    """Refuses a path in a bucket for what goes to a disk alone.
-
-    Raises:
-      ValueError: it is in a bucket.
-    """
+    """Raises ValueError for a path in a bucket, where ``what`` goes to a disk alone."""
     # pathlib makes one slash of two.
     if re.match(r"[a-z0-9]+:/", str(path)):
         raise ValueError(f"{what} is '{path}', in a bucket: give a folder or file on a disk")

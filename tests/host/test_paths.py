@@ -25,7 +25,6 @@ SIGHTED = {
     "host/paths.py",
     "host/distributed.py",
     "host/quiet.py",
-    "host/cache.py",
     "data/store.py",
 }
 
