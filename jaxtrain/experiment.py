@@ -300,20 +300,14 @@ def restore_evaluated(
     experiment: Experiment, abstract: TrainState, reader: Any, step: int
 ) -> TrainState:
     """Reads what an evaluation takes of a checkpoint and no more: parameters (averages where the
-    optimizer keeps any) and model state.
-
-    Args:
-      experiment, abstract: as for :func:`restore_state`.
-      reader: of the checkpoints (:class:`jaxtrain.run.checkpoints.reader.Reader`).
-      step: which one.
-    """
+    optimizer keeps any) and model state. Arguments are as for :func:`restore_state`, and a
+    :class:`jaxtrain.run.checkpoints.reader.Reader`."""
     wanted, mesh = to_checkpoint(experiment, abstract), abstract.step.sharding.mesh
     base = lambda: to_checkpoint(experiment, make_state(experiment, mesh)).params  # noqa: E731
     params = reader.restore_params(wanted.params, step, base=base)
     kept = {"model_state": wanted.model_state}
-    if wanted.model_state is not None:
-        kept = reader.restore_part(kept, step)
-    return dataclasses.replace(TrainState(None, params, (), None, None, None, None), **kept)
+    kept = kept if wanted.model_state is None else reader.restore_part(kept, step)
+    return TrainState(None, params, (), kept["model_state"], None, None, None)
 
 
 def compile_train(
@@ -324,15 +318,8 @@ def compile_train(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
-    step = build_step(experiment, state, mesh)
-    return compile_step(
-        step,
-        state,
-        experiment.batch,
-        mesh=mesh,
-        compiler_options=compiler_options,
-        **experiment.compiled_with,
-    )
+    how = {"mesh": mesh, "compiler_options": compiler_options} | experiment.compiled_with
+    return compile_step(build_step(experiment, state, mesh), state, experiment.batch, **how)
 
 
 def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
@@ -570,15 +557,8 @@ def compile_eval(
     def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
         return step(averaged(state), batch)
 
-    return compile_step(
-        evaluation,
-        state,
-        batch,
-        mesh=mesh,
-        donate=False,
-        compiler_options=compiler_options,
-        **experiment.compiled_with,
-    )
+    how = {"mesh": mesh, "compiler_options": compiler_options} | experiment.compiled_with
+    return compile_step(evaluation, state, batch, donate=False, **how)
 
 
 def rows_of(batch: PyTree | Repeated) -> PyTree:

@@ -183,14 +183,9 @@ class View:
         """Returns the loss at every point, [P], in the precision of the run."""
         around, first = Surroundings(state, tuple(directions)), rows_of(self.batches[0])
         evaluation = build_evaluation(self.experiment, first, self.mesh)
-        step = compile_step(
-            build_losses(evaluation, points_PK, at_once=at_once),
-            around,
-            first,
-            mesh=self.mesh,
-            rules=self.experiment.rules,
-            donate=False,
-        )
+        losses = build_losses(evaluation, points_PK, at_once=at_once)
+        options = {"mesh": self.mesh, "rules": self.experiment.rules, "donate": False}
+        step = compile_step(losses, around, first, **options)
         return np.asarray(evaluate(step, around, self.batches)["loss"], np.float64)
 
     def compile_product(self, state: TrainState) -> CompiledStep:
@@ -224,10 +219,8 @@ class View:
             for batch in self.batches:
                 share = batch.share if isinstance(batch, Repeated) else 1.0
                 # The step adds a whole batch to the product.
-                before = jax.tree.map(lambda x, share=share: x / share, at.product)
-                at, weight = step(dataclasses.replace(at, product=before), rows_of(batch))
-                product = jax.tree.map(lambda x, share=share: x * share, at.product)
-                at = dataclasses.replace(at, product=product)
+                at, weight = step(at.scaled(1 / share), rows_of(batch))
+                at = at.scaled(share)
                 weights.append(weight * share)
             state, total = at.state, sum(map(float, weights))
             return jax.tree.map(lambda x: x / total, at.product)

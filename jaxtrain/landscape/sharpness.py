@@ -39,6 +39,10 @@ class Curvature:
         """The parameters at which the Hessian is taken."""
         return self.state.params
 
+    def scaled(self, by: float) -> "Curvature":
+        """Returns it with the product times a number."""
+        return dataclasses.replace(self, product=jax.tree.map(lambda x: x * by, self.product))
+
 
 class Eigenvalue(NamedTuple):
     """An eigenvalue, how far it may be off at most, and the products that it took."""
