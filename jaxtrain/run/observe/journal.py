@@ -220,18 +220,18 @@ def read_events(run_dir: epath.Path) -> list[dict[str, Any]]:
     """Reads the lines of a journal; those that are cut off are left out."""
     path = run_dir / EVENTS
     text = read_if_there(path).decode(errors="replace")
-    return [line for line in map(_json, text.split("\n")) if line]
+    return [line for line in map(json_object, text.split("\n")) if line]
 
 
 def read_heartbeat(run_dir: epath.Path) -> dict[str, Any]:
     """Reads the last sign of life; empty where there is none."""
     path = run_dir / HEARTBEAT
-    return _json(read_if_there(path).decode(errors="replace"))
+    return json_object(read_if_there(path).decode(errors="replace"))
 
 
 def _last_logged(run_dir: epath.Path) -> int:
     text = read_if_there(run_dir / "log.jsonl").decode(errors="replace")
-    steps = (_json(line).get("step") for line in reversed(text.split("\n")))
+    steps = (json_object(line).get("step") for line in reversed(text.split("\n")))
     return next((step for step in steps if isinstance(step, int)), 0)
 
 
@@ -255,7 +255,8 @@ def _identity(start: Mapping[str, Any]) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Reads a line; empty where it is cut off or no object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

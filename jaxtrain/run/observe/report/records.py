@@ -5,7 +5,6 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -142,18 +141,18 @@ def read_run(path: epath.Path, name: str) -> Record:
                 points[key].add(step, number)
             elif (vector := _vector(value)) is not None:
                 vectors.setdefault(key, {})[step] = vector
-    config = _json(texts[CONFIG])
+    config = journal.json_object(texts[CONFIG])
     changes = []
     for line in filter(None, texts[CHANGES].split("\n")):
-        change = _json(line)
+        change = journal.json_object(line)
         config = change.get("record") if isinstance(change.get("record"), dict) else config
         told = change.get("changes") if isinstance(change.get("changes"), dict) else {}
         for what, pair in told.items():
             if isinstance(pair, list) and len(pair) == 2:
                 changes.append((change.get("from_step", 0), what, *pair))
     flags = config.get("flags", config)
-    events = list(filter(None, map(_json, texts[journal.EVENTS].split("\n"))))
-    heartbeat = _json(texts[journal.HEARTBEAT])
+    events = list(filter(None, map(journal.json_object, texts[journal.EVENTS].split("\n"))))
+    heartbeat = journal.json_object(texts[journal.HEARTBEAT])
     states = journal.states(events, heartbeat)
     return Record(
         path=str(path),
@@ -169,7 +168,7 @@ def read_run(path: epath.Path, name: str) -> Record:
         heartbeat=heartbeat,
         attempts=goodput.attempts(states),
         step_times=_step_times(states),
-        stopped=_json(texts[STOPPED]).get("reason"),
+        stopped=journal.json_object(texts[STOPPED]).get("reason"),
     )
 
 
@@ -200,7 +199,7 @@ def _lines(text: str) -> Iterator[dict[str, Any] | None]:
     """The records in a log one by one, and None for each line before the last that is none."""
     lines = text.split("\n")
     for i, line in enumerate(lines):
-        record = _json(line)
+        record = journal.json_object(line)
         step = record.get("step")
         if isinstance(step, int) and 0 <= step < 2**63:
             yield record
@@ -224,14 +223,6 @@ class _Points:
         steps, values = (np.array(each)[::-1] for each in (self.steps, self.values))
         steps, last = np.unique(steps, return_index=True)
         return Series(steps, values[last])
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _number(value: Any) -> float | None:
