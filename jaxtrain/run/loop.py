@@ -54,7 +54,7 @@ from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, S
 from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
-from jaxtrain.run.observe.journal import Journal, read_events
+from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.own_log import OwnLog
 from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
@@ -284,7 +284,7 @@ def _fit(
         if owner is not None:
             journal.open(owner)
         if resume and not saved:
-            _check_unsaved(run_dir)
+            _check_unsaved(run_dir, journal)
         if saved:
             with ledger.during("restore"):
                 state = restore_state(experiment, abstract, checkpoints.restore)
@@ -528,19 +528,11 @@ def _write_file(path: epath.Path, text: str, *, keep: bool) -> None:
         write_text(path, text)
 
 
-def _check_unsaved(run_dir: epath.Path) -> None:
-    """Makes sure that a claimed run without a checkpoint has never had one.
-
-    Raises:
-      StorageError: it has one by now, or its journal tells of some, which are not seen.
-    """
-
-    def told() -> bool:
-        return any(line.get("event") == "checkpoint" for line in read_events(run_dir))
-
-    if has_checkpoint(run_dir / "checkpoints") or distributed.from_first_process(
-        lambda: storage.retrying(told, f"the journal in {run_dir}")
-    ):
+def _check_unsaved(run_dir: epath.Path, journal: Journal) -> None:
+    """Raises StorageError where a claimed run that had no checkpoint has one by now, or its journal
+    tells of some, which are not seen."""
+    told = distributed.from_first_process(lambda: "run/checkpoint_age_seconds" in journal.counts())
+    if told or has_checkpoint(run_dir / "checkpoints"):
         raise storage.StorageError(
             f"the checkpoints of {run_dir} are not seen, though it has saved some: start it again "
             "or, where they are lost, begin anew with `overwrite`"
