@@ -325,9 +325,7 @@ class SubwordTokenizer(_BytePieces):
     def from_json(cls, text: str, eod: int, name: str = "the tokenizer") -> "SubwordTokenizer":
         """Makes the tokenizer again of what `to_json` returned and of its end-of-document id.
 
-        Args:
-          text, eod: those.
-          name: what errors call it.
+        Errors call it `name`.
 
         Raises:
           ValueError: the text is something else.

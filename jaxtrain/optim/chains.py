@@ -152,23 +152,20 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
     if not callable(learning_rate):
         numerics.check_number("learning_rate", learning_rate, low=0.0)
     numerics.check_number("weight_decay", weight_decay, low=0.0)
-    if clip_norm is not None:
-        numerics.check_number("clip_norm", clip_norm, low=0.0, open_low=True)
-    if skip_spikes is not None:
-        numerics.check_number("skip_spikes", skip_spikes, low=0.0, open_low=True)
-    if ema is not None:
-        numerics.check_number("ema", ema, low=0.0, high=1.0, open_low=True)
+    off = {"clip_norm": clip_norm, "clip_value": clip_value, "skip_spikes": skip_spikes}
+    shares = {"ema": ema, "plateau_factor": plateau_factor}
+    for option, value in (off | shares).items():
+        if value is not None:
+            high = {"high": 1.0} if option in shares else {}
+            numerics.check_number(option, value, low=0.0, open_low=True, **high)
     order = np.inf if clip_order == "max" else clip_order
     numerics.check_number("clip_order", order, low=1.0, high=None)
-    if clip_value is not None:
-        numerics.check_number("clip_value", clip_value, low=0.0, open_low=True)
     if clip_order != 2 and clip_norm is None:
         raise ValueError(f"clip_order is {clip_order} and clip_norm None: give clip_norm too")
     if plateau_factor is None and (plateau_patience, plateau_window) != (10, 100):
         raise ValueError("plateau_patience and plateau_window need plateau_factor: give it too")
     plateau = None
     if plateau_factor is not None:
-        numerics.check_number("plateau_factor", plateau_factor, low=0.0, high=1.0, open_low=True)
         plateau = optax.contrib.reduce_on_plateau(
             plateau_factor,
             numerics.check_integer("plateau_patience", plateau_patience, low=1),
@@ -184,13 +181,8 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
         axes = (stacked(params) if callable(stacked) else stacked) or ()
         masks.check_matches("stacked", axes, params)
-        masks.warn_of_stack(
-            name,
-            None if stacked is None else axes,
-            params,
-            per_layer=name in rules.PER_LAYER,
-            by_rank=not no_decay and decay_mask is None,
-        )
+        told, by_rank = None if stacked is None else axes, not no_decay and decay_mask is None
+        masks.warn_of_stack(name, told, params, per_layer=name in rules.PER_LAYER, by_rank=by_rank)
         trainable = _trainable(freeze, params)
 
         def kept(tree: Any) -> Any:
@@ -208,12 +200,12 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
             mask("decay_mask", decay_mask, functools.partial(masks.decay_mask, stacked=axes)),
             multipliers("decay_multipliers", decay_multipliers),
         )
+        groups = _groups(rate_multipliers)
+        rate = scale_by_learning_rate(learning_rate, groups=groups, plateau=plateau)
         stages = rules.RULES[name](
             rules.Parts(
                 decay=optax.identity() if no_decay else layerwise.add_decayed_weights(strengths),
-                rate=scale_by_learning_rate(
-                    learning_rate, groups=_groups(rate_multipliers), plateau=plateau
-                ),
+                rate=rate,
                 params=kept(params),
                 strengths=strengths,
                 mask=mask,

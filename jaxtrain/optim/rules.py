@@ -152,21 +152,13 @@ def momentum(parts: Parts, *, momentum=0.9, nesterov=False, moment_dtype=None) -
 @rule(learning_rate=3e-3)
 def adam(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dtype=None) -> Stages:
     """Adam (Kingma & Ba 2014, https://arxiv.org/abs/1412.6980). Weight decay is coupled."""
-    return [
-        parts.decay,
-        _adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
-        parts.rate,
-    ]
+    return [parts.decay, _adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov), parts.rate]
 
 
 @rule(learning_rate=3e-3)
 def adamw(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-8, nesterov=False, moment_dtype=None) -> Stages:
     """Adam with decoupled decay (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101)."""
-    return [
-        _adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov),
-        parts.decay,
-        parts.rate,
-    ]
+    return [_adam(b1, b2, eps, mu_dtype=moment_dtype, nesterov=nesterov), parts.decay, parts.rate]
 
 
 class AdanState(NamedTuple):

@@ -44,12 +44,9 @@ _CARRYING = define_prng_impl(
 
 
 def microbatch_keys(rng: jax.Array, microbatches: int, trace: Callable[[], Any]) -> Callable:
-    """Returns the function from the number of a microbatch to its key.
+    """Returns the function from the number of a microbatch to its key; a single one has the step's.
 
-    Args:
-      rng: the step's key, which a single microbatch has itself.
-      microbatches: how many there are.
-      trace: gives the jaxpr of what is done with one, or with all, which is looked at for draws.
+    ``trace`` gives the jaxpr of what is done with one, or with all, which is looked at for draws.
     """
     if microbatches == 1:
         return lambda j: rng
@@ -74,13 +71,11 @@ def key_and_rows(rng: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def draws_otherwise(jaxpr: Any) -> bool:
     """Whether a traced loss draws numbers, and not row by row from a key of the kind threefry."""
-    for eqn in equations(jaxpr, but=DRAWN_BY_ROW):
-        if eqn.params.get("name") == DRAWN_BY_ROW:
-            if not _is_plain(eqn.invars[0].aval):
-                return True
-        elif eqn.primitive.name in _DRAWS:
-            return True
-    return False
+    return any(
+        eqn.primitive.name in _DRAWS
+        or (eqn.params.get("name") == DRAWN_BY_ROW and not _is_plain(eqn.invars[0].aval))
+        for eqn in equations(jaxpr, but=DRAWN_BY_ROW)
+    )
 
 
 def _is_plain(key: Any) -> bool:

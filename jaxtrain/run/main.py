@@ -308,7 +308,8 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
       arguments: the flags; by default, those of the process.
       default: a config that has what the flags leave out.
     """
-    typed = {word.partition("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)}
+    arguments = sys.argv[1:] if arguments is None else arguments
+    typed = {word.partition("=")[0] for word in arguments}
     if {"--epochs", "--steps"} <= typed:
         raise ValueError("`epochs` and `steps` both say how long to train: give one of them")
     # What is typed comes in place of what a run had of the other.
@@ -317,7 +318,7 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
     if default is not None and "--epochs" in typed:
         default = dataclasses.replace(default, steps=config_type.steps)
     defaults = {} if default is None else {"default": default}
-    refuse_aliases(config_type, sys.argv[1:] if arguments is None else arguments)
+    refuse_aliases(config_type, arguments)
     config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
     if count := getattr(config, "simulate_devices", 0):
         simulate_devices(count)

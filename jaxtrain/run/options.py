@@ -335,8 +335,15 @@ def make_optimizer(
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
         **{name: passed_on.pop(name) for name in of_shape},
     )
-    ours = ("name", "learning_rate", "schedule", "warmup_steps", "base_batch", "batch_scaling")
-    passed_on = {name: value for name, value in passed_on.items() if name not in ours}
+    for name in (
+        "name",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "base_batch",
+        "batch_scaling",
+    ):
+        del passed_on[name]
     for name in ("rate_multipliers", "decay_multipliers"):
         texts = passed_on[name]
         passed_on[name] = [_pair(name, text, "=", _factor, "^head/=0.1") for text in texts]

@@ -112,15 +112,10 @@ def refuse(error: Exception, *config_types: type) -> SystemExit:
 
 
 def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
-    """Ends the program where an argument is what other programs call one of its flags.
-
-    Args:
-      config_type: the dataclass of its flags.
-      arguments: the command line.
-    """
+    """Ends the program where an argument is what other programs call one of its flags."""
     flags = {flag for *_, flag in _all_flags(config_type)}
-    known = {flag: names for flag, names in _ELSEWHERE.items() if flag in flags}
-    names = {alias: flag for flag, aliases in known.items() for alias in aliases.split()}
+    known = flags & _ELSEWHERE.keys()
+    names = {alias: flag for flag in known for alias in _ELSEWHERE[flag].split()}
     for word in arguments:
         typed = word.partition("=")[0].removeprefix("--").replace("_", "-")
         flag = names.get(typed.rpartition(".")[2])

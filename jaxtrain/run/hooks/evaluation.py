@@ -111,12 +111,8 @@ class Evaluation(Hook):
 
 
 def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> None:
-    """Refuses a ``best_metric`` that the evaluation of the first held-out batch will not report.
-
-    Args:
-      experiment, mesh: what is evaluated, and where.
-      state: shapes with shardings suffice.
-    """
+    """Refuses a ``best_metric`` that the evaluation of the first held-out batch will not report; of
+    the state, shapes with shardings suffice."""
     name, sets = experiment.best_metric, experiment.eval_sets.items()
     prefix, opened = next(each for each in sets if name.startswith(each[0]))
     batch = rows_of(_peek(prefix, iter(opened(batch_sharding(mesh))))[0])
