@@ -46,17 +46,12 @@ class Start:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-            while not has_logged(run / "log.jsonl"):
+            while b"train/loss" not in read_if_there(run / "log.jsonl"):
                 if process.poll() is not None:
                     raise SystemExit(f"the run ended with {process.returncode}: {COMMAND}")
                 time.sleep(0.005)
             process.kill()
             process.wait()
-
-
-def has_logged(log: pathlib.Path) -> bool:
-    """Whether there are metrics of a step in a log."""
-    return b"train/loss" in read_if_there(log)
 
 
 def main(config: Config) -> None:
