@@ -20,20 +20,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxtrain.host import distributed, storage
+from jaxtrain.host import distributed, paths, storage
 from jaxtrain.host.exit_codes import SUPERSEDED, Ended
-from jaxtrain.host.paths import (
-    as_path,
-    check_for_checkpoints,
-    check_writable,
-    is_folder,
-    is_link,
-    is_remote,
-    listed,
-    make_folder,
-    read_if_there,
-    write_whole,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +136,7 @@ def find_run_dir(
       ValueError: where they contradict each other, or no checkpoint can be written there.
     """
     if run_dir is not None:
-        check_for_checkpoints(run_dir)
+        paths.check_for_checkpoints(run_dir)
     if resume and overwrite:
         raise ValueError("`resume` continues a run and `overwrite` deletes it: give one of them")
     if resume and auto_resume:
@@ -161,10 +149,10 @@ def find_run_dir(
 
     def find() -> tuple[str, bool]:
         if run_dir is not None:
-            found = as_path(run_dir)
+            found = paths.as_path(run_dir)
         else:
             found = newest_run(name) if resume else next_free(name)
-        taken = bool(listed(found))
+        taken = bool(paths.listed(found))
         holds_run = taken and is_run(found)
         owner = _owner(found)
         if OVERWRITING in owner and not (overwrite or auto_resume):
@@ -189,7 +177,7 @@ def find_run_dir(
                 f"{found} holds a run already: continue it with `resume`, delete it with "
                 "`overwrite`, or choose another run_dir"
             )
-        check_writable(found)
+        paths.check_writable(found)
         # What an earlier attempt of this very launch has overwritten is that attempt's run.
         start = os.environ.get(distributed.START)
         anew = overwrite and (start is None or owner.get("start") != start)
@@ -238,12 +226,12 @@ def claim_run_dir(
                 made = True
             except FileExistsError:
                 path = next_free(name)
-        make_folder(path)
+        paths.make_folder(path)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         owner = {"token": token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
         owner["start"] = os.environ.get(distributed.START)
         begun = not resumes and (overwrite or OVERWRITING in _owner(path))
-        if not (begun or resumes or created or is_remote(path)):
+        if not (begun or resumes or created or paths.is_remote(path)):
             try:
                 with open(path / OWNER, "x"):
                     created = True
@@ -275,7 +263,7 @@ def has_checkpoint(directory: epath.Path) -> bool:
 
 
 def _holds_step(directory: epath.Path) -> bool:
-    return any(path.name.isdigit() for path in listed(directory))
+    return any(path.name.isdigit() for path in paths.listed(directory))
 
 
 def is_half_deleted(folder: epath.Path) -> bool:
@@ -286,7 +274,7 @@ def is_half_deleted(folder: epath.Path) -> bool:
 def _owner(folder: epath.Path) -> dict[str, Any]:
     """Who has claimed a folder; empty where nobody has, or that cannot be told."""
     try:
-        owner = json.loads(read_if_there(folder / OWNER))
+        owner = json.loads(paths.read_if_there(folder / OWNER))
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}
@@ -295,13 +283,13 @@ def _owner(folder: epath.Path) -> dict[str, Any]:
 def write_text(path: epath.Path, text: str) -> None:
     """Writes a file of the run, whole or not at all, and once: the first process does."""
     if jax.process_index() == 0:
-        write_whole(path, text)
+        paths.write_whole(path, text)
 
 
 def runs() -> Iterator[epath.Path]:
     """The folders under runs/ that hold a run, the highest number first."""
     there = epath.Path(RUNS)
-    numbered = [path for path in listed(there) if _number(path) is not None]
+    numbered = [path for path in paths.listed(there) if _number(path) is not None]
     return (path for path in sorted(numbered, key=_number, reverse=True) if is_run(path))
 
 
@@ -322,7 +310,7 @@ def newest_run(name: str) -> epath.Path:
 def next_free(name: str) -> epath.Path:
     """The folder after the last one of an experiment."""
     there = epath.Path(RUNS)
-    numbers = [_number(p) or 0 for p in listed(there) if p.name.rpartition("-")[0] == name]
+    numbers = [_number(p) or 0 for p in paths.listed(there) if p.name.rpartition("-")[0] == name]
     return there / f"{name}-{max(numbers, default=0) + 1}"
 
 
@@ -333,19 +321,19 @@ def _number(path: epath.Path) -> int | None:
 
 def is_run(folder: epath.Path) -> bool:
     """Whether a run has begun here; a config.json alone may be anybody's."""
-    there = {path.name for path in listed(folder)}
+    there = {path.name for path in paths.listed(folder)}
     return OWNER in there or {"config.json", "log.jsonl"} <= there
 
 
 def _delete_written(folder: epath.Path, files: Iterable[str]) -> None:
     """Deletes what a run has written, but for the token of its new owner; of links, the links."""
     for inner in (folder / "checkpoints", folder / "tensorboard", folder):
-        if inner != folder and is_link(inner):
+        if inner != folder and paths.is_link(inner):
             inner.unlink()
-        for path in listed(inner) if is_folder(inner) else ():
+        for path in paths.listed(inner) if paths.is_folder(inner) else ():
             entry = path.relative_to(folder).as_posix()
             if entry != OWNER and (_WRITTEN.fullmatch(entry) or entry in files):
-                is_whole_folder = is_folder(path) and not is_link(path)
+                is_whole_folder = paths.is_folder(path) and not paths.is_link(path)
                 path.rmtree(missing_ok=True) if is_whole_folder else path.unlink(missing_ok=True)
-        if inner != folder and is_folder(inner) and not listed(inner):
-            inner.rmdir() if is_remote(inner) else os.rmdir(inner)
+        if inner != folder and paths.is_folder(inner) and not paths.listed(inner):
+            inner.rmdir() if paths.is_remote(inner) else os.rmdir(inner)
