@@ -1,5 +1,6 @@
 """Generation from an encoder-decoder: the caches against the uncached forward, and beams of all."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.models import encoder_decoder as t5
+from jaxtrain.models import generate_target as module
+from jaxtrain.models.generate import Prompts, Sampling
 from jaxtrain.models.generate_target import beam_search, decode_step, generate, prefill
 
 CONFIG = t5.T5Config(
@@ -87,6 +90,37 @@ def test_many_beams_find_the_best_of_all_targets():
         ended = np.cumsum(best == eod) > 0
         np.testing.assert_allclose(scores[row], sums.max(), atol=1e-5)
         np.testing.assert_array_equal(found[row], np.where(ended, eod, best))
+
+
+@pytest.mark.slow
+def test_the_score_of_a_beam_is_that_of_its_own_tokens(monkeypatch):
+    """Of a model whose cache is a number that each token changes, and that has a row of logits."""
+    B, V, count, eod, states, penalty = 8, 6, 5, 0, 97, 1.5
+    table = 2 * np.random.default_rng(0).normal(size=(states, V)).astype(np.float32)
+
+    def step(config, params, cache, tokens, position):
+        k = (3 * cache.k[0, :, 0, 0, 0] + tokens + 1) % states
+        return jnp.asarray(table)[k], dataclasses.replace(cache, k=k.reshape(1, -1, 1, 1, 1))
+
+    def read(config, count, state, batch):
+        k = jnp.arange(B).reshape(1, B, 1, 1, 1)
+        cache = module.Cache(k, k, k, k, jnp.ones((B, 1), bool))
+        return None, jnp.asarray(table)[:B], cache, jnp.zeros((B, V), bool)
+
+    monkeypatch.setattr(module, "decode_step", step)
+    monkeypatch.setattr(module, "_read", read)
+    batch = Prompts(None, None, sampling=Sampling(None, None, None, penalty, eod))
+    found, scores = module._search(None, module._Form(count, 3, 2.0), None, batch)
+    for row, (tokens, score) in enumerate(zip(np.asarray(found), scores, strict=True)):
+        total, k, seen = 0.0, row, set()
+        for length, token in enumerate(tokens.tolist(), 1):
+            log = table[k, token] - np.log(np.exp(table[k]).sum())
+            total += log * (penalty if token in seen else 1)
+            expected = total / length**2.0
+            seen, k = seen | {token}, (3 * k + token + 1) % states
+            if token == eod:
+                break
+        assert score == pytest.approx(expected, rel=1e-4), row
 
 
 def test_mistakes_are_refused():
