@@ -432,12 +432,7 @@ def facts(
 
 
 def compile_writer(
-    step: Callable[[Any, Prompts], Any],
-    params: Any,
-    batch: Prompts,
-    *,
-    stack: Stack,
-    rules: Rules,
+    step: Callable[[Any, Prompts], Any], params: Any, batch: Prompts, *, stack: Stack, rules: Rules
 ) -> Callable[[Prompts], Any]:
     """Compiles a step that generates for parameters where training has left them.
 

@@ -95,10 +95,7 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
             virtual = 2 if name == "interleaved" else 1
         tables.append(
             make_table(
-                name,
-                stages=options.stages,
-                microbatches=options.microbatches,
-                virtual=virtual,
+                name, stages=options.stages, microbatches=options.microbatches, virtual=virtual
             )
         )
     times = {"forward": options.forward, "backward": options.backward}

@@ -28,13 +28,7 @@ from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.planning.chips import chip_of
 from jaxtrain.precision import Policy, as_policy
-from jaxtrain.state import (
-    TrainState,
-    abstract_state,
-    gradient_shardings,
-    init_state,
-    local_bytes,
-)
+from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state, local_bytes
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 
 PyTree = Any

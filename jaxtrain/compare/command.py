@@ -119,11 +119,7 @@ def make_variants(
 
 
 def print_table(
-    results: Sequence[Result],
-    options: CompareOptions,
-    *,
-    item: str,
-    console: Console | None = None,
+    results: Sequence[Result], options: CompareOptions, *, item: str, console: Console | None = None
 ) -> None:
     """Prints a row for each variant; columns of which nothing is known are left out."""
     columns = {

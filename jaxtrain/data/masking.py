@@ -260,10 +260,7 @@ def spans_of(length: int) -> tuple[int, int]:
 
 
 def pair_row(
-    source: Sequence[int],
-    target: Sequence[int],
-    source_len: int,
-    target_len: int,
+    source: Sequence[int], target: Sequence[int], source_len: int, target_len: int
 ) -> dict[str, np.ndarray]:
     """Returns a row for an encoder-decoder, padded with zeros.
 

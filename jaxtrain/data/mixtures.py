@@ -124,9 +124,7 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        rows: Mapping[str, RowSource],
-        phases: Iterable[tuple[int, Mapping[str, Fraction]]],
+        self, rows: Mapping[str, RowSource], phases: Iterable[tuple[int, Mapping[str, Fraction]]]
     ):
         self.rows = dict(rows)
         self._sources = list(self.rows.values())

@@ -340,11 +340,7 @@ def _rows_of(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def open_text(
-    name: str,
-    *,
-    field: str = "text",
-    held_out: float = HELD_OUT,
-    chat: ChatTemplate | None = None,
+    name: str, *, field: str = "text", held_out: float = HELD_OUT, chat: ChatTemplate | None = None
 ) -> Split:
     """Opens text: "python" is the standard library's source, anything else as `text_folder`."""
     if name != "python":

@@ -119,10 +119,7 @@ def write_store(
 
 
 def cached_store(
-    split: Split,
-    tokenizer: Tokenizer,
-    *,
-    source: dict[str, Any] | None = None,
+    split: Split, tokenizer: Tokenizer, *, source: dict[str, Any] | None = None
 ) -> Store:
     """Opens the store of a text under ``~/.cache/jaxtrain/tokens``, after making it if need be.
 

@@ -119,10 +119,7 @@ def dpo_loss(
 
 
 def dpo_stages(
-    stages: Stages,
-    log_probs: Callable[[PyTree, PyTree, Batch], jax.Array],
-    *,
-    beta: float = 0.1,
+    stages: Stages, log_probs: Callable[[PyTree, PyTree, Batch], jax.Array], *, beta: float = 0.1
 ) -> Stages:
     """Makes policy and reference one model of stages, for every mesh and every pipeline.
 

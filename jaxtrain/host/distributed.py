@@ -66,10 +66,7 @@ _found: Cluster | None = None
 
 
 def initialize(
-    *,
-    coordinator: str | None = None,
-    processes: int | None = None,
-    process_id: int | None = None,
+    *, coordinator: str | None = None, processes: int | None = None, process_id: int | None = None
 ) -> Cluster | None:
     """Connects this process to the others, where there are others.
 

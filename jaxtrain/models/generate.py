@@ -247,12 +247,7 @@ def pin_cache(k_LBGSK: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
 def prefill(
-    config: GPTConfig,
-    params: Params,
-    tokens_BP: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    cache_len: int,
+    config: GPTConfig, params: Params, tokens_BP: jax.Array, lengths_B: jax.Array, *, cache_len: int
 ) -> tuple[jax.Array, Cache]:
     """Reads prompts: the logits after each one's last token, [B, V] float32, and the cache.
 

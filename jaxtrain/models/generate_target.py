@@ -174,12 +174,7 @@ def beam_step(
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
 def prefill(
-    config: T5Config,
-    params: Params,
-    source_BS: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    cache_len: int,
+    config: T5Config, params: Params, source_BS: jax.Array, lengths_B: jax.Array, *, cache_len: int
 ) -> tuple[jax.Array, Cache]:
     """Reads sources and the start of a target: the logits of its first token, and the cache.
 

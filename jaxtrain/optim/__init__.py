@@ -6,11 +6,7 @@ from jaxtrain.optim.averages import averaged, ema
 from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
 from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_axes
-from jaxtrain.optim.rate import (
-    LearningRateState,
-    current_learning_rate,
-    scale_by_learning_rate,
-)
+from jaxtrain.optim.rate import LearningRateState, current_learning_rate, scale_by_learning_rate
 from jaxtrain.optim.reports import reports
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.optim.spikes import skip_spikes, spikes_skipped

@@ -94,11 +94,7 @@ def scale_by_lamb_trust_ratio(trust: Any, *, stacked: Stacked = ()) -> optax.Gra
 
 
 def scale_by_lars_trust_ratio(
-    trust: Any,
-    strengths: Any,
-    *,
-    trust_coefficient: float | jax.Array,
-    stacked: Stacked = (),
+    trust: Any, strengths: Any, *, trust_coefficient: float | jax.Array, stacked: Stacked = ()
 ) -> optax.GradientTransformation:
     """Adds decayed weights and scales each layer by the local learning rate of LARS.
 

@@ -321,11 +321,7 @@ def wires(
 
 
 def split_memory(
-    train: CompiledStep,
-    state: PyTree,
-    batch: PyTree,
-    chip: Chip,
-    kept_bytes: int,
+    train: CompiledStep, state: PyTree, batch: PyTree, chip: Chip, kept_bytes: int
 ) -> Memory:
     """Divides a compiled step's peak into what it is made of; see :class:`Memory`.
 
@@ -440,10 +436,7 @@ def _shortage(message: str, chip: Chip) -> int:
     size = r"\(?([\d.]+)([BKMGT])\)?"
     if found := re.search(rf"[Ee]xceeded hbm capacity by {size}", message):
         return int(float(found[1]) * _UNITS[found[2]])
-    for pattern in (
-        rf"{size} exceeds available HBM {size}",
-        rf"[Uu]sed {size} of {size} hbm",
-    ):
+    for pattern in (rf"{size} exceeds available HBM {size}", rf"[Uu]sed {size} of {size} hbm"):
         if found := re.search(pattern, message):
             return int(float(found[1]) * _UNITS[found[2]] - float(found[3]) * _UNITS[found[4]])
     return 0

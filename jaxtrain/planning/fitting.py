@@ -212,10 +212,7 @@ def _but_for_schedule(candidate: Candidate) -> tuple:
 
 
 def walk_mesh(
-    estimator: "Estimator",
-    candidates: Sequence[Candidate],
-    target: Target,
-    rejections: Rejections,
+    estimator: "Estimator", candidates: Sequence[Candidate], target: Target, rejections: Rejections
 ) -> list[Row]:
     """Estimates the layouts of one mesh, and of a pipeline one schedule, as far as is needed.
 

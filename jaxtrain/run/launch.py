@@ -82,10 +82,7 @@ class LaunchOptions:
 
 
 def run_launch(
-    options: LaunchOptions,
-    command: list[str],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
+    options: LaunchOptions, command: list[str], *, sleep: Callable[[float], None] = time.sleep
 ) -> int:
     """Runs the command until it is over.
 

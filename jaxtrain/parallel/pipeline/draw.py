@@ -211,11 +211,7 @@ def legend(virtual: int) -> Text:
 
 
 def save_png(
-    tables: Sequence[Table],
-    path: str | Path,
-    *,
-    forward: float = 1.0,
-    backward: float = 2.0,
+    tables: Sequence[Table], path: str | Path, *, forward: float = 1.0, backward: float = 2.0
 ) -> None:
     """Draws tables one under another on one axis of time and saves the picture.
 

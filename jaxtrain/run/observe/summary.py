@@ -58,10 +58,7 @@ def header_facts(
 
 
 def memory_facts(
-    experiment: Experiment,
-    mesh: Mesh,
-    state: TrainState,
-    programs: Mapping[int, CompiledStep],
+    experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, Any]:
     """What a compiled step's memory is made of, for the report.
 

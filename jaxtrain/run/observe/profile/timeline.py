@@ -52,10 +52,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
 
 
 def divide(
-    lines: Iterable[Iterable[Event]],
-    begin: float,
-    end: float,
-    rank: Callable[[Hashable], int],
+    lines: Iterable[Iterable[Event]], begin: float, end: float, rank: Callable[[Hashable], int]
 ) -> tuple[dict[Hashable, float], list[Event]]:
     """Divides the time from ``begin`` to ``end`` among what happens, so that the parts add up.
 

@@ -119,10 +119,7 @@ def _loss(record: Record) -> list[Finding]:
 
 def _left_out(record: Record) -> list[Finding]:
     found = []
-    for name, what in (
-        ("train/skipped", "was not finite"),
-        ("train/spike", "was a spike"),
-    ):
+    for name, what in (("train/skipped", "was not finite"), ("train/spike", "was a spike")):
         steps = _positive(record, name)
         if not steps:
             continue

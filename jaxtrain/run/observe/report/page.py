@@ -295,13 +295,7 @@ def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
         rows = [[name, *(_word(each.get(name, "-")) for each in flat)] for name in names]
         differs = [len(set(row[1:])) > 1 for row in rows]
         order = sorted(range(len(rows)), key=lambda i: not differs[i])
-        sections.append(
-            {
-                "title": title,
-                "rows": [rows[i] for i in order],
-                "differ": sum(differs),
-            }
-        )
+        sections.append({"title": title, "rows": [rows[i] for i in order], "differ": sum(differs)})
     return [section for section in sections if section["rows"]]
 
 
