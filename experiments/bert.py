@@ -107,7 +107,10 @@ def build(config: Config) -> jt.Experiment:
         names = {str(row["label"]) for side in sides for row in side}
         config = dataclasses.replace(config, classes=len(names))
     elif config.class_weights:
-        raise ValueError("--class-weights is for labelled rows: give --data such, or leave it out")
+        raise ValueError(
+            "--class-weights is for labelled rows: give --task classify and --data with rows of "
+            "text and label, or leave it out"
+        )
     language.check_least(config, classes=2, held_out_rows=1, examples=0)
     fields = (config.field, "text_pair")
     split = data.texts_of_rows(sides, fields) if sides else split_of(config)
@@ -281,7 +284,9 @@ def labelled_text(
     tokenizer: data.SubwordTokenizer,
 ) -> Text:
     """Rows that say their class themselves; of what is too long for one, the end is cut off."""
-    classes = tuple(sorted({str(row["label"]) for side in sides for row in side}))
+    names = {str(row["label"]) for side in sides for row in side}
+    # Labels 0 to 10 keep their numbers.
+    classes = tuple(sorted(names, key=int if all(map(str.isdecimal, names)) else str))
     train, held_out = (LabelledRows(config, model, tokenizer, rows, classes) for rows in sides)
     if config.class_weights:
         counts_K = np.bincount(train.labels, minlength=len(classes))

@@ -296,10 +296,10 @@ def read_rows(
         for number, row in enumerate(_rows_of(file), 1):
             if lacking := [name for name in fields if row.get(name) in (None, "")]:
                 has = ", ".join(repr(name) for name in row) or "no fields at all"
-                raise ValueError(
-                    f"'{file}' row {number} has no '{lacking[0]}'; it has {has}: rename the field, "
-                    "or drop such rows"
-                )
+                wrong = f"has no '{lacking[0]}'; it has {has}: rename the field"
+                if lacking[0] in row:
+                    wrong = f"has an empty '{lacking[0]}': fill it in"
+                raise ValueError(f"'{file}' row {number} {wrong}, or drop such rows")
             draw = hash_fraction(f"{file.name}:{number}") < held_out
             sides[file in kept if kept else draw].append(row)
     if not all(sides):
@@ -336,7 +336,17 @@ def _rows_of(path: epath.Path) -> Iterator[dict[str, Any]]:
     else:
         text = _decode(path.read_bytes(), path, first_byte=0).removeprefix("\ufeff")
         delimiter = "\t" if name.endswith(".tsv") else ","
-        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        try:
+            for row in rows:
+                if None in row:  # fields beyond the names of the first line
+                    raise csv.Error(f"it has more fields than the {len(row) - 1} of the first line")
+                yield row
+        except csv.Error as error:
+            raise ValueError(
+                f"'{path}' cannot be read near line {rows.line_num}: {error}; put fields that hold "
+                "a separator or a quote between quotes, and double those, or write JSON lines"
+            ) from None
 
 
 def open_text(

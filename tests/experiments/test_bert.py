@@ -184,12 +184,14 @@ def trained_tokenizer(experiment, path):
 
 
 def test_classes_may_weigh_the_same_in_training_alone(tmp_path):
-    rows = [{"text": "apple pear", "label": int(n % 5 == 0)} for n in range(100)]
+    # Labels are numbers, of which the second comes first by its letters.
+    rows = [{"text": "apple pear", "label": 10 if n % 5 == 0 else 9} for n in range(100)]
     path = labelled(tmp_path / "rows", "csv", rows)
     flags = [*SIZES, *SMALL, "--task", "classify", "--data", path]
     experiment = build(parse(Config, [*flags, "--class-weights", "--global-batch", "100"]))
     with experiment.train_batches(0, None) as batches:
         batch = next(batches)
+    assert experiment.config["special_tokens"]["id2label"] == {"0": "9", "1": "10"}
     sums = [batch["mask"][batch["label"] == label].mean() for label in (0, 1)]
     shares = [np.mean(batch["label"] == label) for label in (0, 1)]
     # A batch of all of an epoch and a part of the next.
@@ -203,11 +205,19 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
     unnamed = labelled(tmp_path / "a", "csv", [{"sentence": "x", "label": 1}])
     few = labelled(tmp_path / "b", "jsonl", [{"text": "x", "label": 1}])
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    wrong = {"d.csv": "x,", "e.csv": "a, b,1", "f.tsv": '"a" b\t1', "g.tsv": 'x\t0\n"a\t1'}
+    for name, lines in wrong.items():
+        head = "text,label" if name.endswith("csv") else "text\tlabel"
+        (tmp_path / name).write_text(f"{head}\n{lines}\n")
     for given, message in (
         ([unnamed], r"a.csv' row 1 has no 'text'; it has 'sentence', 'label': rename the field"),
         ([few], "b.jsonl' has . rows to train on and . held out: give more rows, or a folder"),
         ([str(tmp_path / "c.parquet")], "c.parquet' is cut short or damaged"),
         ([folder, "--class-weights"], "--class-weights is for labelled rows"),
+        ([str(tmp_path / "d.csv")], "d.csv' row 1 has an empty 'label': fill it in, or drop"),
+        ([str(tmp_path / "e.csv")], "e.csv' cannot be read near line 2: it has more fields than"),
+        ([str(tmp_path / "f.tsv")], "f.tsv' cannot be read near line 1: .* double those, or write"),
+        ([str(tmp_path / "g.tsv")], "g.tsv' cannot be read near line 2: unexpected end of data"),
     ):
         with pytest.raises(ValueError, match=message):
             build(parse(Config, [*flags, *given]))
