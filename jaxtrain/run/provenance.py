@@ -169,7 +169,9 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0
         for name in before | after if before else ():
             old, new = (json.dumps(side.get(name, _ABSENT)) for side in (before, after))
             flagged = name == "microbatches" and any(c.name in MICROBATCHES for c in changes)
-            if old == new or flagged:
+            # A flag that one version lacks and that is left out in the other decides nothing.
+            lacking = part == "flags" and (name not in before or name not in after)
+            if old == new or flagged or (lacking and (before | after)[name] in (None, [], ())):
                 continue
             meaning = _meaning(name, meanings)
             if meaning == LATER:

@@ -124,11 +124,16 @@ def test_an_experiment_without_a_table_of_its_own_may_change_nothing_but_how_it_
 
 def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out():
     old = record()
-    old["flags"]["gone"] = 3
-    del old["flags"]["z_loss"]
+    old["flags"] |= {"gone": 3, "gone_and_left_out": None}
+    for name in ("z_loss", "seed"):
+        del old["flags"][name]
+    del old["flags"]["run"]["alerts"]
     del old["provenance"]["text"]
+    seed = record()["flags"]["seed"]
     found = {c.name: (c.then, c.now) for c in compare(old, record(), MAY_CHANGE)}
-    assert found == {"gone": (3, "(none)"), "z-loss": ("(none)", None)}
+    assert found == {"gone": (3, "(none)"), "seed": ("(none)", seed)}
+    given = {c.name: c.now for c in compare(old, record(changed(z_loss=0.5)), MAY_CHANGE)}
+    assert given == {"gone": "(none)", "seed": seed, "z-loss": 0.5}
     assert compare({}, record(), {}) == []
 
 
