@@ -12,7 +12,7 @@ from experiments import language
 from jaxtrain import hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
-from jaxtrain.host import quiet
+from jaxtrain.host import output, quiet
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.parallel.mesh import make_mesh
@@ -55,6 +55,7 @@ class Config:
     """Write on this many simulated CPU devices; 0 on the real ones."""
 
 
+@output.ending_unread()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
     config = parse(Config, arguments)
