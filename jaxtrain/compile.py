@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.mesh import platform as device_platform
@@ -187,6 +188,10 @@ def compile_step(
     came in; ``anything`` is copied to all devices. The leading axis of batch leaves is split over
     ``data`` and ``fsdp``, where ``Rules(batch=)`` says no other.
 
+    On a CPU the first call also has this process keep the memory that steps free, which the kernel
+    would otherwise hand out page by page again in each step; options of malloc in the environment
+    take precedence (:func:`jaxtrain.host.memory.keep_freed_memory`).
+
     Args:
       step: a pure function, such as :func:`jaxtrain.build_train_step` returns.
       state: the state, or its shapes with shardings (:func:`jaxtrain.abstract_state`).
@@ -214,6 +219,8 @@ def compile_step(
       PrecisionWarning: most products of a step in bfloat16 or float16 are in float32.
     """
     mesh = mesh and automatic(mesh)
+    if mesh is None or mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
     if mesh is None:

@@ -97,7 +97,6 @@ def compare(
     Raises:
       ValueError: where one cannot be compiled or does not fit into memory, with its name.
     """
-    memory.keep_freed_memory()
     runs = []
     for name, experiment in variants.items():  # What does not fit is refused before it takes long.
         with naming(name):

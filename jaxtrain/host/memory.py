@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import pathlib
+import re
 import resource
 import sys
 
@@ -11,6 +13,9 @@ import jax
 
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+
+# How the environment sets such options (glibc's manual); it takes precedence.
+OWN_SETTINGS = r"MALLOC_(TRIM_THRESHOLD|TOP_PAD|MMAP_\w+)_=|glibc\.malloc\.(trim|top_pad|mmap)"
 
 # Address space asked for at a time; a page of it costs nothing until it is written.
 TOP_PAD = 256 * 2**20
@@ -83,14 +88,16 @@ def human_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+@functools.cache
 def keep_freed_memory() -> bool:
-    """Has glibc's malloc keep what is freed, where JAX computes on the CPU.
+    """Has glibc's malloc keep what is freed, where JAX computes on the CPU, once per process.
 
     XLA takes a step's temporaries from malloc and frees them after the step. glibc gives large
     blocks back to the kernel, which hands them out page by page again, zeroed, in the next step.
 
-    Starts JAX's backend where it is not running yet. Does nothing on an accelerator, and nothing
-    under another C library (musl, macOS).
+    Starts JAX's backend where it is not running yet. Does nothing on an accelerator, nothing under
+    another C library (musl, macOS), and nothing where the environment sets one of these options
+    itself: ``MALLOC_TRIM_THRESHOLD_=131072`` has freed memory given back to the kernel.
 
     Blocks above 64 MiB are given back all the same, for glibc does not grow the heaps of threads
     further. With ``MALLOC_ARENA_MAX=1`` in the environment all threads share the one heap that has
@@ -100,7 +107,8 @@ def keep_freed_memory() -> bool:
     Returns:
       Whether anything was set.
     """
-    if jax.default_backend() != "cpu" or not _is_glibc():
+    environment = "\n".join(f"{name}={value}" for name, value in os.environ.items())
+    if jax.default_backend() != "cpu" or not _is_glibc() or re.search(OWN_SETTINGS, environment):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # -1: no heap is ever trimmed. mmap off: large blocks come from the heap.

@@ -29,7 +29,7 @@ from jaxtrain.experiment import (
     rows_of,
 )
 from jaxtrain.gradients import trainable
-from jaxtrain.host import distributed, memory, quiet
+from jaxtrain.host import distributed, quiet
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.landscape.lines import (
@@ -108,7 +108,6 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
     distributed.initialize()
     experiment = load_run(options.run, options.module, flags=rest)
     quiet.start()
-    memory.keep_freed_memory()
     view = View(experiment, options.batches)
     if options.sharpness:
         kind, record = "sharpness", find_sharpness(view, options)

@@ -24,7 +24,6 @@ from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
-from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import as_path
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
@@ -286,7 +285,6 @@ def main(
         if getattr(config, "devices", ()) and jax.default_backend() != "gpu":
             raise ValueError("`devices` chooses among GPUs, and JAX has found none: leave it out")
         quiet.start()
-        keep_freed_memory()
         experiment = build(config)
         if not experiment.may_change:
             experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)

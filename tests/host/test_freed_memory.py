@@ -4,8 +4,12 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import jaxtrain as jt
 from jaxtrain.host import memory
 
 FAULTS = """
@@ -16,10 +20,10 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.host.memory import keep_freed_memory
+import jaxtrain as jt
 
-if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+if sys.argv[1] == "compiled":  # a step of a user's own, and nothing else
+    jt.compile_step(lambda state, batch: (state, {}), jnp.ones(()), jnp.ones(1))
 
 @jax.jit
 def step(x, y):
@@ -44,16 +48,41 @@ def test_steps_stop_faulting_pages_in():
 
     temporaries = 5120 * 2048 * 4 / 4096  # pages of one matrix, which glibc gives back as it is
     assert faults("as it is") >= temporaries
-    assert faults("kept") < 0.2 * temporaries
+    assert faults("compiled") < 0.2 * temporaries
 
 
-def test_nothing_is_set_on_an_accelerator_or_under_another_c_library(monkeypatch):
+def test_nothing_is_set_elsewhere_or_where_the_environment_sets_it(monkeypatch):
+    keep_freed_memory = memory.keep_freed_memory.__wrapped__  # as in a process that has not called
+
     def refuse(name):
         raise AssertionError("malloc was touched")
 
     monkeypatch.setattr(memory.ctypes, "CDLL", refuse)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
-        assert not memory.keep_freed_memory()
-    monkeypatch.setattr(memory, "_is_glibc", lambda: False)
-    assert not memory.keep_freed_memory()
+        assert not keep_freed_memory()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_is_glibc", lambda: False)
+        assert not keep_freed_memory()
+    monkeypatch.setattr(memory, "_is_glibc", lambda: True)
+    for name, value in (
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_MAX_", "65536"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1048576"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not keep_freed_memory()
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # how many heaps there are is another matter
+    with pytest.raises(AssertionError, match="malloc was touched"):
+        keep_freed_memory()
+
+
+@pytest.mark.parametrize("mesh", [None, "data=2"])
+def test_a_compiled_step_keeps_what_is_freed(mesh, monkeypatch):
+    called = []
+    monkeypatch.setattr("jaxtrain.compile.keep_freed_memory", lambda: called.append(mesh))
+    mesh = mesh and jt.make_mesh(data=2, devices=jax.devices()[:2])
+    state = jax.device_put(0.0, mesh and NamedSharding(mesh, P()))
+    jt.compile_step(lambda state, batch: (state, {}), state, np.ones(2), mesh=mesh)
+    assert len(called) == 1
