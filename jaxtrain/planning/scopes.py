@@ -9,7 +9,9 @@ FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
 STRUCTURE = re.compile(
     r"while|scan|body|cond|branch_\d+_fun|branch_shares_.*|(core|closed|xla)_call|eval_jaxpr"
     r"|pjit|shard_map|checkpoint|remat\d?|rematted_computation"
-    r"|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
+    r"|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*"
+    # XLA gives some operations the Python function that made them: _Device.microbatch.
+    r"|.*<locals>.*|_\w*\.\w+|"
 )
 
 
@@ -23,6 +25,13 @@ def scopes_of(path: str) -> tuple[str, tuple[str, ...]]:
     ('backward', ('block', 'mlp'))
     >>> scopes_of("jit(step)/jvp(head)/reduce_sum"), scopes_of("jit(step)/optimizer/mul")
     (('forward', ('head',)), ('', ('optimizer',)))
+
+    A rematerialised layer's backward pass is in its scope twice:
+
+    >>> scopes_of("jit(step)/transpose(jvp())/blocks/attn/blocks/attn/checkpoint/dot_general")
+    ('backward', ('blocks', 'attn'))
+    >>> scopes_of("build_update.<locals>.step/_Device.microbatch/dynamic_slice")
+    ('', ())
     """
     path = path.partition(";")[0]
     direction = FORWARD if "jvp(" in path else ""
@@ -38,6 +47,9 @@ def scopes_of(path: str) -> tuple[str, tuple[str, ...]]:
         for name in _split(part):
             if not STRUCTURE.fullmatch(name) and scopes[-1:] != [name]:
                 scopes.append(name)
+    for n in range(len(scopes) // 2, 0, -1):
+        if scopes[:n] == scopes[n : 2 * n]:
+            scopes = scopes[n:]
     return direction, tuple(scopes)
 
 
