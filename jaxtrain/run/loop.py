@@ -276,12 +276,11 @@ def _fit(
         checkpoints = _open_checkpoints(experiment, options, run_dir)
         # Once, for the check of what has changed and for the restoration.
         saved = resume and has_checkpoint(run_dir / "checkpoints")
-        changes = (
-            _changes(experiment, abstract, checkpoints, run_dir, options, saved) if resume else []
-        )
-        # Before it is read: an earlier attempt that still runs must not save in between.
-        owner = claim() if resume else None
-        if owner is not None:
+        changes, owner = [], None
+        if resume:
+            changes = _changes(experiment, abstract, checkpoints, run_dir, options, saved)
+            # Before it is read: an earlier attempt that still runs must not save in between.
+            owner = claim()
             journal.open(owner)
         if resume and not saved:
             _check_unsaved(run_dir, journal)

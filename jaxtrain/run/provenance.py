@@ -108,17 +108,14 @@ def commit(path: str) -> str | None:
     there are changed; None where there is none, or no git."""
     folder, name = os.path.split(os.path.realpath(path))
     git = ("git", "--no-optional-locks", "-C", folder)
-    found = ""
-    for command in (
-        ("ls-files", "--error-unmatch", name),  # What a clone only surrounds has no commit.
-        ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
-    ):
-        try:
-            quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
-            found = subprocess.check_output([*git, *command], **quiet)
-        except (OSError, subprocess.SubprocessError):
-            return None
-    return found.strip()
+    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    try:
+        # What a clone only surrounds has no commit.
+        subprocess.check_output([*git, "ls-files", "--error-unmatch", name], **quiet)
+        return subprocess.check_output([*git, *describe], **quiet).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:
