@@ -310,6 +310,7 @@ class LabelledRows:
     ):
         self.length = row_length(config, model)
         self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
+        self.unread = [name for name in rows[0] if name not in (config.field, "text_pair", "label")]
         self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
         self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
         parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
@@ -482,11 +483,14 @@ def facts(config: Config, text: Text) -> dict[str, str]:
     task = f"{config.mask_rate:.0%} of the tokens are to be filled in"
     if text.classes:
         task = f"which of {len(text.classes)}: {', '.join(text.classes)}"
-    return {
+    told = {
         "task": task,
         "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} texts to train "
         f"on, {rows[1]:,} rows of {files[1]:,} others held out",
     }
+    if isinstance(text.train, LabelledRows) and text.train.unread:
+        told["not read"] = f"the fields {', '.join(text.train.unread)}"
+    return told
 
 
 def _import_sklearn() -> Any:

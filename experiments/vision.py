@@ -121,6 +121,11 @@ def build(config: Config) -> jt.Experiment:
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise ValueError(f"--{name} is {value}: give 0 or more")
     sizes, images = sizes_of(config), normalized(config, load(config))
+    height, width = images.shape[:2]
+    if config.crop >= min(height, width):
+        raise ValueError(
+            f"--crop is {config.crop}: images have {height} x {width} pixels; give less"
+        )
     make = {"convnet": of_convnet, "vit": of_vit}[config.model]
     rows = images.train
     if config.crop or config.flip or config.mixup:

@@ -185,13 +185,14 @@ def trained_tokenizer(experiment, path):
 
 def test_classes_may_weigh_the_same_in_training_alone(tmp_path):
     # Labels are numbers, of which the second comes first by its letters.
-    rows = [{"text": "apple pear", "label": 10 if n % 5 == 0 else 9} for n in range(100)]
+    rows = [{"text": "apple pear", "label": 10 if n % 5 == 0 else 9, "n": n} for n in range(100)]
     path = labelled(tmp_path / "rows", "csv", rows)
     flags = [*SIZES, *SMALL, "--task", "classify", "--data", path]
     experiment = build(parse(Config, [*flags, "--class-weights", "--global-batch", "100"]))
     with experiment.train_batches(0, None) as batches:
         batch = next(batches)
     assert experiment.config["special_tokens"]["id2label"] == {"0": "9", "1": "10"}
+    assert experiment.facts["not read"] == "the fields n"
     sums = [batch["mask"][batch["label"] == label].mean() for label in (0, 1)]
     shares = [np.mean(batch["label"] == label) for label in (0, 1)]
     # A batch of all of an epoch and a part of the next.

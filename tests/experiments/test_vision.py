@@ -77,6 +77,8 @@ def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(Config, build, ["--image-size", "4"])
     assert "--image-size is of files of images" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--crop is 8: images have 8 x 8 pixels; give less"):
+        build(parse(Config, ["--crop", "8"]))
 
 
 @pytest.mark.slow
