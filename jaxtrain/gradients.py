@@ -289,9 +289,8 @@ def accumulated(
             ), None
 
         first = jax.tree.map(lambda x: x[0], slices)
-        given = params, model_state, first, rng, loss_scale
-        traced, shapes = jax.make_jaxpr(one, return_shape=True)(*given)
-        key = microbatch_keys(rng, microbatches, lambda: traced.jaxpr)
+        with_key = lambda rng: one(params, model_state, first, rng, loss_scale)  # noqa: E731
+        key, shapes = microbatch_keys(with_key, rng, microbatches)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         start = dataclasses.replace(zeros, grads=constrain(zeros.grads), model_state=model_state)
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxtrain import gradients
+from jaxtrain import WeightedLoss, gradients
+from jaxtrain.ops.numerics import drop
 from jaxtrain.optim import make_optimizer
 from jaxtrain.precision import Policy
 from jaxtrain.state import init_state
@@ -138,6 +139,30 @@ def test_each_microbatch_has_randomness_of_its_own():
     sums = engine({"w": jnp.float32(1.0)}, None, jnp.zeros(8), KEY, None)
     draws = [jax.random.normal(jax.random.fold_in(KEY, j), ()) for j in range(4)]
     assert float(sums.grads["w"]) == pytest.approx(float(sum(draws)), rel=1e-6)
+
+
+def of_data(x, rng):
+    return x * jax.random.key_data(rng)[-1].astype(jnp.float32) * 2.0**-32
+
+
+USES = {
+    "data": of_data,
+    "data-drop": lambda x, rng: of_data(drop(x, 0.5, rng), rng),
+    "wrap": lambda x, rng: drop(x, 0.5, jax.random.wrap_key_data(jax.random.key_data(rng))),
+    "other": lambda x, rng: drop(x, 0.5, jnp.stack([rng, jax.random.key(3)])[0]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_loss_that_reads_or_mixes_its_key_has_an_ordinary_one_in_each_microbatch(use):
+    def loss_fn(params, batch, rng):
+        return WeightedLoss(USES[use](batch * params["w"], rng).sum(), jnp.float32(len(batch)))
+
+    params, batch = {"w": jnp.float32(1.0)}, jnp.arange(1.0, 17.0).reshape(8, 2)
+    engine = gradients.accumulated(normalize_loss(loss_fn, False), 4)
+    sums = jax.jit(engine)(params, None, batch, KEY, None)
+    parts = [USES[use](batch[j::4], jax.random.fold_in(KEY, j)).sum() for j in range(4)]
+    assert float(sums.grads["w"]) == pytest.approx(float(sum(parts)), rel=1e-5)
 
 
 def test_scalars_of_a_batch_go_to_every_microbatch():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel.placement import row_numbers
 from jaxtrain.parallel.row_keys import key_and_rows
 
 # Finite, so that its exponential is 0 and no difference of two masked scores is a NaN.
@@ -44,7 +45,7 @@ def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     if rng is None or rate == 0.0:
         return x
 
-    keep = drawn_by_row(*key_and_rows(rng, x.shape[0]), 1.0 - rate, x.shape[1:])
+    keep = drawn_by_row(rng, row_numbers(x.shape[0]), 1.0 - rate, x.shape[1:])
     return jnp.where(keep, x / (1.0 - rate), 0)
 
 
@@ -53,7 +54,9 @@ def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
 def drawn_by_row(rng: jax.Array, rows_B: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
     """Bernoulli draws [B, *shape], those of a row with a key of its own."""
 
+    key, rows_B = key_and_rows(rng, rows_B)
+
     def draw(row: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(rng, row), p, shape)
+        return jax.random.bernoulli(jax.random.fold_in(key, row), p, shape)
 
     return jax.vmap(draw)(rows_B)

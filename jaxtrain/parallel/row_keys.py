@@ -3,9 +3,11 @@
 A key of a microbatch carries two numbers more, which microbatch of how many it is of, through
 whatever a model does to it (``fold_in``, ``split``). :func:`jaxtrain.ops.numerics.drop` reads them,
 and so drops the same in any number of microbatches, in a pipeline and on any mesh. A loss that
-draws in any other way is given ordinary keys, one for each microbatch.
+draws in any other way, reads the data of its key or mixes it with other keys is given ordinary
+keys, one for each microbatch.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
-from jaxtrain.parallel.placement import row_numbers
 from jaxtrain.precision import equations
 
 DRAWN_BY_ROW = "drawn_by_row"  # the function of jaxtrain.ops.numerics, in a trace
-_DRAWS = ("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform")
+_DRAWS = ("random_bits", "random_gamma", "random_unwrap", "rng_bit_generator", "rng_uniform")
 _PLAIN, _TAG = "threefry2x32", "row"
 
 
@@ -43,39 +44,55 @@ _CARRYING = define_prng_impl(
 )
 
 
-def microbatch_keys(rng: jax.Array, microbatches: int, trace: Callable[[], Any]) -> Callable:
-    """Returns the function from the number of a microbatch to its key; a single one has the step's.
+def microbatch_keys(
+    function: Callable[[jax.Array], Any], rng: jax.Array, microbatches: int
+) -> tuple[Callable, Any]:
+    """Returns the function from the number of a microbatch to its key, and the shapes of a result.
 
-    ``trace`` gives the jaxpr of what is done with one, or with all, which is looked at for draws.
+    ``function`` is what is done with the key of one microbatch, or with that of all, which is
+    looked at for draws. A single microbatch has the step's key, ``rng``.
     """
-    if microbatches == 1:
-        return lambda j: rng
-    if not _is_plain(rng) or draws_otherwise(trace()):
-        return lambda j: jax.random.fold_in(rng, j)
 
-    def key(j: int | jax.Array) -> jax.Array:
+    def ordinary(j: int | jax.Array) -> jax.Array:
+        return rng if microbatches == 1 else jax.random.fold_in(rng, j)
+
+    def carrying(j: int | jax.Array) -> jax.Array:
         words = [jax.random.key_data(rng), jnp.stack([jnp.uint32(j), jnp.uint32(microbatches)])]
         return jax.random.wrap_key_data(jnp.concatenate(words), impl=_CARRYING)
 
-    return key
+    if microbatches > 1 and _is_plain(rng):
+        # What takes no key but an ordinary one raises here; an error of its own comes again below.
+        with contextlib.suppress(Exception):
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(carrying(0))
+            if not (draws_otherwise(traced.jaxpr) or any(map(_carries, traced.out_avals))):
+                return carrying, shapes
+    return ordinary, jax.eval_shape(function, ordinary(0))
 
 
-def key_and_rows(rng: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The key by which rows are drawn, and the numbers [count] of a microbatch's in the batch."""
-    rows = row_numbers(count)
-    if str(rng.dtype) != f"key<{_TAG}>":
-        return rng, rows
+def key_and_rows(rng: jax.Array, rows_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key by which rows [B] are drawn, and their numbers in the whole batch."""
+    if not _carries(rng):
+        return rng, rows_B
     words = jax.random.key_data(rng)
-    return _plain(words), words[2] + words[3] * rows.astype(jnp.uint32)
+    return _plain(words), words[2] + words[3] * rows_B.astype(jnp.uint32)
 
 
 def draws_otherwise(jaxpr: Any) -> bool:
-    """Whether a traced loss draws numbers, and not row by row from a key of the kind threefry."""
+    """Whether a traced loss draws numbers, and not row by row from a key of the kind threefry; to
+    read the data of a key is to draw."""
+    # Of keys that are raw data, every operation is between a wrap and an unwrap.
+    typed = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in jaxpr.invars)
+    draws = {name for name in _DRAWS if typed or name != "random_unwrap"}
+    takes = lambda key: _is_plain(key) or _carries(key)  # noqa: E731
     return any(
-        eqn.primitive.name in _DRAWS
-        or (eqn.params.get("name") == DRAWN_BY_ROW and not _is_plain(eqn.invars[0].aval))
+        eqn.primitive.name in draws
+        or (eqn.params.get("name") == DRAWN_BY_ROW and not takes(eqn.invars[0].aval))
         for eqn in equations(jaxpr, but=DRAWN_BY_ROW)
     )
+
+
+def _carries(key: Any) -> bool:
+    return str(key.dtype) == f"key<{_TAG}>"
 
 
 def _is_plain(key: Any) -> bool:

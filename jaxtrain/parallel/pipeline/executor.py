@@ -127,8 +127,7 @@ def pipeline(
             shardings=gradient_shardings,
             obstacle=why_not(whole),
         )
-        trace = functools.partial(jax.make_jaxpr(whole), params, batch, rng)
-        key = microbatch_keys(rng, microbatches, lambda: trace().jaxpr)
+        key, _ = microbatch_keys(functools.partial(whole, params, batch), rng, microbatches)
         keys_M = jax.vmap(key)(jnp.arange(microbatches))
         taken = dataclasses.replace(plan, shards=shards)
         entered, params, batch = _enter(taken, params, batch, gather, gradient_shardings)
