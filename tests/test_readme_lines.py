@@ -134,6 +134,14 @@ def make_conversations():
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
+def make_rows():
+    label = ["few", "many"]
+    csv = [f"stage {n} of {n},{label[n % 2]}" for n in range(90)]
+    pathlib.Path("rows.csv").write_text("\n".join(["text,label", *csv]))
+    rows = [{"source": f"count {n}", "target": label[n % 2]} for n in range(90)]
+    pathlib.Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 def make_module():
     pathlib.Path("sine.py").write_text(MODULE)
 
@@ -148,14 +156,21 @@ MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
     r"(chat|pairs|rows)\.jsonl|PAIRS": [make_conversations],
+    r"rows\.": [make_rows],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
     r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
-    r"tokenizer\.json --save|MODEL|PAIRS": [f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"],
+    r"rows\.csv.*MODEL": [
+        f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
+        "jaxtrain hf export --run runs/words --out MODEL",
+    ],
+    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS": [
+        f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"
+    ],
     r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
-    r"MODEL|PAIRS": ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"^(?!.*rows\.csv).*MODEL|PAIRS": ["jaxtrain hf export --run runs/base --out MODEL"],
     r"data PAIRS": [
         f"{TOKENIZE} pairs.jsonl --tokenizer MODEL/tokenizer.json --chat-template chatml "
         "--out PAIRS",
