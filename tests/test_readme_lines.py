@@ -129,8 +129,7 @@ def make_conversations():
     rows = [{"messages": [*said, said[0] | {"content": f"and {n}?"}, said[1]]} for n in range(90)]
     asked = [said[0] | {"content": f"{n}?"} for n in range(90)]
     pairs = [{"chosen": [one, said[1]], "rejected": [one, other]} for one in asked]
-    written = [{"source": f"count {n}", "target": f"number {n}"} for n in range(90)]
-    for name, lines in (("chat.jsonl", rows), ("pairs.jsonl", pairs), ("rows.jsonl", written)):
+    for name, lines in (("chat.jsonl", rows), ("pairs.jsonl", pairs)):
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
@@ -155,7 +154,7 @@ GPT_RUN += " --sample-tokens 0 --steps 40 --save-every 20 --run-dir"
 MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
-    r"(chat|pairs|rows)\.jsonl|PAIRS": [make_conversations],
+    r"chat\.jsonl|pairs\.jsonl|PAIRS": [make_conversations],
     r"rows\.": [make_rows],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
