@@ -291,7 +291,7 @@ def accumulated(
         first = jax.tree.map(lambda x: x[0], slices)
         with_key = lambda rng: one(params, model_state, first, rng, loss_scale)  # noqa: E731
         key, shapes = microbatch_keys(with_key, rng, microbatches)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes())
         start = dataclasses.replace(zeros, grads=constrain(zeros.grads), model_state=model_state)
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))
         return dataclasses.replace(sums, microbatches=microbatches)

@@ -51,8 +51,11 @@ def test_any_number_of_microbatches_gives_the_gradient_of_the_definition(
     loss, grads, weight = problems.reference(PARAMS, batch, problems.EXTRA)
     sums = ENGINES[microbatches](PARAMS, None, batch, KEY, None)
     assert float(sums.loss.weight) == weight
-    assert float(sums.loss.means()["loss"]) == pytest.approx(loss, rel=2e-6)
-    chex.assert_trees_all_close(mean_of(sums), grads, rtol=1e-5, atol=1e-6)
+    # Terms of both signs cancel, and their roundings do not.
+    cancelled = np.abs(batch["mask"]).sum() / abs(weight) - 1
+    found = float(sums.loss.means()["loss"])
+    assert found == pytest.approx(loss, rel=2e-6, abs=2e-6 * cancelled)
+    chex.assert_trees_all_close(mean_of(sums), grads, rtol=1e-5, atol=1e-6 * (1 + cancelled))
     assert sums.microbatches == microbatches
 
 

@@ -46,8 +46,8 @@ _CARRYING = define_prng_impl(
 
 def microbatch_keys(
     function: Callable[[jax.Array], Any], rng: jax.Array, microbatches: int
-) -> tuple[Callable, Any]:
-    """Returns the function from the number of a microbatch to its key, and the shapes of a result.
+) -> tuple[Callable, Callable]:
+    """Returns a function from the number of a microbatch to its key, and one to a result's shapes.
 
     ``function`` is what is done with the key of one microbatch, or with that of all, which is
     looked at for draws. A single microbatch has the step's key, ``rng``.
@@ -65,8 +65,8 @@ def microbatch_keys(
         with contextlib.suppress(Exception):
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(carrying(0))
             if not (draws_otherwise(traced.jaxpr) or any(map(_carries, traced.out_avals))):
-                return carrying, shapes
-    return ordinary, jax.eval_shape(function, ordinary(0))
+                return carrying, lambda: shapes
+    return ordinary, lambda: jax.eval_shape(function, ordinary(0))
 
 
 def key_and_rows(rng: jax.Array, rows_B: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -138,8 +138,8 @@ def test_flags_that_do_not_fit_are_refused(texts):
         build(Config(**small, target_len=24, beams=0))
     with pytest.raises(ValueError, match="beams=400 must be from 1 to half of the vocabulary"):
         build(Config(**small, target_len=24, beams=400))
-    with pytest.raises(ValueError, match=r"--mesh.tensor 2 does not divide 3 heads"):
-        outline(Config(mesh=Config().mesh.__class__(tensor=2)))
+    with pytest.raises(ValueError, match=r"--mesh.tensor 3 does not divide 4 heads"):
+        outline(Config(mesh=Config().mesh.__class__(tensor=3)))
     planned = outline(Config(model="flan-t5-small"))
     assert planned.batch["source"].shape == (32, 512)
     shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))
