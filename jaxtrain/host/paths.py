@@ -258,7 +258,7 @@ def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> 
       StorageError: it does not come to be seen.
     """
 
-    def look() -> None:
+    def check() -> None:
         if not exists(path) or (text is not None and path.read_text() != text):
             raise FileNotFoundError(
                 "it is not there, where the first process has found it: all processes must share "
@@ -266,7 +266,7 @@ def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> 
             )
 
     storage.retrying(
-        look,
+        check,
         f"{what}, looked for by process {jax.process_index()}",
         passing=lambda error: isinstance(error, FileNotFoundError) or storage.passes(error),
         seconds=SHARED_SECONDS,

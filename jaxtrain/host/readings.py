@@ -54,8 +54,7 @@ def nvidia(
         logger.warning("no readings of GPUs: %s", error)
         return None
     handles = [_nvml_handle(nvml, device) for device in devices]
-    powers: list[tuple[float, float]] = []
-    energy = 0.0
+    before, energy = None, 0.0
 
     def of_each(ask: Callable[[Any], float]) -> list[float]:
         found = []
@@ -65,7 +64,7 @@ def nvidia(
         return found
 
     def read() -> dict[str, float]:
-        nonlocal energy
+        nonlocal before, energy
         each = {
             "device/utilisation": (min, lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
             "device/temperature": (
@@ -77,12 +76,11 @@ def nvidia(
         found = {name: (join, of_each(ask)) for name, (join, ask) in each.items()}
         told = {name: join(values) for name, (join, values) in found.items() if values}
         if "device/power" in told:
-            powers.append((clock(), told["device/power"]))
-        if len(powers) > 1:
-            (before, less), (now, more) = powers
-            energy += (now - before) * (less + more) / 2 / 3.6e6
-            del powers[0]
-            told["device/energy"] = energy
+            now = clock(), told["device/power"]
+            if before is not None:
+                energy += (now[0] - before[0]) * (now[1] + before[1]) / 2 / 3.6e6
+                told["device/energy"] = energy
+            before = now
         return told
 
     return read
