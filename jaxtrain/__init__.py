@@ -38,7 +38,7 @@ _LAZY = {
     "Diverged": "run.survive.accidents",
     "Experiment": "experiment",
     "FitResult": "run.loop",
-    "Hook": "run.hooks",
+    "Hook": "run.hook",
     "Plan": "planning.report",
     "Preempted": "run.survive.preemption",
     "RunOptions": "run.options",

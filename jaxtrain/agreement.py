@@ -59,9 +59,8 @@ from jaxtrain.parallel.sharding import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves, owner_of
+from jaxtrain.tree import PyTree, named_leaves, owner_of
 
-PyTree = Any
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
 TOLERANCE = TOLERANCES["f32"]
 SLOW_PARTS = tuple(f"dcn_{axis}" for axis in SLOW_AXES)

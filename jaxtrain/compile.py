@@ -32,9 +32,7 @@ from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import OPTIMIZER, PrecisionWarning, equations, products_in
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
-from jaxtrain.tree import named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, named_leaves
 
 # Of the compiled programs that are kept under the cache; those used longest ago go first.
 PROGRAM_BYTES = 4 << 30

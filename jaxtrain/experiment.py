@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.gradients import GradientEngine, LossFn, WeightedLoss, plain
+from jaxtrain.host.chips import chip_of
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.optim import averaged
 from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
@@ -26,12 +27,10 @@ from jaxtrain.parallel.reduction import kept_by_gathering, why_not
 from jaxtrain.parallel.row_keys import draws_otherwise
 from jaxtrain.parallel.sharding import Rules, as_rules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.planning.chips import chip_of
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state, local_bytes
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 class BatchStream(Protocol):

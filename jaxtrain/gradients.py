@@ -28,9 +28,7 @@ import jax.numpy as jnp
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.placement import free_axes, manual_batch_axes
 from jaxtrain.parallel.row_keys import microbatch_keys
-from jaxtrain.tree import combine, named_leaves, partition
-
-PyTree = Any
+from jaxtrain.tree import PyTree, combine, named_leaves, partition, widen
 
 # What a train step reports itself; a loss may not call a metric so.
 RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
@@ -403,17 +401,6 @@ def _check_shared(batch: PyTree, microbatches: int) -> None:
             )
 
 
-def all_finite(tree: PyTree) -> jax.Array:
-    """Returns a bool scalar: no floating-point leaf holds an infinity or a NaN."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
-
-
-def select(condition: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
-    """Chooses between two like pytrees with a bool scalar, leaf by leaf (typed keys too)."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
-
-
 def as_weighted(loss: Any) -> WeightedLoss:
     """Brings what a loss function returned to a ``WeightedLoss`` of arrays; a scalar weighs 1.
 
@@ -444,8 +431,3 @@ def check_metrics(loss: WeightedLoss) -> None:
             f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
             f"a name other than {', '.join(RESERVED)}"
         )
-
-
-def widen(tree: PyTree) -> PyTree:
-    """Casts to the dtype in which parts are summed: float32, or the leaf's own where wider."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)

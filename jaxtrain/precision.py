@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import PyTree, map_named, named_leaves
 
-PyTree = Any
 REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"

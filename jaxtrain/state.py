@@ -24,9 +24,7 @@ from jaxtrain.parallel.sharding import (
 )
 from jaxtrain.parallel.stack import of_model
 from jaxtrain.precision import LossScale, Policy, as_policy
-from jaxtrain.tree import combine, map_named, named_leaves, partition
-
-PyTree = Any
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
 
 @jax.tree_util.register_dataclass

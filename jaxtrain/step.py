@@ -19,14 +19,11 @@ from jaxtrain.gradients import (
     GradientEngine,
     LossFn,
     WeightedLoss,
-    all_finite,
     as_weighted,
     check_metrics,
     scaled,
-    select,
     taken,
     trainable,
-    widen,
 )
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
@@ -36,9 +33,8 @@ from jaxtrain.parallel.reduction import reduced_once, why_not
 from jaxtrain.parallel.stack import of_model
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
 from jaxtrain.state import TrainState
-from jaxtrain.tree import named_leaves, partition
+from jaxtrain.tree import PyTree, all_finite, named_leaves, partition, select, widen
 
-PyTree = Any
 Metrics = dict[str, jax.Array]
 
 

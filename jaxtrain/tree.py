@@ -9,7 +9,9 @@ from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+PyTree = Any
 SEPARATOR = "/"
 # Begins the word under which an optimizer keeps the state of stacked layers, their counters too.
 LAYER_GROUP = "layersx"
@@ -85,3 +87,19 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
     )
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Returns a bool scalar: no floating-point leaf holds an infinity or a NaN."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
+def select(condition: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
+    """Chooses between two like pytrees with a bool scalar, leaf by leaf (typed keys too)."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Casts to the dtype in which parts are summed: float32, or the leaf's own where wider."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)

@@ -35,12 +35,11 @@ from jaxtrain.host.memory import human_bytes
 from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.parallel.offload import is_on_host
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.observe.throughput import mfu
 from jaxtrain.run.refusal import called_back
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

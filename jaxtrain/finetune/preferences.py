@@ -23,8 +23,8 @@ from jaxtrain.gradients import WeightedLoss
 from jaxtrain.ops.numerics import wide
 from jaxtrain.parallel.pipeline.stages import Stages
 from jaxtrain.parallel.sharding import OptionalRules, Rule
+from jaxtrain.tree import PyTree
 
-PyTree = Any
 Batch = Mapping[str, jax.Array]
 
 # Where the weights of the reference are: those of layers among the stacked ones, so that whatever

@@ -23,9 +23,8 @@ from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, listed
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import PyTree, map_named, named_leaves
 
-PyTree = Any
 SHARD_BYTES = 5 * 10**9
 PREPROCESSOR = "preprocessor_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep", "mask"))

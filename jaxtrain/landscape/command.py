@@ -49,8 +49,8 @@ from jaxtrain.run.observe import terminal
 from jaxtrain.run.replay import load_run
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_eval_step
+from jaxtrain.tree import PyTree
 
-PyTree = Any
 _BAR = 40
 _SHADES = " .:-=+*#%@"
 

@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.gradients import WeightedLoss, trainable, widen
+from jaxtrain.gradients import WeightedLoss, trainable
 from jaxtrain.optim.masks import Stacked, decay_mask, is_table, stacked_axes
 from jaxtrain.state import TrainState
-from jaxtrain.tree import map_named, named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, map_named, named_leaves, widen
 
 
 @jax.tree_util.register_dataclass

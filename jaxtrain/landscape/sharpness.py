@@ -14,9 +14,7 @@ import optax
 
 from jaxtrain.gradients import WeightedLoss
 from jaxtrain.state import TrainState
-from jaxtrain.tree import combine, named_leaves, partition
-
-PyTree = Any
+from jaxtrain.tree import PyTree, combine, named_leaves, partition
 
 
 @jax.tree_util.register_dataclass

@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import PyTree, named_leaves
 
 # What Linen modules call the argument that tells training from evaluation.
 _MODES = {"train", "training", "is_training", "deterministic", "use_running_average"}
 
-PyTree = Any
 InitFn = Callable[[jax.Array], Any]
 Apply = Callable[..., Any]
 

@@ -22,9 +22,8 @@ from jaxtrain.ops.numerics import wide
 from jaxtrain.parallel.placement import constrain
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import map_named, named_leaves, path_name
+from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
 
-PyTree = Any
 Axes = Sequence[str | None]
 Product = Callable[[jax.Array, Any], jax.Array]
 

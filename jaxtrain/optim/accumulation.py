@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.gradients import all_finite, select
 from jaxtrain.optim.numerics import cast_like, check_integer
 from jaxtrain.optim.reports import nodes
+from jaxtrain.tree import all_finite, select
 
 
 class AccumulationState(optax.MultiStepsState):

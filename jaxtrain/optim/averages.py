@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.gradients import widen
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.reports import nodes
 from jaxtrain.parallel.offload import on_devices
 from jaxtrain.state import TrainState
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import map_named, named_leaves, widen
 
 
 class AverageState(NamedTuple):

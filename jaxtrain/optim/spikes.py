@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.gradients import select
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.optim.numerics import check_integer, check_number
 from jaxtrain.optim.reports import reports
+from jaxtrain.tree import select
 
 # As in OLMo-core's SkipStepOptimizer: mean and deviation over 128 steps, judged from half of that.
 WINDOW = 128

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-PyTree = Any
+from jaxtrain.tree import PyTree
+
 HOST = "pinned_host"
 
 

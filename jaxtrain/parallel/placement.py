@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.mesh import BATCH_AXES, describe_mesh, slow_parts
 from jaxtrain.parallel.sharding import Rule, Rules, as_rules
 from jaxtrain.parallel.specs import entries_of, names_of, tidy, within
-from jaxtrain.tree import map_named, named_leaves
+from jaxtrain.tree import PyTree, map_named, named_leaves
 
-PyTree = Any
 Gather = Literal["step", "model"]
 
 

@@ -42,9 +42,7 @@ from jaxtrain.parallel.placement import (
 )
 from jaxtrain.parallel.row_keys import draws_otherwise
 from jaxtrain.parallel.specs import axes_of, names_of, within
-from jaxtrain.tree import map_named, named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, map_named, named_leaves
 
 PROMISE = "gradients are reduced"  # what the report of a compiled step calls it
 ONCE = ", and weights are gathered once"

@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.mesh import BATCH_AXES, automatic
 from jaxtrain.parallel.specs import names_of, spread, tidy
 from jaxtrain.parallel.stack import Stack
-from jaxtrain.tree import map_named, named_leaves, owner_of
+from jaxtrain.tree import PyTree, map_named, named_leaves, owner_of
 
-PyTree = Any
 Rule = tuple[str, Sequence[str | None]]
 
 # What each logical axis is carried by. Names of mesh axes stand for themselves.

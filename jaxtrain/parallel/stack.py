@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.tree import LAYER_GROUP, Rows, map_named, named_leaves, owner_of
-
-PyTree = Any
+from jaxtrain.tree import LAYER_GROUP, PyTree, Rows, map_named, named_leaves, owner_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.host.chips import Chip
 from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.parallel.mesh import make_mesh, slow_parts
 from jaxtrain.parallel.reduction import ONCE
 from jaxtrain.planning.by_layer import layers_per_device, parts_of
-from jaxtrain.planning.chips import Chip
 from jaxtrain.planning.estimate import (
     TRACE_WARNINGS,
     Estimate,
@@ -42,8 +42,7 @@ from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.step import scan_steps
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 # Without a device XLA takes 95 % of 80 % of its memory for the limit up to which it may schedule
 # collectives ahead. Of a device whose memory JAX has 95 % of, it takes 95 % of that.

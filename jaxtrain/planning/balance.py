@@ -16,8 +16,7 @@ import numpy as np
 from jaxtrain.parallel.pipeline import Stages
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.planning.flops import count_flops
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

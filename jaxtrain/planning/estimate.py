@@ -41,9 +41,7 @@ from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.precision import PrecisionWarning
 from jaxtrain.state import TrainState, local_bytes, shapes_on
-from jaxtrain.tree import named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, named_leaves
 
 # Warnings of a trace, which a plan prints as notes.
 TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning, PrecisionWarning)

@@ -3,7 +3,7 @@
 One rule for a compiled plan and for a row of a search:
 
 - products run at the published peak of their dtype times the chip's stated efficiency for their
-  kind (:attr:`jaxtrain.planning.chips.Chip.efficiency`), beside the memory traffic of their own
+  kind (:attr:`jaxtrain.host.chips.Chip.efficiency`), beside the memory traffic of their own
   operands and results: the longer of the two counts;
 - all other memory traffic (element-wise work between products, the optimizer's update) is added;
 - of collectives, what a scheduled program leaves exposed (:mod:`.exposure`) comes on top. Where
@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtrain.planning.chips import Chip
+from jaxtrain.host.chips import Chip
 
 OVERLAPPED = frozenset(["data", "fsdp"])
 

@@ -17,8 +17,8 @@ import re
 import jax
 from jax.experimental import topologies
 
+from jaxtrain.host.chips import CHIPS, Chip
 from jaxtrain.host.quiet import has_tpu, quiet
-from jaxtrain.planning.chips import CHIPS, Chip
 
 GPU_TARGETS = pathlib.Path(__file__).parent / "gpu_targets"
 INSTALL = "pip install -e '.[aot]'"

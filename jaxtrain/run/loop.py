@@ -45,13 +45,14 @@ from jaxtrain.run.folder import (
     has_checkpoint,
     write_text,
 )
-from jaxtrain.run.hooks import Hook, Value, as_value
+from jaxtrain.run.hook import Ending, Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted, check_best_metric
 from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.profiling import Profiling
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
-from jaxtrain.run.hooks.stopping import Ending, ending, stopped_before
+from jaxtrain.run.hooks.skips import ConsecutiveSkips
+from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
@@ -60,14 +61,13 @@ from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
-from jaxtrain.run.survive.accidents import ConsecutiveSkips, diagnose
+from jaxtrain.run.survive.accidents import diagnose
 from jaxtrain.run.survive.lifeline import Lifeline, open_lifeline
 from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.watchdog import Watchdog
 from jaxtrain.state import TrainState
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 def train_loop(

@@ -28,7 +28,7 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.folder import is_half_deleted, runs
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer

@@ -14,9 +14,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.agreement import record_gradients, worst
 from jaxtrain.experiment import choose_gather, make_abstract_state
+from jaxtrain.host.chips import chip_of
 from jaxtrain.ops.numerics import drop
 from jaxtrain.parallel.reduction import kept_by_gathering
-from jaxtrain.planning.chips import chip_of
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.state import local_bytes
 

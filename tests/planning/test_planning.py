@@ -20,7 +20,8 @@ import jaxtrain as jt
 from experiments import gpt as experiment_gpt
 from experiments import language
 from jaxtrain.experiment import Experiment
-from jaxtrain.planning import ahead_of_time, chips, comparison, nearest_fit, targets
+from jaxtrain.host import chips
+from jaxtrain.planning import ahead_of_time, comparison, nearest_fit, targets
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.options import MeshOptions, OptimizerOptions

@@ -2,7 +2,7 @@
 
 `python -m tests.planning.test_published_runs` prints the table in planning's README. Nothing is
 fitted to a single run: a prediction has the chip's published peaks and the efficiencies that
-planning/chips.py states.
+host/chips.py states.
 """
 
 import dataclasses

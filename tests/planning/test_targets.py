@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.planning.chips import CHIPS, PEAK_FLOPS, peak_flops
+from jaxtrain.host.chips import CHIPS, PEAK_FLOPS, peak_flops
 from jaxtrain.planning.targets import GPU_TARGETS, parse_target
 
 

@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.mesh import BATCH_AXES
 from jaxtrain.parallel.pipeline.tables import NONE
 from jaxtrain.parallel.placement import free_axes
-from jaxtrain.tree import map_named, named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, map_named, named_leaves
 
 
 def leaves_read(function: Callable, params: PyTree, *args: Any) -> frozenset[str]:

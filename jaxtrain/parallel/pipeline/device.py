@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.gradients import WeightedLoss, as_weighted, scaled, select, widen
+from jaxtrain.gradients import WeightedLoss, as_weighted, scaled
 from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.pipeline import residuals
 from jaxtrain.parallel.pipeline.buffers import (
@@ -31,8 +31,8 @@ from jaxtrain.parallel.pipeline.units import Unit
 from jaxtrain.parallel.placement import free_axes
 from jaxtrain.parallel.reduction import Shards
 from jaxtrain.parallel.specs import within
+from jaxtrain.tree import PyTree, select, widen
 
-PyTree = Any
 Sums = dict[str, jax.Array]  # of gradients, by the path of their parameter
 
 

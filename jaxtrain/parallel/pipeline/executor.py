@@ -30,7 +30,6 @@ from jaxtrain.gradients import (
     seed_and_factor,
     split_microbatches,
     trainable,
-    widen,
 )
 from jaxtrain.parallel.mesh import automatic
 from jaxtrain.parallel.pipeline.buffers import rows, zeros
@@ -49,9 +48,7 @@ from jaxtrain.parallel.reduction import Shards, find_shards, why_not
 from jaxtrain.parallel.row_keys import microbatch_keys
 from jaxtrain.parallel.specs import names_of, tidy, within
 from jaxtrain.precision import Policy, as_policy
-from jaxtrain.tree import map_named, named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, map_named, named_leaves, widen
 
 REMAT = ("full", "none")
 

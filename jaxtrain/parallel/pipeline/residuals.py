@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.pipeline.buffers import zeros
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

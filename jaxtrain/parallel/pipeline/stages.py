@@ -22,9 +22,7 @@ from jaxtrain.parallel.mesh import platform
 from jaxtrain.parallel.placement import entered_specs, gather, gathers_whole, specs_of
 from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import equations
-from jaxtrain.tree import named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, named_leaves
 
 # A loop over layers copies what it keeps to and from stacked arrays. On one CPU device that is
 # slower than up to so many layers written out, and compiling these takes little longer.

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from jaxtrain.host import distributed
 from jaxtrain.host.exit_codes import DONE
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook, Value
-from jaxtrain.run.hooks.stopping import Ending
+from jaxtrain.run.hook import Ending, Hook, Value
 from jaxtrain.run.observe.report.records import read_run
 
 

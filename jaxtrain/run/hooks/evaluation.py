@@ -15,10 +15,9 @@ from jaxtrain.optim import averaged, reports
 from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook, Value, as_value
+from jaxtrain.run.hook import Hook, Value, as_value
 from jaxtrain.state import TrainState
-
-PyTree = Any
+from jaxtrain.tree import PyTree
 
 
 class Interrupted(Exception):

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtrain.experiment import call_end
 from jaxtrain.host import memory
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook, Value
+from jaxtrain.run.hook import Hook, Value
 from jaxtrain.run.observe import throughput
 from jaxtrain.run.observe.writers import Histogram
 from jaxtrain.run.survive.pace import Pace

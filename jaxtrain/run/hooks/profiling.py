@@ -11,7 +11,7 @@ from jaxtrain.experiment import call_end
 from jaxtrain.host.paths import is_remote
 from jaxtrain.host.storage import why
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Hook
 from jaxtrain.state import TrainState
 
 # The steps that a signal or an alert has traced.

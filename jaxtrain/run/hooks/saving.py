@@ -17,7 +17,7 @@ from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Hook
 from jaxtrain.state import TrainState
 
 # With several processes, steps at least between two looks at the clock, for the first one tells the

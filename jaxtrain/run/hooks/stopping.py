@@ -1,6 +1,5 @@
 """How a run ends early: agreed on by all processes, and known when it is resumed."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -10,26 +9,10 @@ from jaxtrain.host import distributed, storage
 from jaxtrain.host.exit_codes import ALERTED, DONE, PREEMPTED
 from jaxtrain.host.paths import read_if_there
 from jaxtrain.run.folder import STOPPED
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Ending, Hook
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.survive.lifeline import Lifeline
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How all processes end a run before its last step.
-
-    Args:
-      code: what it ends with: DONE where it was stopped on purpose, ALERTED where an alert has
-        done that, PREEMPTED, or DIVERGED.
-      step: after which step; for DIVERGED the last one that was skipped.
-      reason: why it was stopped on purpose.
-    """
-
-    code: int
-    step: int
-    reason: str | None = None
 
 
 def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) -> Ending | None:

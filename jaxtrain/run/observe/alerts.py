@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from etils import epath
 
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.alert_rules import REARM, RULES, Condition, Setting, Spike
 from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.report.records import read_run

@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.host.paths import is_remote
 from jaxtrain.run.folder import Ownership
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import Fanout, Shown
 from jaxtrain.run.survive.lifeline import Lifeline
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.planning.chips import peak_flops
+from jaxtrain.host.chips import peak_flops
 
 
 def mfu(

@@ -20,7 +20,7 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import is_remote, make_folder, read_if_there, write_whole
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 
 logger = logging.getLogger(__name__)
 

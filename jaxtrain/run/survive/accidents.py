@@ -18,17 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import gradients
 from jaxtrain.experiment import Experiment
-from jaxtrain.host.exit_codes import DIVERGED
 from jaxtrain.optim import frozen
 from jaxtrain.parallel.placement import tracing_on
 from jaxtrain.parallel.sharding import batch_sharding
-from jaxtrain.run.hooks import Hook, Value
-from jaxtrain.run.hooks.stopping import Ending
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_engine
-from jaxtrain.tree import named_leaves
-
-PyTree = Any
+from jaxtrain.tree import PyTree, named_leaves
 
 
 class Diverged(RuntimeError):
@@ -41,29 +36,6 @@ class Diverged(RuntimeError):
     def __init__(self, step: int, message: str):
         super().__init__(message)
         self.step = step
-
-
-class ConsecutiveSkips(Hook):
-    """Counts skipped steps in a row.
-
-    Args:
-      limit: how many are too many; 0 for no limit.
-
-    Attributes:
-      ending: of the run, where there were too many.
-    """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self.count = 0
-        self.ending: Ending | None = None
-
-    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Counts the step."""
-        nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
-        self.count = self.count + 1 if nothing else 0
-        if self._limit and self.count >= self._limit and self.ending is None:
-            self.ending = Ending(DIVERGED, step)
 
 
 @dataclasses.dataclass(frozen=True)

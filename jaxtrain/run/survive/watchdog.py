@@ -11,7 +11,7 @@ from etils import epath
 
 from jaxtrain.host.exit_codes import HUNG
 from jaxtrain.host.signals import say
-from jaxtrain.run.hooks import Hook
+from jaxtrain.run.hook import Hook
 from jaxtrain.state import TrainState
 
 

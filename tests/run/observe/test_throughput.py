@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.planning.chips import peak_flops
+from jaxtrain.host.chips import peak_flops
 from jaxtrain.run.observe.throughput import Throughput, mfu
 
 

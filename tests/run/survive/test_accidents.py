@@ -15,9 +15,10 @@ from jaxtrain import cli
 from jaxtrain.host import exit_codes
 from jaxtrain.run import options, replay
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
-from jaxtrain.run.hooks.stopping import Ending
+from jaxtrain.run.hook import Ending
+from jaxtrain.run.hooks.skips import ConsecutiveSkips
 from jaxtrain.run.main import main, run_to_resume
-from jaxtrain.run.survive.accidents import ConsecutiveSkips, Diverged, Examination, examine
+from jaxtrain.run.survive.accidents import Diverged, Examination, examine
 from tests import problems
 from tests.run.survive.processes import logged
 from tests.workers import poisoned

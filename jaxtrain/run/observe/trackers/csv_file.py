@@ -9,7 +9,7 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there, write_whole
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import GrowingFile, flat
 
 HEADER = ("step", "name", "value")

@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from jaxtrain.host.paths import is_remote, write_whole
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import flat
 
 # Between two writings of the file, on a disk and in a bucket.

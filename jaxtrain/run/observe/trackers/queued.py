@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.host import storage
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import Writer
 
 logger = logging.getLogger(__name__)

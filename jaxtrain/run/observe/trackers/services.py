@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.host.paths import is_remote
-from jaxtrain.run.hooks import Value
+from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.trackers.about import About
 from jaxtrain.run.observe.writers import flat
 

@@ -1,0 +1,73 @@
+"""The interface of hooks: code that runs around the steps of a run.
+
+:mod:`jaxtrain.run.hooks` and :mod:`jaxtrain.run.survive` hold the hooks that every run has;
+:func:`jaxtrain.fit` takes more of them.
+
+>>> class Budget(Hook):
+...     def stops(self, step):
+...         return "the budget is spent" if step >= 100 else False
+>>> Budget().stops(7), Budget().stops(100)
+(False, 'the budget is spent')
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.state import TrainState
+
+# A metric on the host.
+Value = float | np.ndarray
+
+
+def as_value(metric: Any) -> Value:
+    """Brings a metric to a number, or to an array where it has axes."""
+    return np.asarray(metric) if np.ndim(metric) else float(metric)
+
+
+class Hook:
+    """What may happen around a step. A subclass overrides what it needs.
+
+    Where a call of the train step runs several steps, there is a state after the last of them only.
+    """
+
+    def on_step(self, step: int, state: TrainState) -> None:
+        """Called when the call that ends with step number ``step`` is dispatched; reading ``state``
+        waits for it."""
+
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Called with the metrics of ``step``, of every step in order, when the call after its own
+        has been dispatched."""
+
+    def on_evaluation(self, step: int, means: Mapping[str, Value]) -> None:
+        """Called by :func:`jaxtrain.fit` with the held-out means of ``step``, before the
+        ``on_step`` of that step."""
+
+    def stops(self, step: int) -> bool | str:
+        """Returns whether the loop ends with ``step``, or why it does; asked after every hook's
+        ``on_step``.
+
+        :func:`jaxtrain.fit` takes the answer for an end on purpose. Where one of several processes
+        gives it, all agree on a step to end with; without ``RunOptions.watch_peers``, and in
+        :func:`jaxtrain.train_loop`, they must answer alike.
+        """
+        del step
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How all processes end a run before its last step.
+
+    Args:
+      code: what it ends with: DONE where it was stopped on purpose, ALERTED where an alert has
+        done that, PREEMPTED, or DIVERGED.
+      step: after which step; for DIVERGED the last one that was skipped.
+      reason: why it was stopped on purpose.
+    """
+
+    code: int
+    step: int
+    reason: str | None = None

@@ -1,0 +1,29 @@
+"""Counts the steps in a row that changed nothing, and ends a run that has too many."""
+
+from collections.abc import Mapping
+
+from jaxtrain.host.exit_codes import DIVERGED
+from jaxtrain.run.hook import Ending, Hook, Value
+
+
+class ConsecutiveSkips(Hook):
+    """Counts skipped steps in a row.
+
+    Args:
+      limit: how many are too many; 0 for no limit.
+
+    Attributes:
+      ending: of the run, where there were too many.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self.count = 0
+        self.ending: Ending | None = None
+
+    def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Counts the step."""
+        nothing = metrics.get("skipped", 0) > 0 or metrics.get("spike", 0) > 0
+        self.count = self.count + 1 if nothing else 0
+        if self._limit and self.count >= self._limit and self.ending is None:
+            self.ending = Ending(DIVERGED, step)
