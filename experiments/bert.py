@@ -28,8 +28,8 @@ from jaxtrain.hf.encoders import label_fields
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.optim.rules import LEARNING_RATES
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
+from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 
 # Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).

@@ -18,21 +18,21 @@ import jaxtrain as jt
 from jaxtrain import data, hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
+from jaxtrain.engines.pipeline.balance import stack_for
 from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models.generate import Prompts, Weights
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
-from jaxtrain.parallel.pipeline import loss_from_stages
-from jaxtrain.parallel.sharding import Rules
-from jaxtrain.parallel.stack import Stack
-from jaxtrain.planning.balance import stack_for
 from jaxtrain.precision import Policy
 from jaxtrain.run import trained
 from jaxtrain.run.options import PipelineOptions, make_optimizer
 from jaxtrain.run.provenance import LATER, ROUNDED, SAME
 from jaxtrain.run.trained import TOKENIZER_FILE
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import loss_from_stages
 from jaxtrain.tree import map_named, named_leaves
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.

@@ -29,10 +29,10 @@ from experiments import language
 from jaxtrain import data
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.generate_target import beam_step, generate_step, sources
-from jaxtrain.parallel.sharding import Rules, batch_parts
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.run.options import OptimizerOptions, PipelineOptions
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
+from jaxtrain.sharding.rules import Rules, batch_parts
+from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 
 # Tokens that stand for spans, where the tokenizer has none.

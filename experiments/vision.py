@@ -27,10 +27,10 @@ from experiments import language
 from jaxtrain import data, optim
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.models import convnet, layers, vit
-from jaxtrain.parallel.pipeline import loss_from_stages
-from jaxtrain.parallel.sharding import Rules
 from jaxtrain.run import options
 from jaxtrain.run.provenance import SAME
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5

@@ -12,14 +12,15 @@ from typing import Any
 
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import Last, Max, Sum, WeightedLoss, row_wise
+from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
+from jaxtrain.loss import Last, Max, Sum, WeightedLoss, row_wise
 from jaxtrain.optim import averaged, make_optimizer, schedules
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
-from jaxtrain.parallel.placement import constrain, gather
-from jaxtrain.parallel.sharding import LOGICAL_AXES, Rules, from_local_rows
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy, float32_products
+from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.sharding.placement import constrain, gather
+from jaxtrain.sharding.rules import LOGICAL_AXES, Rules, from_local_rows
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages, loss_from_stages
 from jaxtrain.state import (
     TrainState,
     abstract_state,
@@ -47,7 +48,7 @@ _LAZY = {
     "from_linen": "models.adapters",
     "from_nnx": "models.adapters",
     "main": "run.main",
-    "parity": "agreement",
+    "parity": "compare.parity",
     "plan": "planning.ahead_of_time",
     "train_loop": "run.loop",
 }

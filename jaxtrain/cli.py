@@ -17,17 +17,17 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 import jaxtrain
-from jaxtrain import agreement
 from jaxtrain.compare import command as compare
+from jaxtrain.compare import parity
 from jaxtrain.data import command as data
+from jaxtrain.engines.pipeline import balance, draw
+from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
-from jaxtrain.parallel.pipeline import draw
-from jaxtrain.parallel.pipeline.tables import SCHEDULES, make_table
-from jaxtrain.planning import balance, search
+from jaxtrain.planning import search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
@@ -145,12 +145,12 @@ class ParityOptions:
 
     experiment: tyro.conf.Positional[str]
     """A module with Config and build(config), such as experiments.gpt."""
-    precision: Literal[tuple(agreement.TOLERANCES)] = "f32"  # type: ignore[valid-type]
+    precision: Literal[tuple(parity.TOLERANCES)] = "f32"  # type: ignore[valid-type]
     """Dtypes of both sides. In bf16 a mesh rounds each device's part of a sum."""
     tolerance: float | None = None
     """The largest relative error of a leaf that counts as agreement; left out, 1e-5 in f32 and 2e-2
     in bf16."""
-    compare_steps: int = agreement.STEPS
+    compare_steps: int = parity.STEPS
     """How many steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
@@ -160,23 +160,23 @@ class ParityOptions:
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
-    layouts = [agreement.parse_layout(text) for text in options.layout]
+    layouts = [parity.parse_layout(text) for text in options.layout]
     with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
-        simulate_devices(agreement.DEVICES)
+        simulate_devices(parity.DEVICES)
     experiment = load_experiment(options.experiment, rest, command="parity")
-    layouts = layouts or agreement.usual_layouts(experiment)
+    layouts = layouts or parity.usual_layouts(experiment)
     tolerance = options.tolerance
     if tolerance is None:
-        tolerance = agreement.TOLERANCES[options.precision]
-    comparisons = agreement.compare(
+        tolerance = parity.TOLERANCES[options.precision]
+    comparisons = parity.compare(
         experiment, layouts=layouts, steps=options.compare_steps, policy=options.precision
     )
-    return 0 if agreement.report(show_progress(comparisons, tolerance), tolerance=tolerance) else 1
+    return 0 if parity.report(show_progress(comparisons, tolerance), tolerance=tolerance) else 1
 
 
 def show_progress(
-    comparisons: Iterable[agreement.Comparison], tolerance: float
-) -> Iterator[agreement.Comparison]:
+    comparisons: Iterable[parity.Comparison], tolerance: float
+) -> Iterator[parity.Comparison]:
     """Passes comparisons on, with a line on standard error for each."""
     start = time.monotonic()
     for comparison in comparisons:

@@ -23,14 +23,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
-from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.mesh import platform as device_platform
-from jaxtrain.parallel.offload import is_on_host
-from jaxtrain.parallel.overlap import compile_hiding
-from jaxtrain.parallel.placement import tell, tracing_on
-from jaxtrain.parallel.sharding import LARGE, Rule, Rules, batch_shardings
-from jaxtrain.parallel.specs import axes_of
 from jaxtrain.precision import OPTIMIZER, PrecisionWarning, equations, products_in
+from jaxtrain.sharding.mesh import automatic
+from jaxtrain.sharding.mesh import platform as device_platform
+from jaxtrain.sharding.offload import is_on_host
+from jaxtrain.sharding.overlap import compile_hiding
+from jaxtrain.sharding.placement import tell, tracing_on
+from jaxtrain.sharding.rules import LARGE, Rule, Rules, batch_shardings
+from jaxtrain.sharding.specs import axes_of
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import PyTree, named_leaves
 
@@ -201,7 +201,7 @@ def compile_step(
       donate: False for a step that only reads the state and returns no new one (evaluation).
       compiler_options: XLA options for this program alone, by their flag's name. They take
         precedence over those that hide communication.
-      hide_communication: False leaves those out (:mod:`jaxtrain.parallel.overlap`).
+      hide_communication: False leaves those out (:mod:`jaxtrain.sharding.overlap`).
       deterministic: on GPUs, only operations whose bits are the same in every run: no atomic
         additions, and no choice of kernels by their speed. Other devices have no others.
 

@@ -16,18 +16,20 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.gradients import GradientEngine, LossFn, WeightedLoss, plain
+from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
+from jaxtrain.engines.plain import GradientEngine, plain
+from jaxtrain.engines.reduction import kept_by_gathering, why_not
 from jaxtrain.host.chips import chip_of
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.loss import LossFn, WeightedLoss
 from jaxtrain.optim import averaged
-from jaxtrain.parallel.mesh import BATCH_AXES, make_mesh
-from jaxtrain.parallel.pipeline import Stages, loss_from_stages, pipeline, pipeline_eval_step
-from jaxtrain.parallel.placement import Gather, constrain_tree, tell
-from jaxtrain.parallel.reduction import kept_by_gathering, why_not
-from jaxtrain.parallel.row_keys import draws_otherwise
-from jaxtrain.parallel.sharding import Rules, as_rules
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import Policy, as_policy
+from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
+from jaxtrain.sharding.placement import Gather, constrain_tree, tell
+from jaxtrain.sharding.row_keys import draws_otherwise
+from jaxtrain.sharding.rules import Rules, as_rules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages, loss_from_stages
 from jaxtrain.state import TrainState, abstract_state, gradient_shardings, init_state, local_bytes
 from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
 from jaxtrain.tree import PyTree

@@ -12,9 +12,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.mesh import automatic
-from jaxtrain.parallel.offload import is_on_host, to_host
-from jaxtrain.parallel.sharding import (
+from jaxtrain.precision import LossScale, Policy, as_policy
+from jaxtrain.sharding.mesh import automatic
+from jaxtrain.sharding.offload import is_on_host, to_host
+from jaxtrain.sharding.rules import (
     Rule,
     Rules,
     as_rules,
@@ -22,8 +23,7 @@ from jaxtrain.parallel.sharding import (
     ruled_shardings,
     state_shardings,
 )
-from jaxtrain.parallel.stack import of_model
-from jaxtrain.precision import LossScale, Policy, as_policy
+from jaxtrain.sharding.stack import of_model
 from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
 

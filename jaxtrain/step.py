@@ -14,24 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain import gradients
-from jaxtrain.gradients import (
-    GradientEngine,
-    LossFn,
-    WeightedLoss,
-    as_weighted,
-    check_metrics,
-    scaled,
-    taken,
-    trainable,
-)
+from jaxtrain.engines.accumulated import accumulated
+from jaxtrain.engines.plain import GradientEngine, plain, run_engine, scaled, taken, trainable
+from jaxtrain.engines.reduction import reduced_once, why_not
+from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
-from jaxtrain.parallel.offload import back_to_host, on_devices
-from jaxtrain.parallel.placement import Gather, constrain_tree, enter_loss, model_gathers
-from jaxtrain.parallel.reduction import reduced_once, why_not
-from jaxtrain.parallel.stack import of_model
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
+from jaxtrain.sharding.offload import back_to_host, on_devices
+from jaxtrain.sharding.placement import Gather, constrain_tree, enter_loss, model_gathers
+from jaxtrain.sharding.stack import of_model
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, all_finite, named_leaves, partition, select, widen
 
@@ -47,7 +39,7 @@ def build_train_step(
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
     gather: Gather | None = None,
-    engine: Callable[[LossFn], GradientEngine] = gradients.plain,
+    engine: Callable[[LossFn], GradientEngine] = plain,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds ``step(state, batch) -> (state, metrics)``.
@@ -67,12 +59,12 @@ def build_train_step(
         for all microbatches, in the compute dtype; gradients are whole too until the step ends.
         That takes a loss that is declared :func:`jaxtrain.row_wise`; weights of any other are made
         whole as they enter it, on meshes that need it
-        (:func:`jaxtrain.parallel.placement.entered_specs` says which and why), and so they are
+        (:func:`jaxtrain.sharding.placement.entered_specs` says which and why), and so they are
         where ``gather`` is left out. ``"model"``: by the model, which calls :func:`jaxtrain.gather`
         layer by layer or :func:`jaxtrain.constrain` on its activations.
-      engine: makes a gradient engine (:mod:`jaxtrain.gradients`) of a loss ``(params, model_state,
-        batch, rng) -> (WeightedLoss, model_state)``, which brings ``policy`` and ``gather`` along;
-        it is called once per microbatch.
+      engine: makes a gradient engine (:mod:`jaxtrain.engines.plain`) of a loss ``(params,
+        model_state, batch, rng) -> (WeightedLoss, model_state)``, which brings ``policy`` and
+        ``gather`` along; it is called once per microbatch.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
@@ -116,9 +108,9 @@ def build_engine(
     if not _takes(engine, 1):
         raise ValueError(
             f"engine is {engine!r}: give a function of a loss that returns a gradient engine, as "
-            "jaxtrain.gradients.plain is"
+            "jaxtrain.engines.plain.plain is"
         )
-    own = engine is not gradients.plain
+    own = engine is not plain
     obstacle = why_not(loss_fn, has_model_state=has_model_state, own_engine=own)
     policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
     loss_fn = with_policy(
@@ -128,7 +120,7 @@ def build_engine(
     if accumulate > 1:
         pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
         pinned = {} if pins is None else {"constrain": pins}
-        built = gradients.accumulated(loss_fn, accumulate, engine=engine, **pinned)
+        built = accumulated(loss_fn, accumulate, engine=engine, **pinned)
     reduced = reduced_once(
         built,
         loss_fn,
@@ -153,7 +145,7 @@ def build_update(
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds a train step from a gradient engine: mean gradient, one optimizer update, metrics.
 
-    :func:`build_train_step` is this over the engines of :mod:`jaxtrain.gradients`; a gradient
+    :func:`build_train_step` is this over the engines of :mod:`jaxtrain.engines.plain`; a gradient
     computed some other way (a pipeline) comes in here. Where the optimizer freezes parameters
     (``make_optimizer(freeze=)``), their paths are the engine's argument ``frozen``; an engine that
     has no such argument differentiates everything, and what is frozen stays as it is all the same.
@@ -181,7 +173,7 @@ def build_update(
         rng = jax.random.fold_in(state.rng, state.step)
         still = frozen(state.opt_state)
         given = (state.params, state.model_state, batch, rng, scale)
-        sums = gradients.run(engine, *given, frozen=still)
+        sums = run_engine(engine, *given, frozen=still)
         check_metrics(sums.loss)
 
         counts = sums.loss.weight != 0

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.agreement import parse_layout, worst
+from jaxtrain.compare.parity import parse_layout, worst
 
 DEVICES = 16
 ROWS, WIDTH, HIDDEN, WORDS, LENGTH, LAYERS = 32, 32, 64, 64, 4, 4

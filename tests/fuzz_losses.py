@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import optim
-from jaxtrain.agreement import worst
+from jaxtrain.compare.parity import worst
 from jaxtrain.ops.numerics import drop
 from jaxtrain.tree import named_leaves
 from tests import fuzz

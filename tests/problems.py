@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
 EXTRA = 0.1

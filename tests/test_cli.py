@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from jaxtrain import cli
-from jaxtrain.parallel.pipeline import draw
-from jaxtrain.parallel.pipeline.tables import make_table
+from jaxtrain.engines.pipeline import draw
+from jaxtrain.engines.pipeline.tables import make_table
 from tests.commands import run
 
 ROOT = pathlib.Path(__file__).parents[1]

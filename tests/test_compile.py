@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.compile import _check_compiled, use_compilation_cache
-from jaxtrain.parallel import overlap
+from jaxtrain.sharding import overlap
 from jaxtrain.state import local_bytes
 from tests import problems
 

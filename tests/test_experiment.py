@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import gradients
-from jaxtrain.agreement import Layout, compare, compile_on, record_gradients, run_one_device
+from jaxtrain.compare.parity import Layout, compare, compile_on, record_gradients, run_one_device
+from jaxtrain.engines.plain import GradientSums, plain
 from jaxtrain.experiment import (
     compile_train,
     depends_on_microbatches,
@@ -32,12 +32,12 @@ from tests.run.test_loop import lines, make_experiment, noisy_loss
 from tests.workers import poisoned
 
 BOUND, BOX = 3.0, 0.4
-SUMS = gradients.GradientSums({}, jt.WeightedLoss(jnp.float32(1), jnp.float32(1)), None)
+SUMS = GradientSums({}, jt.WeightedLoss(jnp.float32(1), jnp.float32(1)), None)
 
 
 def clipped(loss_fn, bound=BOUND):
     """Gradients of every example by itself, each cut to the same norm, and summed."""
-    alone = gradients.plain(loss_fn)
+    alone = plain(loss_fn)
 
     def engine(params, model_state, batch, rng, loss_scale):
         def one(example):
@@ -108,12 +108,12 @@ def test_neutral_plugs_leave_every_bit_as_it_is():
         state = make_state(experiment, mesh)
         return digest(compile_train(experiment, state, mesh)(state, problems.make_batch(0, 8))[0])
 
-    plugs = {"engine": lambda loss_fn: gradients.plain(loss_fn), "transform": lambda step: step}
+    plugs = {"engine": lambda loss_fn: plain(loss_fn), "transform": lambda step: step}
     assert trained(**plugs) == trained()
 
 
 def first_step(experiment):
-    """What :func:`jaxtrain.agreement.compare` has of one device."""
+    """What :func:`jaxtrain.compare.parity.compare` has of one device."""
     given = Layout({}), experiment.accumulate, record_gradients()
     return run_one_device(compile_on(experiment, *given), 1)
 

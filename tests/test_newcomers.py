@@ -53,7 +53,7 @@ def test_a_linen_module_that_is_not_told_of_training_says_so():
 
 
 def test_a_flax_block_becomes_a_stack():
-    text = (ROOT / "jaxtrain/parallel/README.md").read_text()
+    text = (ROOT / "jaxtrain/engines/README.md").read_text()
     names = {"nn": nn, "jax": jax, "jnp": jnp, "rng": jax.random.key(0)}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     stages = jt.Stages(

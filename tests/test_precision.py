@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import agreement
+from jaxtrain.compare import parity as agreement
 from jaxtrain.models import convnet
 from jaxtrain.precision import LossScale, PrecisionWarning
 from tests import problems, small

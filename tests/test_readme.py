@@ -16,7 +16,7 @@ import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.tree import named_leaves
 from tests.commands import run as command
-from tests.test_parity import worst
+from tests.compare.test_parity import worst
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -20,9 +20,9 @@ import jaxtrain as jt
 from experiments import gpt
 from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
-from jaxtrain.parallel.mesh import describe_mesh
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.sharding.mesh import describe_mesh
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import local_bytes
 
 

@@ -13,8 +13,8 @@ import jax
 from experiments import gpt
 from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
-from jaxtrain.parallel.mesh import describe_mesh
-from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.sharding.mesh import describe_mesh
+from jaxtrain.sharding.rules import batch_sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,11 @@ from jaxtrain import data
 from jaxtrain.finetune import preferences
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import generate_step, prompts
-from jaxtrain.parallel.pipeline import loss_from_stages
-from jaxtrain.parallel.sharding import Rules, batch_parts
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.run.options import make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
+from jaxtrain.sharding.rules import Rules, batch_parts
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import TrainState
 
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.

@@ -15,12 +15,12 @@ from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
 from jaxtrain.host import output, quiet
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import Weights, generate_step, prompts
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.sharding import batch_parts, param_shardings
 from jaxtrain.run.main import parse
 from jaxtrain.run.options import MeshOptions
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
+from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.sharding.rules import batch_parts, param_shardings
 
 
 @dataclasses.dataclass(frozen=True)

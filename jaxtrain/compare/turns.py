@@ -32,13 +32,13 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.parallel.mesh import describe_mesh
-from jaxtrain.parallel.offload import is_on_host
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.observe.throughput import mfu
 from jaxtrain.run.refusal import called_back
+from jaxtrain.sharding.mesh import describe_mesh
+from jaxtrain.sharding.offload import is_on_host
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.tree import PyTree
 
 

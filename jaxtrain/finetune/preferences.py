@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.ops.numerics import wide
-from jaxtrain.parallel.pipeline.stages import Stages
-from jaxtrain.parallel.sharding import OptionalRules, Rule
+from jaxtrain.sharding.rules import OptionalRules, Rule
+from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree
 
 Batch = Mapping[str, jax.Array]

@@ -15,7 +15,7 @@ from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
-from jaxtrain.parallel.stack import Stack
+from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import named_leaves
 
 ModelConfig = GPTConfig | EncoderConfig | T5Config | ViTConfig

@@ -22,7 +22,7 @@ from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, listed
 from jaxtrain.models.vit import ViTConfig
-from jaxtrain.parallel.stack import Stack
+from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
 SHARD_BYTES = 5 * 10**9

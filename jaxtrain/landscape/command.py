@@ -18,6 +18,7 @@ import tyro
 from etils import epath
 
 from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.engines.plain import trainable
 from jaxtrain.experiment import (
     Experiment,
     Repeated,
@@ -28,7 +29,6 @@ from jaxtrain.experiment import (
     restore_evaluated,
     rows_of,
 )
-from jaxtrain.gradients import trainable
 from jaxtrain.host import distributed, quiet
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
@@ -42,11 +42,11 @@ from jaxtrain.landscape.lines import (
 from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, largest_eigenvalue
 from jaxtrain.ops.attention import differentiated_twice
 from jaxtrain.optim import frozen
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.reader import Reader
 from jaxtrain.run.folder import LANDSCAPE
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.replay import load_run
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_eval_step
 from jaxtrain.tree import PyTree

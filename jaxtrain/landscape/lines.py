@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.gradients import WeightedLoss, trainable
+from jaxtrain.engines.plain import trainable
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.optim.masks import Stacked, decay_mask, is_table, stacked_axes
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, map_named, named_leaves, widen

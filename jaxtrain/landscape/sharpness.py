@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, named_leaves, partition
 

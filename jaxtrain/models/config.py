@@ -174,7 +174,7 @@ class GPTConfig(LayerFields):
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
-        (:data:`jaxtrain.parallel.pipeline.stages.UNROLLED`) and nothing elsewhere.
+        (:data:`jaxtrain.stages.UNROLLED`) and nothing elsewhere.
       loss_chunk: positions of a row per tile of logits; None chooses.
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
         PaLM, https://arxiv.org/abs/2204.02311, section 5).

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import gpt, layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields, keys_seen
 from jaxtrain.models.remat import REMAT
@@ -33,9 +33,9 @@ from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import matmul_float32, through
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop, wide
-from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, gather_sequence, pin_residual
-from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.sharding.placement import constrain, gather_sequence, pin_residual
+from jaxtrain.sharding.rules import OptionalRules
+from jaxtrain.stages import Stages, loss_from_stages, run_layers
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]

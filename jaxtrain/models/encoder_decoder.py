@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
 from jaxtrain.models.remat import REMAT, rematerialise
@@ -40,10 +40,10 @@ from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
-from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import constrain, gather, pin_residual
-from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.parallel.stack import Stack
+from jaxtrain.sharding.placement import constrain, gather, pin_residual
+from jaxtrain.sharding.rules import OptionalRules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages, loss_from_stages, run_layers
 from jaxtrain.tree import map_named
 
 Params = Mapping[str, Any]

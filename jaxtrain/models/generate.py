@@ -30,7 +30,7 @@ from jaxtrain.models import layers
 from jaxtrain.models.config import GPTConfig
 from jaxtrain.models.gpt import Params, embed, head_logits
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.parallel.placement import constrain, gather
+from jaxtrain.sharding.placement import constrain, gather
 
 
 @jax.tree_util.register_dataclass

@@ -41,7 +41,7 @@ from jaxtrain.models.generate import (
     write,
 )
 from jaxtrain.ops.attention import cached_attention
-from jaxtrain.parallel.placement import constrain, gather
+from jaxtrain.sharding.placement import constrain, gather
 
 # What a target begins with: T5's token of padding.
 START = 0

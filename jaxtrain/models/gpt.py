@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import (
     PRESETS,
@@ -37,10 +37,10 @@ from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
-from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import pin_residual
-from jaxtrain.parallel.sharding import OptionalRules
-from jaxtrain.parallel.stack import Stack
+from jaxtrain.sharding.placement import pin_residual
+from jaxtrain.sharding.rules import OptionalRules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages, loss_from_stages, run_layers
 
 __all__ = [
     "PRESETS",

@@ -30,7 +30,7 @@ from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
-from jaxtrain.parallel.placement import (
+from jaxtrain.sharding.placement import (
     constrain,
     gather_sequence,
     pin_residual,

@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.gradients import WeightedLoss
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import gpt, layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
 from jaxtrain.models.encoder import class_logits, class_loss
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.numerics import drop
-from jaxtrain.parallel.pipeline.stages import Stages, loss_from_stages, run_layers
-from jaxtrain.parallel.placement import gather_sequence, scatter_sequence
-from jaxtrain.parallel.sharding import OptionalRules
+from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
+from jaxtrain.sharding.rules import OptionalRules
+from jaxtrain.stages import Stages, loss_from_stages, run_layers
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]

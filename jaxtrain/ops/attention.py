@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtrain.ops import pallas, per_device, splash
 from jaxtrain.ops.numerics import MASKED, soft_cap, wide
 from jaxtrain.ops.tiled import tiled_attention, wide_einsum
-from jaxtrain.parallel.mesh import platform
+from jaxtrain.sharding.mesh import platform
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash", "pallas")
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
-from jaxtrain.parallel.placement import constrain
-from jaxtrain.parallel.sharding import Rule, Rules, as_rules
-from jaxtrain.parallel.stack import Stack
+from jaxtrain.sharding.placement import constrain
+from jaxtrain.sharding.rules import Rule, Rules, as_rules
+from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
 
 Axes = Sequence[str | None]

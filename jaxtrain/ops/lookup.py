@@ -19,21 +19,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.ops.linear import through
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import not_taken_over, split_over
-from jaxtrain.parallel.placement import (
+from jaxtrain.sharding.placement import (
     constrain,
     for_one_size,
     in_shard_map,
     scatter_sequence,
     splits_residual,
 )
-from jaxtrain.parallel.specs import tidy
+from jaxtrain.sharding.specs import tidy
 
 
 def look_up(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Array:
     """Returns ``table[indices]``, whose gradient is summed in float32 whatever the table's dtype.
 
     On a mesh, rows [B, T] of indices give [B, T, D] as a residual stream lies
-    (:func:`jaxtrain.parallel.placement.pin_residual`). Every device takes from its part of the
+    (:func:`jaxtrain.sharding.placement.pin_residual`). Every device takes from its part of the
     table what is there, and the parts of a row, of which all but one are zero, are added: moved
     are activations, never the table. Its gradient is scattered over the axes that split its width.
 

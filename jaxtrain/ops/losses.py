@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.ops.linear import Kernel, copies, matmul, matmul_float32
 from jaxtrain.ops.numerics import MASKED, soft_cap, soft_cap_slope, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.parallel.placement import constrain, scatter_sequence, splits_residual
+from jaxtrain.sharding.placement import constrain, scatter_sequence, splits_residual
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26

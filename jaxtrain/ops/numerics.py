@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel.placement import row_numbers
-from jaxtrain.parallel.row_keys import key_and_rows
+from jaxtrain.sharding.placement import row_numbers
+from jaxtrain.sharding.row_keys import key_and_rows
 
 # Finite, so that its exponential is 0 and no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)

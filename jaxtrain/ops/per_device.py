@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.placement import free_axes
+from jaxtrain.sharding.placement import free_axes
 
 
 def split_over(logical: str | None = None) -> tuple[tuple[str, ...], int]:

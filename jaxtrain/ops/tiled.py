@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
-from jaxtrain.parallel.mesh import platform
-from jaxtrain.parallel.placement import constrain
+from jaxtrain.sharding.mesh import platform
+from jaxtrain.sharding.placement import constrain
 
 # Names of what the backward pass needs, for rematerialisation policies.
 SAVED = ("attention_out", "attention_lse")

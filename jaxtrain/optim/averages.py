@@ -10,7 +10,7 @@ import optax
 
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.reports import nodes
-from jaxtrain.parallel.offload import on_devices
+from jaxtrain.sharding.offload import on_devices
 from jaxtrain.state import TrainState
 from jaxtrain.tree import map_named, named_leaves, widen
 

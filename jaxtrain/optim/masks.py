@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.optim import numerics
-from jaxtrain.parallel.stack import of_model
+from jaxtrain.sharding.stack import of_model
 from jaxtrain.tree import Rows, map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]

@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
+from jaxtrain.engines.reduction import ONCE
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.flops import Flops, count_jaxpr
 from jaxtrain.host.chips import Chip
 from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
-from jaxtrain.parallel.mesh import make_mesh, slow_parts
-from jaxtrain.parallel.reduction import ONCE
 from jaxtrain.planning.by_layer import layers_per_device, parts_of
 from jaxtrain.planning.estimate import (
     TRACE_WARNINGS,
@@ -33,13 +33,13 @@ from jaxtrain.planning.estimate import (
     trace_step,
 )
 from jaxtrain.planning.exposure import exposed_seconds
-from jaxtrain.planning.flops import Flops, count_jaxpr
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
 from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
+from jaxtrain.sharding.mesh import make_mesh, slow_parts
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.step import scan_steps
 from jaxtrain.tree import PyTree

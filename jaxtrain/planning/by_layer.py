@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.gradients import trainable
+from jaxtrain.engines.plain import trainable
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.optim import frozen
 from jaxtrain.planning.liveness import Buffer

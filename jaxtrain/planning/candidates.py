@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.models import remat as rematerialisation
-from jaxtrain.parallel.mesh import AXES as MESH_AXES
-from jaxtrain.parallel.mesh import SLOW_AXES
 from jaxtrain.planning.roofline import slow_of
 from jaxtrain.planning.targets import Target
+from jaxtrain.sharding.mesh import AXES as MESH_AXES
+from jaxtrain.sharding.mesh import SLOW_AXES
 
 AXES = ("data", "fsdp", "tensor", "pipe")
 

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.host.paths import check_on_disk
-from jaxtrain.parallel.mesh import AXES
 from jaxtrain.planning import by_layer, nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, stay_on_cpu
+from jaxtrain.sharding.mesh import AXES
 
 
 def run_plan(

@@ -9,11 +9,11 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.chips import Chip, chip_of
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import estimate
 from jaxtrain.planning.ahead_of_time import read_compiled, wires
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
+from jaxtrain.sharding.mesh import describe_mesh
 
 
 def compare_with_run(

@@ -26,20 +26,20 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from jaxtrain.engines.pipeline.balance import Weights, weigh
+from jaxtrain.engines.pipeline.entering import layers_of_stages
+from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
-from jaxtrain.parallel.mesh import AXES, SLOW_AXES, check_slow, fill_sizes
-from jaxtrain.parallel.pipeline.stages import layers_of_stages
-from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.parallel.placement import UnevenWarning, tracing_on
-from jaxtrain.parallel.sharding import Rule, Rules, batch_shardings
-from jaxtrain.planning.balance import Weights, weigh
 from jaxtrain.planning.by_layer import kept_by_part
 from jaxtrain.planning.partition import Cost, Spec, spec_of
 from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.precision import PrecisionWarning
+from jaxtrain.sharding.mesh import AXES, SLOW_AXES, check_slow, fill_sizes
+from jaxtrain.sharding.placement import UnevenWarning, tracing_on
+from jaxtrain.sharding.rules import Rule, Rules, batch_shardings
 from jaxtrain.state import TrainState, local_bytes, shapes_on
 from jaxtrain.tree import PyTree, named_leaves
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.engines.reduction import kept_by_gathering
 from jaxtrain.experiment import Experiment, why_not_once
-from jaxtrain.parallel.reduction import kept_by_gathering
 from jaxtrain.planning.ahead_of_time import unknown_note
 from jaxtrain.planning.candidates import (
     AXES,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.parallel.mesh import slice_of, slow_parts
+from jaxtrain.sharding.mesh import slice_of, slow_parts
 
 UNKNOWN = "?"
 

@@ -7,9 +7,9 @@ import jax
 
 from jaxtrain.experiment import Experiment, make_abstract_state, make_experiment_mesh
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.parallel.mesh import AXES, fill_sizes
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, grown, parse_target
+from jaxtrain.sharding.mesh import AXES, fill_sizes
 from jaxtrain.state import local_bytes
 
 # Compilations, each as long as the plan's own.

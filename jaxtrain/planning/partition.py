@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.parallel.specs import entries_of, names_of
 from jaxtrain.planning.roofline import ring_share
+from jaxtrain.sharding.specs import entries_of, names_of
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]

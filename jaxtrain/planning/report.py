@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.flops import Flops
 from jaxtrain.host.memory import human_bytes, human_count, human_seconds
 from jaxtrain.planning.by_layer import Part
-from jaxtrain.planning.flops import Flops
 from jaxtrain.planning.hlo import Collective
 from jaxtrain.planning.roofline import Prediction, hides
 

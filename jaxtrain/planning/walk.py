@@ -8,7 +8,7 @@ every value the mesh axes that split each of its dimensions. Three rules stand f
 a split dimension, its result is summed over those devices (all-reduce; reduce-scatter where the
 result is the gradient of a parameter that is split over them). Where an operand is split over an
 axis that the other one splits its own rows by (a weight under FSDP), the smaller one is gathered.
-Where :func:`jaxtrain.parallel.placement.constrain` names a layout, that is what follows.
+Where :func:`jaxtrain.sharding.placement.constrain` names a layout, that is what follows.
 
 *Fusion.* Element-wise work, changes of dtype, broadcasts, slices, transposes and reshapes are part
 of what reads them, and have no memory of their own until a matrix product, a loop or the end of a
@@ -32,9 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.ops.attention import KERNEL_SCOPE
-from jaxtrain.parallel.specs import entries_of, names_of
-from jaxtrain.planning.flops import (
+from jaxtrain.flops import (
     CHEAP,
     bodies,
     branch_shares_of,
@@ -42,8 +40,10 @@ from jaxtrain.planning.flops import (
     product_dimensions,
     product_flops,
 )
+from jaxtrain.ops.attention import KERNEL_SCOPE
 from jaxtrain.planning.liveness import Buffer, Liveness
 from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
+from jaxtrain.sharding.specs import entries_of, names_of
 
 # Data is moved, or seen in another shape: part of what reads it.
 MOVES = frozenset(

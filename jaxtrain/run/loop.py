@@ -32,7 +32,6 @@ from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.comparison import compare_with_run
 from jaxtrain.run import provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -66,6 +65,7 @@ from jaxtrain.run.survive.lifeline import Lifeline, open_lifeline
 from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.watchdog import Watchdog
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 

@@ -25,7 +25,6 @@ from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
-from jaxtrain.parallel.stack import Stack
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
@@ -44,6 +43,7 @@ from jaxtrain.run.provenance import OF_START, SAME, from_plain, known_fields, re
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.accidents import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
+from jaxtrain.sharding.stack import Stack
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
 Flat = tyro.conf.OmitArgPrefixes

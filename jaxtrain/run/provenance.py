@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there
-from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.run.folder import write_text
+from jaxtrain.sharding.mesh import describe_mesh
 
 CONFIG = "config.json"
 CHANGES = "changes.jsonl"

@@ -19,13 +19,13 @@ from jaxtrain.experiment import (
     make_state,
     restore_state,
 )
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.main import experiment_module, parse
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.provenance import CONFIG, from_plain, read_record
 from jaxtrain.run.survive.accidents import Examination, examine
+from jaxtrain.sharding.rules import batch_sharding
 
 # Leaves to list where all are finite.
 LARGEST = 10

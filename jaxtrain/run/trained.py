@@ -13,11 +13,11 @@ from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, encoder_decoder, gpt, vit
-from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import is_half_deleted
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
+from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.state import shapes_on
 
 # In the folder of a run whose tokenizer is not that of bytes.

@@ -11,9 +11,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compare import command, turns
 from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
+from jaxtrain.sharding.rules import batch_sharding
 from tests import commands
 
 MODULE = "tests.small"

@@ -24,7 +24,7 @@ from experiments.bench import (
 )
 from experiments.bench import attention as attention_row
 from experiments.bench import step as row
-from jaxtrain.agreement import worst
+from jaxtrain.compare.parity import worst
 from jaxtrain.models import gpt
 
 

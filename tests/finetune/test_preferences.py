@@ -12,13 +12,13 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.agreement import record_gradients, worst
+from jaxtrain.compare.parity import record_gradients, worst
 from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.experiment import Experiment, build_step, make_experiment_mesh, make_state
 from jaxtrain.finetune import preferences
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline.stages import run_layers
-from jaxtrain.parallel.sharding import Rules
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.stages import run_layers
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.gradients import WeightedLoss
 from jaxtrain.landscape.lines import (
     Surroundings,
     build_losses,
@@ -13,6 +12,7 @@ from jaxtrain.landscape.lines import (
     moved,
     random_direction,
 )
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_eval_step
 

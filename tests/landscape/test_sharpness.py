@@ -9,9 +9,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from jaxtrain.experiment import Repeated, make_state
-from jaxtrain.gradients import WeightedLoss
 from jaxtrain.landscape.command import View
 from jaxtrain.landscape.sharpness import Curvature, build_product, largest_eigenvalue
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.ops import attention
 from jaxtrain.ops.norms import rms_norm
 from jaxtrain.state import TrainState

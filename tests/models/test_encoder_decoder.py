@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.agreement import TOLERANCE, compare, parse_layout
+from jaxtrain.compare.parity import TOLERANCE, compare, parse_layout
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.remat import REMAT
 from jaxtrain.ops import tiled
-from jaxtrain.parallel import placement
+from jaxtrain.sharding import placement
 
 ROWS, S, T = 16, 12, 8
 T5 = t5.T5Config(

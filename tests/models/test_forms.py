@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.flops import count_flops
 from jaxtrain.models import gpt
 from jaxtrain.ops import tiled
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
-from jaxtrain.planning.flops import count_flops
 
 MODEL = gpt.GPTConfig(
     vocab_size=61,

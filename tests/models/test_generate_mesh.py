@@ -11,8 +11,8 @@ import jaxtrain as jt
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models import generate_target, gpt
 from jaxtrain.models.generate import Weights, generate_step, prompts
-from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.sharding.rules import param_shardings
 from tests.models.test_generate import FORMS, LENGTHS, PROMPTS
 from tests.models.test_generate_target import CONFIG, SOURCE
 from tests.models.test_generate_target import LENGTHS as SOURCE_LENGTHS

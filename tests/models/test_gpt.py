@@ -13,9 +13,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.models import gpt
 from jaxtrain.models.gpt import GPTConfig
-from jaxtrain.parallel.pipeline.stages import run_layers
-from jaxtrain.parallel.sharding import as_rules, param_shardings
 from jaxtrain.precision import float32_products
+from jaxtrain.sharding.rules import as_rules, param_shardings
+from jaxtrain.stages import run_layers
 from jaxtrain.tree import map_named, named_leaves
 from tests.forms import LLAMA
 from tests.models import decoder_definition as definition

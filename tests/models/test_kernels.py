@@ -10,14 +10,14 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.agreement import record_gradients, worst
+from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.engines.pipeline import pipeline
 from jaxtrain.models import gpt
 from jaxtrain.models.generate import decode_step, prefill
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
-from jaxtrain.parallel.pipeline import pipeline
-from jaxtrain.parallel.placement import constrain_tree
 from jaxtrain.precision import equations
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update
 from jaxtrain.tree import map_named, named_leaves
 from tests.forms import LLAMA

@@ -20,8 +20,8 @@ from jaxtrain.ops.attention import attention, cached_attention, choose, explain_
 from jaxtrain.ops.pallas import pallas_attention
 from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
-from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.precision import float32_products
+from jaxtrain.sharding.mesh import make_mesh
 
 
 def definition(

@@ -18,9 +18,9 @@ from experiments import gpt as experiment_gpt
 from jaxtrain.experiment import build_step, make_abstract_state
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
-from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.placement import constrain
 from jaxtrain.run import options
+from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.sharding.placement import constrain
 
 
 @pytest.fixture

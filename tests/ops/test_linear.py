@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, matmul, matmul_float32, merge
-from jaxtrain.parallel.sharding import param_shardings
 from jaxtrain.precision import float32_products
+from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import named_leaves
 
 N, D, F, R, ALPHA = 5, 6, 7, 2, 3.0

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import LowRank, merge
 from jaxtrain.ops.losses import cross_entropy, log_probs, matmul_float32
-from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.sharding.mesh import make_mesh
 
 VOCAB, PADDED, D = 11, 16, 5
 

@@ -12,7 +12,7 @@ from jax import jit
 import jaxtrain as jt
 from jaxtrain.optim import reports, watch
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
-from tests.parallel import pipelines as small
+from tests.engines import pipelines as small
 
 LAYERS, RATE = 6, 0.5
 # In natural order, in interleaved chunks, and in stages of different sizes, whose rows are padded.

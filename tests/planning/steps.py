@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.models import gpt
-from jaxtrain.parallel.sharding import Rules
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.sharding.rules import Rules
 
 LAYERS = 3
 # No two sizes alike, so that a shape says what it is of.

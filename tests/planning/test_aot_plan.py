@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from experiments import gpt
-from jaxtrain.parallel import overlap
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.groups import UNKNOWN
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
+from jaxtrain.sharding import overlap
 from tests.commands import run
 from tests.planning import steps
 

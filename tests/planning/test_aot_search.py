@@ -18,11 +18,11 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.models import gpt
 from jaxtrain.ops.attention import AheadOfTimeWarning
-from jaxtrain.parallel.sharding import Rules
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run import options
+from jaxtrain.sharding.rules import Rules
 
 # What the search promises.
 TOLERANCE = 0.15

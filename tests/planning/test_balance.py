@@ -7,10 +7,10 @@ import tyro
 
 from experiments import gpt as experiment
 from jaxtrain import data
+from jaxtrain.engines.pipeline import make_table
+from jaxtrain.engines.pipeline.balance import Weights, balanced, weigh
+from jaxtrain.engines.pipeline.tables import bubble, makespan
 from jaxtrain.models import gpt
-from jaxtrain.parallel.pipeline import make_table
-from jaxtrain.parallel.pipeline.tables import bubble, makespan
-from jaxtrain.planning.balance import Weights, balanced, weigh
 
 
 @functools.cache

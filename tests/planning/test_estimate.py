@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
+from jaxtrain.engines.pipeline.balance import weigh
+from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.experiment import (
     Experiment,
     build_step,
@@ -20,9 +22,8 @@ from jaxtrain.experiment import (
     make_state,
     no_batches,
 )
+from jaxtrain.flops import count_flops
 from jaxtrain.ops.attention import attention
-from jaxtrain.parallel.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.planning.balance import weigh
 from jaxtrain.planning.estimate import (
     abstract_mesh,
     abstract_state,
@@ -32,7 +33,6 @@ from jaxtrain.planning.estimate import (
     trace,
     trace_step,
 )
-from jaxtrain.planning.flops import count_flops
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.roofline import crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import parse_target

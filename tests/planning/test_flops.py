@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.flops import count_flops
 from jaxtrain.models import gpt
 from jaxtrain.ops.attention import branch_shares
-from jaxtrain.planning.flops import count_flops
 from tests.planning import steps
 
 a, b = jnp.ones((2, 3)), jnp.ones((3, 5))

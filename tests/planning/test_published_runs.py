@@ -14,10 +14,10 @@ import jaxtrain as jt
 from jaxtrain.data import packed_shapes
 from jaxtrain.experiment import Experiment, no_batches
 from jaxtrain.models import gpt
-from jaxtrain.parallel.sharding import Rules
 from jaxtrain.planning.estimate import estimate, predict
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import parse_target
+from jaxtrain.sharding.rules import Rules
 
 TOLERANCE = 0.25
 

@@ -23,8 +23,7 @@ from rich.console import Console
 import jaxtrain as jt
 from experiments import gpt
 from jaxtrain import cli
-from jaxtrain.parallel.mesh import simulated_hosts, slow_parts
-from jaxtrain.parallel.pipeline.tables import make_table, makespan, peak_stash
+from jaxtrain.engines.pipeline.tables import make_table, makespan, peak_stash
 from jaxtrain.planning import search as module
 from jaxtrain.planning.candidates import (
     SCHEDULES,
@@ -49,6 +48,7 @@ from jaxtrain.planning.ranking import cost, print_search, rank
 from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run import options
+from jaxtrain.sharding.mesh import simulated_hosts, slow_parts
 from jaxtrain.state import local_bytes
 
 CONFIG = gpt.Config(

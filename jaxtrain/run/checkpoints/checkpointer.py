@@ -28,11 +28,11 @@ from jax.experimental import multihost_utils
 from jaxtrain.host import storage
 from jaxtrain.host.paths import exists, look, make_folder
 from jaxtrain.host.storage import StorageError
-from jaxtrain.parallel.stack import Cut
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import bare, leaves_by_path, ocp, raw_array
 from jaxtrain.run.checkpoints.reader import Reader, in_all_processes
 from jaxtrain.run.checkpoints.step_folders import files_below
+from jaxtrain.sharding.stack import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         Args:
           step: the number of the step, from 0 and not below the latest one saved.
           state: a pytree of arrays, typed PRNG keys, Python numbers, and leaves that are
-            :class:`jaxtrain.parallel.stack.Cut`, which are saved as what they stand for.
+            :class:`jaxtrain.sharding.stack.Cut`, which are saved as what they stand for.
           metrics: numbers kept with the checkpoint; ``best_metric`` is looked up among them.
           config: anything JSON can hold, kept with the checkpoint; tuples come back as lists.
           force: save even where ``save_every`` does not divide ``step``.

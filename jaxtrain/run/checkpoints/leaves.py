@@ -11,10 +11,10 @@ from etils import epy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.offload import on_devices
-from jaxtrain.parallel.specs import names_of, spread
-from jaxtrain.parallel.stack import Cut, Order
 from jaxtrain.run.checkpoints import manifest as manifests
+from jaxtrain.sharding.offload import on_devices
+from jaxtrain.sharding.specs import names_of, spread
+from jaxtrain.sharding.stack import Cut, Order
 from jaxtrain.tree import path_name
 
 with epy.lazy_imports():  # a fifth of ``import jaxtrain``

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.parallel import offload
-from jaxtrain.parallel.stack import Cut, Order
+from jaxtrain.sharding import offload
+from jaxtrain.sharding.stack import Cut, Order
 
 _SEAL = "sha256"
 

@@ -22,12 +22,12 @@ from jax.experimental import multihost_utils
 from jaxtrain.host import storage
 from jaxtrain.host.paths import absolute, check_for_checkpoints
 from jaxtrain.host.storage import StorageError
-from jaxtrain.parallel.stack import Cut
 from jaxtrain.run.checkpoints import leaves as places
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 from jaxtrain.run.checkpoints.step_folders import StepFolders
+from jaxtrain.sharding.stack import Cut
 from jaxtrain.tree import map_named, named_leaves, owner_of
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Reader:
         """Reads a checkpoint into the structure, shardings and dtypes of ``abstract_state``.
 
         The devices hold what is returned and, where a leaf lies in another order in the file
-        (:class:`jaxtrain.parallel.stack.Cut`), that leaf once more, one at a time.
+        (:class:`jaxtrain.sharding.stack.Cut`), that leaf once more, one at a time.
 
         Args:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` with shardings, or a state whose

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment, build_evaluation, compile_eval, evaluate, rows_of
 from jaxtrain.optim import averaged, reports
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook, Value, as_value
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 

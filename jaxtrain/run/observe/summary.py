@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment, build_step
 from jaxtrain.host import distributed, memory
-from jaxtrain.parallel.mesh import describe_mesh
 from jaxtrain.planning import by_layer
 from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report.command import leave_report
+from jaxtrain.sharding.mesh import describe_mesh
 from jaxtrain.state import TrainState, host_bytes, local_bytes
 
 

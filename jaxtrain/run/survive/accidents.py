@@ -16,11 +16,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import gradients
+from jaxtrain.engines.plain import run_engine
 from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen
-from jaxtrain.parallel.placement import tracing_on
-from jaxtrain.parallel.sharding import batch_sharding
+from jaxtrain.sharding.placement import tracing_on
+from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.step import build_engine
 from jaxtrain.tree import PyTree, named_leaves
@@ -98,7 +98,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
             """Losses wait in a model state that goes from microbatch to microbatch."""
             model_state, losses = carried
             given = (params, model_state, batch, rng, loss_scale)
-            sums = gradients.run(each, *given, frozen=frozen)
+            sums = run_engine(each, *given, frozen=frozen)
             losses = jnp.roll(losses, -1).at[-1].set(sums.loss.total / sums.loss.weight)
             return dataclasses.replace(sums, model_state=(sums.model_state, losses))
 
@@ -118,7 +118,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         scale = None if state.loss_scale is None else state.loss_scale.scale
         carried = (state.model_state, jnp.zeros(microbatches))
         still = frozen(state.opt_state)
-        sums = gradients.run(engine, state.params, carried, batch, rng, scale, frozen=still)
+        sums = run_engine(engine, state.params, carried, batch, rng, scale, frozen=still)
         model_state, losses = sums.model_state
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)

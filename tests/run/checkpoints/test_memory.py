@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.stack import Order
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.checkpoints import leaves, manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.reader import Reader
+from jaxtrain.sharding.stack import Order
 
 LAYERS, WIDTH = 8, 96
 LAYER = WIDTH * WIDTH * 4

@@ -12,11 +12,11 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import data
 from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
-from jaxtrain.parallel.sharding import batch_sharding
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.hooks import evaluation
 from jaxtrain.run.options import MeshOptions
+from jaxtrain.sharding.rules import batch_sharding
 from tests import problems
 from tests.run.test_loop import ROWS, Rows, lines, make_experiment
 

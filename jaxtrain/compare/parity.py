@@ -1,0 +1,577 @@
+"""Whether a mesh changes the mathematics: an experiment on one device against the same on meshes.
+
+The experiment is trained for a few steps on one device with its own batches, in float32 unless
+asked otherwise. On each mesh every step starts from the state that one device had, and its
+optimizer is given the gradient that one device had. So each step is checked from end to end, by
+induction so is the run, and rounding is compared where it arises: left to itself, Adam would blow
+the rounding noise of a gradient that is zero (that of a key bias, which softmax does not see) up to
+the size of a whole update. Where the experiment has an evaluation, that of every state is compared
+as well.
+
+In bfloat16 both sides round, and a mesh rounds each device's part of a sum before the parts are
+added: gradients differ by some 3e-3, and by up to 1e-2 where a tensor axis cuts activations' sums
+too. XLA's CPU compiler would leave values in float32 within whatever it fuses, so that two programs
+round at different places; it is told not to. Then a pipeline has the gradients of an accumulation
+bit for bit but for what a table of tokens tied to the head gets, whose two parts are rounded one by
+one and not in their sum.
+
+Where part of an axis crosses a slow network, equal runs of the devices count as hosts, so that what
+is compiled has the form that it has there: gradients are summed inside of each first. The library
+does that where it reduces once per step; such a layout does, if the experiment leaves it open.
+
+The error of a leaf is ``|a - b| / |b|`` in the 2-norm. A leaf that is zero but for rounding has no
+norm to speak of, so ``|b|`` counts as at least a hundredth of what the leaf would have if it shared
+its tree's root mean square.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import (
+    Experiment,
+    compile_eval,
+    compile_train,
+    make_abstract_state,
+    make_experiment_mesh,
+    make_state,
+    rows_of,
+    why_not_once,
+)
+from jaxtrain.precision import Policy
+from jaxtrain.sharding.mesh import AXES, SLOW_AXES, fill_sizes, simulated_hosts
+from jaxtrain.sharding.placement import Gather
+from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages
+from jaxtrain.state import TrainState
+from jaxtrain.tree import PyTree, named_leaves, owner_of
+
+TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
+TOLERANCE = TOLERANCES["f32"]
+SLOW_PARTS = tuple(f"dcn_{axis}" for axis in SLOW_AXES)
+STEPS = 2  # the second has moments that are not zero
+DEVICES = 8
+
+# Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
+# busy, so several programs are compiled at once.
+COMPILERS = 2
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_allow_excess_precision": False,  # see the top of this module
+}
+if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not know
+    COMPILER_OPTIONS |= {
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and what is split over its data axis.
+
+    Args:
+      axes: sizes of mesh axes, and ``dcn_data`` and the like, as :func:`jaxtrain.make_mesh` takes
+        them.
+      zero: 0 to 3, as in :func:`jaxtrain.init_state`.
+    """
+
+    axes: Mapping[str, int]
+    zero: int = 0
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return math.prod(size for axis, size in self.axes.items() if axis in AXES)
+
+    @property
+    def hosts(self) -> int:
+        """In how many parts they are, with a slow network between them."""
+        return math.prod(self.axes.get(name, 1) for name in SLOW_PARTS)
+
+    def __str__(self) -> str:
+        named = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES)
+        more = {name: size for name, size in self.axes.items() if name not in AXES}
+        more |= {"zero": self.zero} if self.zero else {}
+        return ", ".join([named, *(f"{name} {value}" for name, value in more.items())])
+
+
+LAYOUTS = (
+    Layout({"data": 8}),
+    Layout({"fsdp": 8}),
+    Layout({"data": 2, "tensor": 4}),
+    Layout({"data": 2, "fsdp": 2, "tensor": 2}),
+    Layout({"data": 8}, zero=1),
+    Layout({"data": 8}, zero=2),
+    Layout({"data": 8}, zero=3),
+    Layout({"pipe": 2, "data": 2, "tensor": 2}),
+    Layout({"pipe": 2, "fsdp": 2, "tensor": 2}),
+    Layout({"pipe": 4, "fsdp": 2}),
+    Layout({"data": 4, "fsdp": 2, "dcn_data": 2}),
+    Layout({"data": 2, "fsdp": 4, "dcn_fsdp": 2}),
+    Layout({"pipe": 2, "data": 2, "tensor": 2, "dcn_pipe": 2}),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What came of one layout.
+
+    Args:
+      layout: the layout.
+      worst: the largest error and the leaf that has it, by part of the step's result; empty where
+        the layout does not fit.
+      refusal: why the layout does not fit the experiment, or None.
+    """
+
+    layout: Layout
+    worst: Mapping[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    refusal: str | None = None
+
+    def agrees(self, tolerance: float) -> bool:
+        """Whether no part is off by more than ``tolerance``."""
+        return all(error <= tolerance for error, _ in self.worst.values())
+
+
+class Step(NamedTuple):
+    """A step on one device: its state, its batch, what its optimizer was given, what came of it."""
+
+    before: TrainState
+    batch: PyTree
+    gradients: PyTree
+    parts: Mapping[str, Mapping[str, np.ndarray]]
+
+
+def parity(
+    init_fn: Callable[[jax.Array], PyTree],
+    loss_fn: Callable[..., Any],
+    batch: PyTree,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    rules: Rules | Sequence[Rule] | None = None,
+    layouts: Iterable[Layout | str] | None = None,
+    accumulate: int = 1,
+    stages: Stages | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+    has_model_state: bool = False,
+    gather: Gather | None = None,
+    steps: int = STEPS,
+    seed: int = 0,
+    policy: Literal["f32", "bf16"] = "f32",
+    tolerance: float | None = None,
+) -> str:
+    """Checks that a model of one's own trains on meshes as it does on one device.
+
+    Args:
+      init_fn, loss_fn, optimizer, rules, accumulate, has_model_state, gather: what
+        :func:`jaxtrain.init_state` and :func:`jaxtrain.build_train_step` are given; AdamW by
+        default.
+      batch: a global batch of arrays; every step trains on it.
+      layouts: meshes, such as ``"data=2,fsdp=2,tensor=2"``, ``"data=8,zero=3"`` or, over a slow
+        network, ``"data=8,dcn_data=2"``; by default all of :data:`LAYOUTS` that the devices suffice
+        for (those with ``pipe`` if there are stages).
+      stages, pipeline: the model as :class:`jaxtrain.Stages` and the arguments of
+        :func:`jaxtrain.pipeline`, for layouts with an axis ``pipe``.
+      steps: how many steps are compared.
+      seed: of parameters and of the steps' randomness.
+      policy: dtypes of both sides.
+      tolerance: the largest error of a leaf, relative in the 2-norm; by default, that which
+        :data:`TOLERANCES` has for the policy.
+
+    Returns:
+      A table of the worst leaf of loss, gradients, parameters and optimizer state on each mesh.
+
+    Raises:
+      AssertionError: where a mesh disagrees, with the leaf, the error and what to do about it.
+      ValueError: where nothing can be compared.
+
+    >>> init_fn = lambda rng: {"w": jax.random.normal(rng, (4,))}
+    >>> loss_fn = lambda params, batch, rng: ((batch @ params["w"]) ** 2).mean()
+    >>> print(parity(init_fn, loss_fn, np.ones((8, 4), "f"), layouts=["data=1"]).splitlines()[-1])
+    1 of 1 meshes agree with one device to 1e-05
+    """
+    if layouts is None:
+        fitting = [x for x in LAYOUTS if x.devices <= len(jax.devices())]
+        layouts = [x for x in fitting if stages is not None or "pipe" not in x.axes]
+        if not layouts:
+            raise ValueError(
+                f"JAX sees {len(jax.devices())} devices, too few for a mesh: simulate them with "
+                f"jax.config.update('jax_num_cpu_devices', {DEVICES}) before anything uses JAX, or "
+                "give layouts"
+            )
+    experiment = Experiment(
+        name="parity",
+        init_fn=init_fn,
+        loss_fn=loss_fn,
+        optimizer=optax.adamw(1e-3, eps=1e-6) if optimizer is None else optimizer,
+        batch=jax.eval_shape(lambda batch: batch, batch),
+        train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
+        steps=steps,
+        rules=as_rules(rules),
+        gather=gather,
+        accumulate=accumulate,
+        stages=stages,
+        pipeline=pipeline or {"microbatches": 4},
+        has_model_state=has_model_state,
+        seed=seed,
+    )
+    if policy not in TOLERANCES:
+        raise ValueError(f"policy {policy!r} is not compared: use one of {', '.join(TOLERANCES)}")
+    layouts = [parse_layout(layout) if isinstance(layout, str) else layout for layout in layouts]
+    comparisons = list(compare(experiment, layouts=layouts, steps=steps, policy=policy))
+    tolerance = TOLERANCES[policy] if tolerance is None else tolerance
+    console = Console(file=io.StringIO(), width=120)
+    agree = report(comparisons, tolerance=tolerance, console=console)
+    table = console.file.getvalue().rstrip()
+    if not agree:
+        off = next(c for c in comparisons if not c.agrees(tolerance))
+        part, (error, leaf) = next(x for x in off.worst.items() if not x[1][0] <= tolerance)
+        raise AssertionError(
+            f"on mesh {off.layout} the {part} of {leaf!r} differ by {error:.1e} from one device's. "
+            "If the model uses shard_map, collectives or sizes of the mesh, look there first. "
+            "Otherwise pin its activations near that parameter with jaxtrain.constrain(x, 'batch', "
+            "...), or leave one of the axes data, fsdp and tensor at 1.\n\n" + table
+        )
+    return table
+
+
+def compare(
+    experiment: Experiment,
+    *,
+    layouts: Iterable[Layout] = LAYOUTS,
+    steps: int = STEPS,
+    policy: Policy | str = "f32",
+) -> Iterator[Comparison]:
+    """Trains on one device, then on each layout, and compares; see the top of this module.
+
+    A pipeline is compared with as many accumulated microbatches on one device as it has: the same
+    rows, with the same randomness.
+
+    Args:
+      experiment: what to train; its mesh, ZeRO stage and dtypes are replaced. Where it accumulates,
+        that is the number of a pipeline's microbatches too.
+      layouts: the meshes to compare, each over the first devices that JAX sees.
+      steps: how many batches.
+      policy: dtypes of both sides.
+
+    Yields:
+      What came of each layout, in order.
+
+    Raises:
+      ValueError: where ``steps`` is less than 1, or the experiment cannot run on one device.
+    """
+    if steps < 1:
+        raise ValueError(f"{steps} steps have nothing to compare: use 1 or more")
+    if isinstance(policy, str):
+        cast = experiment.policy.cast_batch
+        policy = dataclasses.replace(Policy.named(policy), cast_batch=cast)
+    experiment = dataclasses.replace(experiment, policy=policy)
+    layouts = list(layouts)
+    # An accumulation has its number everywhere; else a pipeline alone has microbatches.
+    pipelined = experiment.pipeline.get("microbatches", 1)
+    numbers = [
+        pipelined
+        if experiment.accumulate == 1 and x.axes.get("pipe", 1) > 1
+        else experiment.accumulate
+        for x in layouts
+    ]
+    pool = ThreadPoolExecutor(COMPILERS)
+    try:
+        alone = {
+            number: pool.submit(compile_on, experiment, Layout({}), number, record_gradients())
+            for number in dict.fromkeys(numbers)
+        }
+        both = record_gradients(), replay_gradients()
+        programs = [
+            pool.submit(compile_on, experiment, layout, number, *both)
+            for layout, number in zip(layouts, numbers, strict=True)
+        ]
+        run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
+        if experiment.accumulate in alone:
+            run(experiment.accumulate)  # what one device refuses is no layout's fault
+        for layout, number, program in zip(layouts, numbers, programs, strict=True):
+            try:
+                errors = run_layout(program.result(), run(number))
+            except ValueError as error:
+                yield Comparison(layout, refusal=str(error))
+            else:
+                yield Comparison(layout, worst=errors)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Program(NamedTuple):
+    """What is compiled for a mesh: the train step and, where there is one, the evaluation."""
+
+    experiment: Experiment
+    shapes: TrainState
+    train: CompiledStep
+    evaluate: Callable[[TrainState], Mapping[str, Any]]
+
+
+def compile_on(
+    experiment: Experiment,
+    layout: Layout,
+    microbatches: int,
+    *gradients: optax.GradientTransformation,
+) -> Program:
+    """Compiles for a layout; ``gradients`` come first in the optimizer chain."""
+    if layout.devices > len(jax.devices()):
+        raise ValueError(f"it takes {layout.devices} devices and there are {len(jax.devices())}")
+    piped = layout.axes.get("pipe", 1) > 1
+    once = experiment.gather_once
+    if layout.hosts > 1 and once is None and why_not_once(experiment, piped=piped) is None:
+        once = True
+    experiment = dataclasses.replace(
+        experiment,
+        optimizer=optax.chain(*gradients, experiment.optimizer),
+        mesh=layout.axes,
+        zero=layout.zero,
+        gather_once=once,
+        accumulate=1 if piped else microbatches,
+        pipeline=dict(experiment.pipeline) | ({"microbatches": microbatches} if piped else {}),
+    )
+    with simulated_hosts(max(1, layout.devices // layout.hosts)):
+        return _compile(experiment, jax.devices()[: layout.devices])
+
+
+def _compile(experiment: Experiment, devices: Sequence[jax.Device]) -> Program:
+    mesh = make_experiment_mesh(experiment, devices)
+    shapes = make_abstract_state(experiment, mesh)
+    options = {"compiler_options": COMPILER_OPTIONS}
+    train = compile_train(experiment, shapes, mesh, **options)
+    batches = next(iter(experiment.eval_sets.values()), None)
+    if batches is None:
+        return Program(experiment, shapes, train, lambda state: {})
+    held_out = jax.device_get(rows_of(next(iter(batches(batch_sharding(mesh))))))
+    step = compile_eval(experiment, shapes, held_out, mesh, **options)
+    means = lambda state: jax.device_get(step(state, held_out)).means()  # noqa: E731
+    return Program(experiment, shapes, train, means)
+
+
+def run_one_device(program: Program, steps: int) -> list[Step]:
+    """Trains on one device."""
+    mesh, run = program.shapes.step.sharding.mesh, []
+    state = make_state(program.experiment, mesh)
+    with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
+        for batch in itertools.islice(stream, steps):
+            before = place(state, state)
+            state, parts = run_step(program, state, batch)
+            before = dataclasses.replace(before, opt_state=before.opt_state[-1])
+            # A copy, for the next step is given the state to write over.
+            run.append(Step(before, jax.device_get(batch), _copy(state.opt_state[0]), parts))
+    return run
+
+
+def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[float, str]]:
+    """Repeats each step on a mesh; returns the largest error of each part, and its leaf."""
+    errors: dict[str, tuple[float, str]] = {}
+    for step in reference:
+        given = (step.gradients, step.gradients, step.before.opt_state)
+        state = place(dataclasses.replace(step.before, opt_state=given), program.shapes)
+        _, found = run_step(program, state, step.batch)
+        for part, expected in step.parts.items():
+            each = [worst(found[part][group], expected[group]) for group in expected]
+            errors[part] = max([errors.get(part, (-1.0, "")), *each])
+    return errors
+
+
+def run_step(
+    program: Program, state: TrainState, batch: PyTree
+) -> tuple[TrainState, dict[str, dict[str, dict[str, np.ndarray]]]]:
+    """Runs the evaluation and a step; returns the state, and what is compared.
+
+    That is on the host: leaves by name, in groups, by part. First and second moments differ by
+    orders of magnitude, so each is a group of its own.
+    """
+    means = program.evaluate(state)
+    state, metrics = program.train(state, batch)
+    gradients, *_, opt_state = state.opt_state
+    parts = {
+        "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
+        "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
+    }
+    trees = {
+        "gradients": gradients,
+        "parameters": state.params,
+        "optimizer state": opt_state,
+        "model state": state.model_state,
+    }
+    shared = {"params": named_leaves(state.params), "stack": program.experiment.stack}
+    parts |= {name: groups(tree, **shared) for name, tree in trees.items()}
+    return state, {name: part for name, part in parts.items() if part}
+
+
+def place(state: TrainState, like: TrainState) -> TrainState:
+    """Copies a state to where another (shapes with shardings suffice) lies."""
+    # The step donates what it is given, and device_put shares buffers with its argument (even with
+    # may_alias=False, where it copies to more devices).
+    return _copy(jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)))
+
+
+@jax.jit
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def record_gradients() -> optax.GradientTransformation:
+    """Keeps the latest gradient in the optimizer's state, where it can be compared."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, grads),
+    )
+
+
+def replay_gradients() -> optax.GradientTransformation:
+    """Passes on the gradient in its state in place of the one that it is given."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (state, state),
+    )
+
+
+def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
+    """The largest relative error over the leaves of a tree, and the leaf that has it.
+
+    Args:
+      found, expected: trees of arrays with the same paths.
+
+    Returns:
+      The error as defined at the top of this module (infinite where something is not a number),
+      and the leaf's path.
+
+    >>> worst({"a": np.array([3, 5]), "b": np.ones(2)}, {"a": np.array([3, 4]), "b": np.ones(2)})
+    (0.2, 'a')
+    """
+    found, expected = named_leaves(found), named_leaves(expected)
+    total = math.sqrt(sum(float(np.square(np.float64(x)).sum()) for x in expected.values()))
+    count = sum(x.size for x in expected.values())
+    errors = []
+    for name, b in expected.items():
+        floor = 0.01 * total * math.sqrt(b.size / count)
+        norm = max(float(np.linalg.norm(np.float64(b))), floor)
+        distance = float(np.linalg.norm(np.float64(found[name]) - np.float64(b)))
+        error = distance / norm if norm else distance
+        errors.append((math.inf if math.isnan(error) else error, name))
+    return max(errors)
+
+
+def groups(
+    tree: PyTree, *, params: Mapping[str, Any], stack: Stack
+) -> dict[str, dict[str, np.ndarray]]:
+    """The leaves of a tree by what their path has in front of a parameter's path.
+
+    A stacked parameter, and what an optimizer keeps of it, is one leaf per layer, unless what lies
+    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`).
+
+    Args:
+      tree: of arrays.
+      params: the parameters by path.
+      stack: which of them are stacked.
+    """
+    result: dict[str, dict[str, np.ndarray]] = {}
+    fits = stack.fits(params)
+    for name, leaf in named_leaves(tree).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        value = np.asarray(jax.device_get(leaf))
+        owner = owner_of(name, params)
+        # What follows no parameter (a counter) is a group by itself.
+        group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
+        layers = params[owner].shape[: stack.lead] if fits and stack.holds(owner) else ()
+        if layers and value.shape[: len(layers)] == layers:
+            each = value.reshape(-1, *value.shape[len(layers) :])
+            group |= {f"{name}, layer {i}": layer for i, layer in enumerate(each)}
+        else:
+            group[name] = value
+    return result
+
+
+def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:
+    """:data:`LAYOUTS`, and before them the experiment's own where it is another.
+
+    Raises:
+      ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
+    """
+    sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
+    if -1 in sizes.values():
+        sizes = fill_sizes(sizes, DEVICES)
+    sizes |= {name: experiment.mesh.get(name, 1) for name in SLOW_PARTS}
+    own = Layout({axis: size for axis, size in sizes.items() if size != 1}, experiment.zero)
+    return LAYOUTS if own.devices == 1 or own in LAYOUTS else (own, *LAYOUTS)
+
+
+def parse_layout(text: str) -> Layout:
+    """Reads a layout such as ``"data=2,tensor=4"`` or ``"data=8,zero=1"``.
+
+    Raises:
+      ValueError: for anything else.
+
+    >>> str(parse_layout("data=8,zero=1")), str(parse_layout("data=4,fsdp=2,dcn_data=2"))
+    ('data 8, zero 1', 'data 4 x fsdp 2, dcn_data 2')
+    """
+    sizes = {}
+    for entry in text.split(","):
+        name, _, size = (word.strip() for word in entry.partition("="))
+        if name not in (*AXES, *SLOW_PARTS, "zero") or not size.isdecimal():
+            raise ValueError(
+                f"layout {text!r} is not known: write sizes of the mesh axes {', '.join(AXES)}, "
+                f"and {', '.join(SLOW_PARTS)} and zero, such as data=2,tensor=4 or data=8,zero=1"
+            )
+        sizes[name] = int(size)
+    zero = sizes.pop("zero", 0)
+    return Layout(sizes, zero)
+
+
+def report(
+    comparisons: Iterable[Comparison], *, tolerance: float, console: Console | None = None
+) -> bool:
+    """Prints a table of comparisons and says whether all of them agree.
+
+    Raises:
+      ValueError: where no layout fits, so that nothing was compared.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("mesh", max_width=len("pipe 2 x data 2 x tensor 2,"))
+    table.add_column("part", no_wrap=True)
+    table.add_column("worst error", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("in", overflow="fold")
+    comparisons = list(comparisons)
+    for comparison in comparisons:
+        title = str(comparison.layout)
+        for part, (error, leaf) in comparison.worst.items():
+            verdict = "ok" if error <= tolerance else "[bold red]NOT[/bold red]"
+            table.add_row(title, part, f"{error:.1e}", verdict, leaf)
+            title = ""
+        if comparison.refusal is not None:
+            table.add_row(title, "", "", "", f"does not fit: {comparison.refusal}")
+    console = console or Console()
+    console.print(table, highlight=False)
+    compared = [c for c in comparisons if c.refusal is None]
+    off = [c for c in compared if not c.agrees(tolerance)]
+    if not compared:
+        reasons = "; ".join(f"{c.layout}: {c.refusal}" for c in comparisons)
+        raise ValueError(f"no mesh fits, so nothing was compared: choose other layouts ({reasons})")
+    console.print()
+    console.print(
+        f"{len(compared) - len(off)} of {len(compared)} meshes agree with one device to "
+        f"{tolerance:g}",
+        highlight=False,
+    )
+    return not off

@@ -1,0 +1,1 @@
+"""Gradient engines: how a batch becomes summed gradients, at once, in parts and in stages."""

@@ -1,0 +1,203 @@
+"""What a loss returns: sums over tokens and their weight, and metrics beside them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.tree import named_leaves
+
+# What a train step reports itself; a loss may not call a metric so.
+RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
+
+
+RESERVED += ("param_norm", "update_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A metric of :class:`WeightedLoss` that is no mean: a ``Max``, ``Sum`` or ``Last``.
+
+    Args:
+      value: of one part of the data; an array is reduced entry by entry.
+      parts: scalar, of how many parts; 0 is nothing yet, whatever the value. So zeros begin every
+        sum, and add nothing to it, as for what a pipeline adds over its stages.
+    """
+
+    value: jax.Array
+    parts: jax.Array = 1.0
+
+    def __add__(self, other: "Reduction") -> "Reduction":
+        both = self.joined(self.value, other.value)
+        value = jnp.where(self.parts > 0, jnp.where(other.parts > 0, both, self.value), other.value)
+        return type(self)(value, self.parts + other.parts)
+
+    def result(self) -> jax.Array:
+        """Returns the value over all parts; NaN where there are none."""
+        return jnp.where(self.parts > 0, self.value, jnp.nan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max(Reduction):
+    """The largest value of all parts."""
+
+    joined = staticmethod(jnp.maximum)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum(Reduction):
+    """The sum of the values of all parts."""
+
+    joined = staticmethod(jnp.add)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Last(Reduction):
+    """The value of the last part."""
+
+    joined = staticmethod(lambda first, last: last)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightedLoss:
+    """A loss as a sum and its weight, so that parts of a batch can be added exactly.
+
+    Args:
+      total: scalar, the loss summed over everything that counts (tokens, examples).
+      weight: scalar, how much counts; the reported loss is ``total / weight``.
+      metrics: name to scalar, or to an array of one shape in all parts (a load per expert). A bare
+        value is summed like ``total`` and divided by ``weight``; a pair ``(total, weight)`` brings
+        a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and ``jt.Last(x)`` are reduced so over
+        microbatches and batches of an evaluation.
+
+    >>> a = WeightedLoss(total=6.0, weight=3.0, metrics={"correct": 1.0})
+    >>> (a + WeightedLoss(total=2.0, weight=1.0, metrics={"correct": 1.0})).means()
+    {'loss': 2.0, 'correct': 0.5}
+    """
+
+    total: jax.Array
+    weight: jax.Array
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: "WeightedLoss") -> "WeightedLoss":
+        others = named_leaves(other.metrics)
+        for name, value in named_leaves(self.metrics).items():
+            shapes = jnp.shape(value), jnp.shape(others.get(name, value))
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"metric {name!r} has shape {shapes[0]} in one part of the data and "
+                    f"{shapes[1]} in another: parts are added, so give it one shape"
+                )
+        return jax.tree.map(lambda a, b: a + b, self, other, is_leaf=_is_reduction)
+
+    def times(self, share: float) -> "WeightedLoss":
+        """Returns the sums of this share of the same data; a ``Max`` or ``Last`` stays."""
+
+        def scaled(x):
+            if not _is_reduction(x):
+                return x * share
+            return Sum(x.value * share, x.parts) if isinstance(x, Sum) else x
+
+        return jax.tree.map(scaled, self, is_leaf=_is_reduction)
+
+    def means(self) -> dict[str, jax.Array]:
+        """Returns ``loss`` and every metric, divided by its weight or reduced."""
+
+        def mean(value):
+            if _is_reduction(value):
+                return value.result()
+            total, weight = value if isinstance(value, tuple) else (value, self.weight)
+            return total / weight
+
+        return {k: mean(v) for k, v in ({"loss": self.total} | dict(self.metrics)).items()}
+
+
+def _is_reduction(node: Any) -> bool:
+    return isinstance(node, Reduction)
+
+
+LossFn = Callable[..., Any]
+
+
+def row_wise(loss_fn: LossFn) -> LossFn:
+    """Declares a loss to be a sum over the rows of its batch.
+
+    The loss of some rows plus that of others, added as ``WeightedLoss`` adds, must be the loss of
+    all of them: total, weight (such as the number of rows) and metrics. Cross-entropy of tokens is
+    so. A mean over the batch, a contrastive loss, a penalty on parameters or a norm over the batch
+    is not. On a mesh the
+    gradients of such a loss are summed on each device over the microbatches of a step and reduced
+    once (:mod:`jaxtrain.engines.reduction`); those of any other are reduced in every microbatch.
+
+    Nobody checks the declaration; :func:`jaxtrain.parity` shows where it is false. A loss may draw
+    with its key by :func:`jaxtrain.ops.numerics.drop`; one that draws in another way is found out
+    and left as it is.
+
+    Args:
+      loss_fn: as for :func:`jaxtrain.build_train_step`.
+
+    Returns:
+      The same function, marked. It raises ``ValueError`` for a scalar, which weighs 1 however many
+      rows it is of.
+
+    >>> is_row_wise(row_wise(lambda params, x, rng: WeightedLoss((params * x).sum(), len(x))))
+    True
+    """
+
+    @functools.wraps(loss_fn)
+    def marked(*args, **kwargs):
+        loss = loss_fn(*args, **kwargs)
+        if not isinstance(loss, WeightedLoss | tuple):
+            raise ValueError(
+                "a loss that is declared a sum over rows (jaxtrain.row_wise) returned a scalar, "
+                "which weighs 1 however many rows it is of: return jaxtrain.WeightedLoss(total, "
+                "weight), with a weight that is a sum over rows too"
+            )
+        return loss
+
+    marked.is_row_wise = True
+    return marked
+
+
+def is_row_wise(loss_fn: LossFn) -> bool:
+    """Whether a loss has been declared :func:`row_wise`."""
+    return getattr(loss_fn, "is_row_wise", False)
+
+
+def as_weighted(loss: Any) -> WeightedLoss:
+    """Brings what a loss function returned to a ``WeightedLoss`` of arrays; a scalar weighs 1.
+
+    Raises:
+      ValueError: where the loss or its weight is no scalar.
+    """
+    if isinstance(loss, tuple):
+        raise ValueError(
+            f"the loss returned a tuple of {len(loss)}: return WeightedLoss(total, weight, "
+            "metrics={...}) to report more than a loss; only with has_model_state=True is it "
+            "(loss, model_state)"
+        )
+    if not isinstance(loss, WeightedLoss):
+        loss = WeightedLoss(loss, jnp.float32(1.0))
+    if jnp.shape(loss.total) or jnp.shape(loss.weight):
+        raise ValueError(
+            f"the loss has shape {jnp.shape(loss.total)} and its weight {jnp.shape(loss.weight)}: "
+            "both must be scalars; return WeightedLoss(total=(loss * mask).sum(), "
+            "weight=mask.sum())"
+        )
+    return jax.tree.map(jnp.asarray, loss)
+
+
+def check_metrics(loss: WeightedLoss) -> None:
+    """Raises where a loss calls a metric as a train step calls one of its own."""
+    if taken := sorted(set(loss.metrics) & set(RESERVED)):
+        raise ValueError(
+            f"the loss calls a metric {taken[0]!r}, as a train step calls one of its own: give it "
+            f"a name other than {', '.join(RESERVED)}"
+        )

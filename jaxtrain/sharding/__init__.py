@@ -1,0 +1,1 @@
+"""Places arrays on a mesh: rules, stacks of layers, collectives, host memory."""

@@ -1,0 +1,381 @@
+"""Placement inside a traced computation: activations pinned by name, weights gathered where needed.
+
+What ``compile_step`` is told stands here while it traces: the mesh, the rules whose table says what
+carries a logical axis, and how each parameter lies. Without a mesh nothing here does anything.
+"""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.sharding.mesh import BATCH_AXES, describe_mesh, slow_parts
+from jaxtrain.sharding.rules import Rule, Rules, as_rules
+from jaxtrain.sharding.specs import entries_of, names_of, tidy, within
+from jaxtrain.tree import PyTree, map_named, named_leaves
+
+Gather = Literal["step", "model"]
+
+
+@dataclasses.dataclass(eq=False)
+class _Placement:
+    """What code that is traced for a mesh may ask: rules, and how each parameter lies (by path)."""
+
+    rules: Rules = dataclasses.field(default_factory=Rules)
+    params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
+    pins: int = 0  # calls of constrain and gather
+    told: dict[str, str] = dataclasses.field(default_factory=dict)
+    sized: bool = True  # False where the trace stands for meshes of other sizes too
+    slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
+
+
+# Part of the key of JAX's caches: another table is another trace.
+_PLACEMENT = jax.make_user_context(_Placement())
+
+
+@contextlib.contextmanager
+def tracing_on(
+    mesh: Any,
+    state: PyTree,
+    rules: Rules | Sequence[Rule] | None = None,
+    *,
+    sized: bool | None = None,
+) -> Iterator[dict[str, str]]:
+    """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
+
+    What that code says of its program (:func:`tell`) is in the dict that this gives.
+
+    Args:
+      mesh: concrete or abstract.
+      state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows.
+      rules: whose ``axes`` :func:`constrain` and the kernels follow.
+      sized: whether what is traced is for these sizes alone; None says so of a concrete mesh.
+    """
+    sized = isinstance(mesh, Mesh) if sized is None else sized
+    params = None
+    if (tree := getattr(state, "params", None)) is not None:
+        named = named_leaves(tree).items()
+        params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
+    concrete = isinstance(mesh, Mesh)
+    enter = jax.set_mesh if concrete else jax.sharding.use_abstract_mesh
+    slow = slow_parts(mesh) if concrete else {}
+    placement = _Placement(as_rules(rules), params, sized=sized, slow=slow)
+    with _PLACEMENT(placement), enter(mesh):
+        yield placement.told
+
+
+def tell(what: str, found: str) -> None:
+    """Adds a line to the report of the step that is being traced for a mesh."""
+    _PLACEMENT.value.told[what] = found
+
+
+def for_one_size() -> bool:
+    """Whether what is traced may depend on the sizes of the mesh; an estimate's may not."""
+    return _PLACEMENT.value.sized
+
+
+def slow_axes() -> dict[str, int]:
+    """Axes of the mesh traced for that cross the slow network, and over how many parts of it."""
+    return {axis: n for axis, n in _PLACEMENT.value.slow.items() if n > 1}
+
+
+def rows_lead() -> bool:
+    """Whether, by the ambient rules, the leading axis of every batch leaf is that of its rows."""
+    return all(axes[:1] == ("batch",) for _, axes in _PLACEMENT.value.rules.batch)
+
+
+def specs_of(params: PyTree) -> dict[str, P] | None:
+    """How parameters lie, by path; None where these are not the ones being compiled for."""
+    known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)
+    shapes = {name: shape for name, (shape, _) in known.items()}
+    if shapes != {name: tuple(jnp.shape(x)) for name, x in leaves.items()}:
+        return None
+    return {name: spec for name, (_, spec) in known.items()}
+
+
+def free_axes(mesh: Any, logical: str | None = None) -> tuple[str, ...]:
+    """Axes of a mesh, of size above 1, that no surrounding ``shard_map`` has taken over.
+
+    Args:
+      mesh: the ambient one, or of an array that is traced.
+      logical: those that carry this logical axis, by the ambient rules; None for all.
+    """
+    if mesh.empty:
+        return ()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
+    if not free:
+        return ()
+    rules = _PLACEMENT.value.rules
+    carried = mesh.axis_names if logical is None else rules.mesh_axes(logical, mesh)
+    return tuple(axis for axis in carried if axis in free)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins an activation's sharding, one logical axis name per dimension; None is not split.
+
+    Reads the ambient mesh (``jax.set_mesh``, which ``compile_step`` enters while it traces) and
+    leaves ``x`` alone where there is none. What carries a logical axis is said by
+    :data:`LOGICAL_AXES` and by ``compile_step(rules=...)``. A dimension that its mesh axes do not
+    divide is left to the compiler, and so are axes that surrounding ``shard_map`` code has taken
+    over.
+
+    >>> constrain(jax.numpy.ones((4, 2)), "batch", None).shape
+    (4, 2)
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    if len(axes) != x.ndim:
+        raise ValueError(f"constrain: {len(axes)} axis names {axes} for an array of rank {x.ndim}")
+    _PLACEMENT.value.pins += 1
+    if not free_axes(mesh):
+        return x
+    entries = []
+    for size, logical in zip(x.shape, axes, strict=True):
+        carried = free_axes(mesh, logical) if logical is not None else ()
+        fits = size % math.prod(mesh.shape[axis] for axis in carried) == 0
+        entries.append((carried or None) if fits else P.UNCONSTRAINED)
+    return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+def pin_residual(x_BTD: jax.Array) -> jax.Array:
+    """Pins a residual stream [B, T, ...] as it lies between the branches of blocks.
+
+    Its sequence is split over what carries the logical axis ``residual``: over ``context``, and
+    over ``tensor``, whose devices would otherwise all hold and norm the same (Korthikanti et al.
+    2022, sequence parallelism, https://arxiv.org/abs/2205.05198). Rows that these do not divide are
+    split over ``sequence`` alone; ``Rules(axes={"residual": "context"})`` asks for that.
+    """
+    axis = "residual" if splits_residual(x_BTD.shape[1]) else "sequence"
+    return constrain(x_BTD, "batch", axis, *[None] * (x_BTD.ndim - 2))
+
+
+def gather_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch reads: a residual stream, whole over the axes that split heads or features.
+
+    The transpose of :func:`scatter_sequence`: an all-gather, whose gradient is a reduce-scatter.
+    """
+    return _pin_rows(pin_residual(x_BTD))
+
+
+def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
+    """What a branch adds to the residual stream, of whose sum each device takes its positions.
+
+    Behind a product of which every device has a part this is a reduce-scatter, where the product's
+    result is [B, T, D] itself: XLA's GPU compiler looks through no reshape.
+    """
+    return pin_residual(_pin_rows(x_BTD))
+
+
+def splits_residual(length: int) -> bool:
+    """Whether rows of ``length`` positions are split further between branches than within them."""
+    axes, parts = _residual_axes()
+    return bool(axes) and length % parts == 0
+
+
+def warn_if_whole(length: int) -> None:
+    """Warns where the residual stream is to be split further than it can.
+
+    Warns:
+      UnevenWarning: as said.
+    """
+    axes, parts = _residual_axes()
+    if axes and length % parts:
+        warnings.warn(
+            f"rows of {length} positions are no multiple of {parts}: the residual stream is whole "
+            f"on all devices along mesh axis {' x '.join(axes)}, which could hold a part each",
+            UnevenWarning,
+            stacklevel=2,
+        )
+
+
+def _residual_axes() -> tuple[tuple[str, ...], int]:
+    """The axes that split rows between branches alone, and into how many parts they are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, within = free_axes(mesh, "residual"), free_axes(mesh, "sequence")
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    return tuple(axis for axis in axes if axis not in within), parts
+
+
+class UnevenWarning(UserWarning):
+    """Something that a mesh is to split is copied, as it does not divide."""
+
+
+def _pin_rows(x_BTD: jax.Array) -> jax.Array:
+    return constrain(x_BTD, "batch", "sequence", *[None] * (x_BTD.ndim - 2))
+
+
+def gather(params: PyTree, path: str = "") -> PyTree:
+    """Copies parameters whole over the mesh axes that split the batch; other axes stay.
+
+    For models that gather their weights layer by layer, so that no more than one layer's are whole
+    at a time; the step that has such a loss is built with ``gather="model"``. Without a mesh
+    nothing happens.
+
+    Args:
+      params: all parameters, or the subtree at ``path``. A leaf may lack leading dimensions of its
+        parameter: one layer of a stack.
+      path: where in ``state.params`` the subtree stands, such as ``"blocks"``.
+
+    Raises:
+      ValueError: for a leaf that is no parameter of the state being compiled for.
+    """
+    placement, mesh = _PLACEMENT.value, jax.sharding.get_abstract_mesh()
+    if placement.params is None or mesh.empty:
+        return params
+    placement.pins += 1
+    free, under = free_axes(mesh), f"{path}/" if path else ""
+    specs = map_named(
+        lambda name, x: _gathered_spec((under + name).removesuffix("/"), x, free), params
+    )
+    return jax.lax.with_sharding_constraint(params, specs)
+
+
+@contextlib.contextmanager
+def gathers_whole() -> Iterator[None]:
+    """Makes :func:`gather`, in what is traced within, copy parameters whole over all axes."""
+    placement = _PLACEMENT.value
+    params = {name: (shape, P()) for name, (shape, _) in (placement.params or {}).items()}
+    with _PLACEMENT(dataclasses.replace(placement, params=params)):
+        yield
+
+
+def _gathered_spec(name: str, leaf: Any, free: Sequence[str]) -> P:
+    """The spec of a parameter, or of a layer of it, without the batch's axes."""
+    shape, spec = _PLACEMENT.value.params.get(name, ((), P()))
+    rank = len(leaf.shape)
+    if rank > len(shape) or shape[len(shape) - rank :] != tuple(leaf.shape):
+        raise ValueError(
+            f"gather: the state has no parameter {name!r} that ends in shape "
+            f"{tuple(leaf.shape)}; give the path at which the subtree stands in state.params"
+        )
+    whole = _without_batch_axes(spec, len(shape), free)
+    return P(*whole[len(shape) - rank :])
+
+
+def enter_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree:
+    """Parameters as a loss is given them on a mesh: where :func:`entered_specs` says so, gathered.
+
+    Args:
+      params, shardings: see there.
+    """
+    specs = entered_specs(params, shardings)
+    return params if specs is None else jax.lax.with_sharding_constraint(params, specs)
+
+
+def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
+    """How parameters are to lie where a loss that pins nothing reads them; None for as they are.
+
+    Where three or more axes are left to XLA's partitioner and the batch's split weights too, it may
+    reshard wrongly: unconstrained models then have wrong gradients, and some a wrong loss (jax
+    0.10.2). With weights that lose the batch's axes first, that has not been seen.
+
+    Args:
+      params: the parameters, being traced.
+      shardings: theirs, or those of their gradients; None for what ``compile_step`` knows.
+
+    Returns:
+      Like ``params``, with an entry for every dimension.
+
+    Raises:
+      ValueError: where the mesh needs it and nobody says how the parameters lie.
+    """
+    mesh, free = _mesh_that_needs_it(params)
+    if not free:
+        return None
+    if shardings is not None:
+        ambient = not jax.sharding.get_abstract_mesh().empty
+
+        def entered(x: jax.Array, sharding: NamedSharding) -> P | NamedSharding:
+            spec = _without_batch_axes(sharding.spec, x.ndim, free)
+            return spec if ambient else NamedSharding(sharding.mesh, spec)
+
+        return jax.tree.map(entered, params, shardings)
+    if _PLACEMENT.value.params is None:
+        raise ValueError(
+            f"the step is traced for a mesh {describe_mesh(mesh)} and does not know how its "
+            "parameters lie on it, by which XLA may compute wrong gradients: compile it with "
+            "jaxtrain.compile_step, or build it with gradient_shardings"
+        )
+    return map_named(lambda name, x: _gathered_spec(name, x, free), params)
+
+
+def _mesh_that_needs_it(params: PyTree) -> tuple[Any, tuple[str, ...]]:
+    """The mesh that is traced for and, where weights are to be gathered on it, its free axes."""
+    mesh, leaves = jax.sharding.get_abstract_mesh(), jax.tree.leaves(params)
+    if mesh.empty and leaves:
+        # Without an ambient mesh the arrays themselves may lie on one.
+        mesh = getattr(getattr(jax.typeof(leaves[0]), "sharding", None), "mesh", mesh)
+    free = free_axes(mesh)
+    return mesh, free if len(free) >= 3 and set(BATCH_AXES) & set(free) else ()
+
+
+@contextlib.contextmanager
+def model_gathers() -> Iterator[None]:
+    """Checks that a loss traced within pins something, where :func:`enter_loss` would gather.
+
+    Raises:
+      ValueError: where it calls neither :func:`constrain` nor :func:`gather`.
+    """
+    placement, (mesh, free) = _PLACEMENT.value, _mesh_that_needs_it(None)
+    before = placement.pins
+    yield
+    if free and placement.pins == before:
+        raise ValueError(
+            f"the step is built with gather='model' and its loss calls neither jaxtrain.gather nor "
+            f"jaxtrain.constrain, on a mesh {describe_mesh(mesh)}: call them, or leave gather out"
+        )
+
+
+def _without_batch_axes(spec: P, rank: int, free: Sequence[str]) -> P:
+    """A spec with an entry per dimension, of free axes that split no batch."""
+    entries = map(names_of, entries_of(spec, rank))
+    kept = [tuple(a for a in axes if a in free and a not in BATCH_AXES) for axes in entries]
+    return P(*map(tidy, kept))
+
+
+def in_shard_map() -> bool:
+    """Whether the code being traced is inside a ``shard_map`` over some axis of the mesh."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return AxisType.Manual in kinds
+
+
+def row_numbers(count: int) -> jax.Array:
+    """The numbers [count], among all rows of a microbatch, of those that code is traced for.
+
+    They differ from 0 .. count - 1 where surrounding ``shard_map`` code has taken over the axes
+    that split the batch, and a device sees its own rows alone.
+    """
+    taken = manual_batch_axes()
+    return (jax.lax.axis_index(taken) * count if taken else 0) + jnp.arange(count)
+
+
+def manual_batch_axes() -> tuple[str, ...]:
+    """The axes that split the batch and that surrounding ``shard_map`` code has taken over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual)
+
+
+def constrain_tree(shardings: PyTree) -> Callable[[PyTree], PyTree]:
+    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation.
+
+    Of axes that surrounding ``shard_map`` code has taken over nothing is said.
+    """
+
+    def pin(tree: PyTree) -> PyTree:
+        if not in_shard_map():
+            return jax.lax.with_sharding_constraint(tree, shardings)
+        free = free_axes(jax.sharding.get_abstract_mesh())
+        specs = jax.tree.map(lambda sharding: within(sharding.spec, free), shardings)
+        return jax.lax.with_sharding_constraint(tree, specs)
+
+    return pin
