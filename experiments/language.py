@@ -23,8 +23,8 @@ from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models.generate import Prompts, Weights
-from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.attention import explain_choice
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.precision import Policy
 from jaxtrain.run import trained
 from jaxtrain.run.options import PipelineOptions, make_optimizer

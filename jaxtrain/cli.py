@@ -115,13 +115,13 @@ def run_schedule(options: ScheduleOptions, rest: list[str]) -> int:
 def _balance(name: str, tables: Sequence[Any]) -> list[tuple]:
     """The rows of :func:`draw.print_balance`: one microbatch of a GPT, with rematerialisation."""
     from jaxtrain.data import packed_shapes
-    from jaxtrain.models import gpt
+    from jaxtrain.models import decoder
 
-    if name not in gpt.PRESETS:
-        raise ValueError(f"--model is {name!r}: use one of {', '.join(gpt.PRESETS)}")
-    model = gpt.PRESETS[name]()
-    init_fn, batch = functools.partial(gpt.init, model), packed_shapes(1, model.seq_len)
-    weights = balance.weigh(gpt.stages(model), init_fn, batch)
+    if name not in decoder.PRESETS:
+        raise ValueError(f"--model is {name!r}: use one of {', '.join(decoder.PRESETS)}")
+    model = decoder.PRESETS[name]()
+    init_fn, batch = functools.partial(decoder.init, model), packed_shapes(1, model.seq_len)
+    weights = balance.weigh(decoder.stages(model), init_fn, batch)
     rows = []
     for table in tables:
         parts = table.stages * table.virtual

@@ -21,7 +21,7 @@ from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.memory import keep_freed_memory
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 MATRIX_PRODUCTS = "matrix products"
 
@@ -140,11 +140,13 @@ def rates(times: Sequence[float], work: Work, products_rate: float) -> dict[str,
     }
 
 
-def gpt_work(model: gpt.GPTConfig, rows: int, *, steps: int, dtype: str = "float32") -> Work:
+def gpt_work(
+    model: decoder.DecoderConfig, rows: int, *, steps: int, dtype: str = "float32"
+) -> Work:
     """The work of ``steps`` train steps of a GPT on batches of ``rows``."""
     tokens = rows * model.seq_len
-    flops = float(gpt.flops_per_token(model) * tokens)
-    return Work(steps, tokens, flops, gpt.FLOPS_FORMULA, dtype)
+    flops = float(decoder.flops_per_token(model) * tokens)
+    return Work(steps, tokens, flops, decoder.FLOPS_FORMULA, dtype)
 
 
 def experiment_work(experiment: Experiment, *, steps: int, devices: int) -> Work:

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.bench import Variant, gpt_work, interleave, print_row
 from experiments.bench import step as ours
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
 
 
@@ -41,7 +41,7 @@ def main(config: Config) -> None:
         raise SystemExit("this row needs PyTorch: pip install -e '.[bench]'") from None
     model, rows = ours.model_and_rows(config.shape)
     batch = ours.make_batch(model, config.rows or rows)
-    params = jax.device_get(jax.jit(lambda: gpt.init(model, jax.random.key(0)))())
+    params = jax.device_get(jax.jit(lambda: decoder.init(model, jax.random.key(0)))())
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
@@ -80,7 +80,7 @@ def main(config: Config) -> None:
 
 
 def torch_variant(
-    model: gpt.GPTConfig,
+    model: decoder.DecoderConfig,
     params: Any,
     batch: Mapping[str, np.ndarray],
     calls: int,

@@ -16,7 +16,7 @@ from experiments import vision
 from experiments.bench import Variant, Work, gpt_work, interleave, print_row, step_facts
 from experiments.bench import step as ours
 from jaxtrain.experiment import compile_loop, make_experiment_mesh, make_state, no_batches
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 # Layers, width, heads, tokens per row and rows of a step that is hardly more than its dispatch; the
 # other shapes are those of the row `step`.
@@ -41,7 +41,7 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     if bad := [k for k in config.steps_per_call if k < 2 or config.steps % k]:
         raise SystemExit(f"--steps {config.steps} is no multiple of {bad[0]} steps per call")
-    experiment, work = convnet() if config.shape == "convnet" else decoder(config)
+    experiment, work = convnet() if config.shape == "convnet" else decoder_work(config)
     mesh = make_experiment_mesh(experiment, jax.devices()[:1])
 
     def calling(k: int) -> Variant:
@@ -72,7 +72,7 @@ def main(config: Config) -> None:
     print_row("calls", about, results, work=work)
 
 
-def decoder(config: Config) -> tuple[jt.Experiment, Work]:
+def decoder_work(config: Config) -> tuple[jt.Experiment, Work]:
     """A GPT of the shape, with AdamW."""
     model, rows = ours.model_and_rows("small" if config.shape == "tiny" else config.shape)
     if config.shape == "tiny":
@@ -81,8 +81,8 @@ def decoder(config: Config) -> tuple[jt.Experiment, Work]:
         model = dataclasses.replace(model, **sizes, kv_heads=None, mlp_width=None)
     experiment = jt.Experiment(
         name="gpt",
-        init_fn=lambda rng: gpt.init(model, rng),
-        loss_fn=gpt.loss_fn(model),
+        init_fn=lambda rng: decoder.init(model, rng),
+        loss_fn=decoder.loss_fn(model),
         optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes),
         batch=ours.make_batch(model, rows),
         train_batches=no_batches,

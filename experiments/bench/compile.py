@@ -13,7 +13,7 @@ import jax
 import jaxtrain as jt
 from experiments.bench import Variant, interleave, print_row
 from experiments.bench import step as ours
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Compilation:
       seconds: of each call, (tracing and lowering, compiling).
     """
 
-    def __init__(self, model: gpt.GPTConfig, rows: int, optimizer: str):
+    def __init__(self, model: decoder.DecoderConfig, rows: int, optimizer: str):
         self.model, self.batch = model, ours.make_batch(model, rows)
         self.optimizer = jt.make_optimizer(optimizer, 1e-3, stacked=jt.Stack().axes)
-        self.state = jt.abstract_state(lambda rng: gpt.init(model, rng), self.optimizer)
+        self.state = jt.abstract_state(lambda rng: decoder.init(model, rng), self.optimizer)
         self.seconds: list[tuple[float, float]] = []
 
     def __call__(self) -> None:
         # A new function each time: JAX traces one that it knows no more.
-        step = jt.build_train_step(gpt.loss_fn(self.model), self.optimizer)
+        step = jt.build_train_step(decoder.loss_fn(self.model), self.optimizer)
         start = time.perf_counter()
         lowered = jax.jit(step, donate_argnums=0).lower(self.state, self.batch)
         traced = time.perf_counter()

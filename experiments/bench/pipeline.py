@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.step import build_update
 
@@ -48,7 +48,7 @@ PIPELINES = {
 def main(config: Config) -> None:
     """Runs the row and prints it."""
     simulate_devices(8)
-    model = gpt.GPTConfig(
+    model = decoder.DecoderConfig(
         vocab_size=257, seq_len=config.seq_len, layers=config.layers, width=config.width, heads=4
     )
     r = np.random.default_rng(0)
@@ -70,33 +70,42 @@ def main(config: Config) -> None:
     print_row("pipeline", about, results, work=work)
 
 
-def unpipelined(config: Config, model: gpt.GPTConfig, batch: Any) -> Variant:
+def unpipelined(config: Config, model: decoder.DecoderConfig, batch: Any) -> Variant:
     """The step without a pipeline, with as many microbatches, over the same data axis."""
     mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     state = jt.init_state(
-        lambda rng: gpt.init(model, rng), optimizer, jax.random.key(0), mesh=mesh, rules=gpt.RULES
+        lambda rng: decoder.init(model, rng),
+        optimizer,
+        jax.random.key(0),
+        mesh=mesh,
+        rules=decoder.RULES,
     )
-    step = jt.build_train_step(gpt.loss_fn(model), optimizer, accumulate=config.microbatches)
+    step = jt.build_train_step(decoder.loss_fn(model), optimizer, accumulate=config.microbatches)
     return variant(jt.compile_step(step, state, batch, mesh=mesh), state, batch)
 
 
 def pipelined(
-    config: Config, model: gpt.GPTConfig, batch: Any, schedule: str, virtual: int, remat: str
+    config: Config,
+    model: decoder.DecoderConfig,
+    batch: Any,
+    schedule: str,
+    virtual: int,
+    remat: str,
 ) -> Variant:
     """The step of a pipeline of four stages."""
     mesh = jt.make_mesh(pipe=4, data=2)
     stack = jt.Stack(virtual=virtual)
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     state = jt.init_state(
-        lambda rng: stack.cut(gpt.init(model, rng)),
+        lambda rng: stack.cut(decoder.init(model, rng)),
         optimizer,
         jax.random.key(0),
         mesh=mesh,
-        rules=jt.Rules(gpt.RULES, stacked=stack),
+        rules=jt.Rules(decoder.RULES, stacked=stack),
     )
     engine = jt.pipeline(
-        gpt.stages(model),
+        decoder.stages(model),
         mesh=mesh,
         schedule=schedule,
         virtual=virtual,

@@ -14,7 +14,7 @@ import numpy as np
 import jaxtrain as jt
 from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
 from experiments.bench import floor as hand_written
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
 
@@ -42,7 +42,7 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     model, rows = model_and_rows(config.shape)
     batch = make_batch(model, rows)
-    params = jax.jit(lambda: gpt.init(model, jax.random.key(0)))()
+    params = jax.jit(lambda: decoder.init(model, jax.random.key(0)))()
     variants = {
         "hand-written": hand_written_variant(model, params, batch, config.calls),
         "jaxtrain": jaxtrain_variant(model, params, batch, config.calls),
@@ -62,10 +62,10 @@ def main(config: Config) -> None:
     print_row("step", about, results, work=work)
 
 
-def model_and_rows(shape: str) -> tuple[gpt.GPTConfig, int]:
+def model_and_rows(shape: str) -> tuple[decoder.DecoderConfig, int]:
     """The model of a shape, whose table has no padding, and the rows of its batch."""
     layers, width, heads, seq_len, rows, vocab_size = SHAPES[shape]
-    return gpt.GPTConfig(
+    return decoder.DecoderConfig(
         vocab_size=vocab_size,
         seq_len=seq_len,
         layers=layers,
@@ -75,7 +75,7 @@ def model_and_rows(shape: str) -> tuple[gpt.GPTConfig, int]:
     ), rows
 
 
-def make_batch(model: gpt.GPTConfig, rows: int) -> dict[str, np.ndarray]:
+def make_batch(model: decoder.DecoderConfig, rows: int) -> dict[str, np.ndarray]:
     """Random tokens, all of which count, as frequent as words are: 1 / rank (Zipf's law).
 
     Where all tokens are equally frequent, the sums in the token table's gradient never meet in one
@@ -97,7 +97,9 @@ def unstacked(params: Any) -> dict[str, Any]:
     return jax.device_put(rest | {"layers": layers})
 
 
-def hand_written_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: int) -> Variant:
+def hand_written_variant(
+    model: decoder.DecoderConfig, params: Any, batch: Any, calls: int
+) -> Variant:
     """The floor."""
     optimizer, step = hand_written.make_step(model.heads, LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM)
     params = unstacked(params)
@@ -115,7 +117,11 @@ def hand_written_variant(model: gpt.GPTConfig, params: Any, batch: Any, calls: i
 
 
 def jaxtrain_variant(
-    model: gpt.GPTConfig, params: Any, batch: Any, calls: int, policy: jt.Policy | None = None
+    model: decoder.DecoderConfig,
+    params: Any,
+    batch: Any,
+    calls: int,
+    policy: jt.Policy | None = None,
 ) -> Variant:
     """The library's own step from given parameters; float32 by default."""
     params = jax.device_get(params)
@@ -123,7 +129,7 @@ def jaxtrain_variant(
 
 
 def initialised_variant(
-    model: gpt.GPTConfig,
+    model: decoder.DecoderConfig,
     init_fn: Callable[[jax.Array], Any],
     batch: Any,
     calls: int,
@@ -142,7 +148,7 @@ def initialised_variant(
         watch_every=watch_every,
     )
     state = jt.init_state(init_fn, chain, jax.random.key(0), policy=policy)
-    step = jt.build_train_step(gpt.loss_fn(model), chain, policy=policy)
+    step = jt.build_train_step(decoder.loss_fn(model), chain, policy=policy)
     train = jt.compile_step(step, state, batch)
     placed = train.place(batch)
 

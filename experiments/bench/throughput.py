@@ -22,8 +22,8 @@ from typing import Any, Literal
 from experiments.bench import print_row, trial
 from experiments.bench import step as ours
 from jaxtrain import optim
-from jaxtrain.models import gpt
-from jaxtrain.models.remat import REMAT
+from jaxtrain.models import decoder
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.refusal import refusing
 
@@ -151,8 +151,8 @@ def main(config: Config) -> None:
         "timings": config.timings,
         "calls_per_timing": config.calls,
         "mem_fraction": fields["environment"].get(MEM_FRACTION),
-        "flops_per_token": gpt.flops_per_token(model),
-        "flops_formula": gpt.FLOPS_FORMULA,
+        "flops_per_token": decoder.flops_per_token(model),
+        "flops_formula": decoder.FLOPS_FORMULA,
         "mfu_formula": "flops_per_token x tokens_per_second / products_flops_per_second, the "
         "fastest matrix products of the same process",
         "measured_peak_bytes": largest_peak(found),
@@ -166,7 +166,7 @@ def main(config: Config) -> None:
     print_row("throughput", about, results)
 
 
-def make_model(config: Config) -> gpt.GPTConfig:
+def make_model(config: Config) -> decoder.DecoderConfig:
     """The model, with rows as long as asked for.
 
     Raises:
@@ -175,7 +175,7 @@ def make_model(config: Config) -> gpt.GPTConfig:
     if config.model in OF_STEP:
         model, _ = ours.model_and_rows(OF_STEP[config.model])
     else:
-        model = gpt.PRESETS[config.model]()
+        model = decoder.PRESETS[config.model]()
     if config.seq_len is None:
         return model
     if model.positions == "learned" and config.seq_len > model.seq_len:
@@ -186,7 +186,7 @@ def make_model(config: Config) -> gpt.GPTConfig:
     return dataclasses.replace(model, seq_len=config.seq_len)
 
 
-def check(config: Config, model: gpt.GPTConfig) -> None:
+def check(config: Config, model: decoder.DecoderConfig) -> None:
     """Raises ValueError for what cannot be measured."""
     Policy.named(config.precision)
     least = {"most-rows": 1, "rounds": 1, "timings": 2, "calls": 1}
@@ -221,7 +221,7 @@ def environment(programs: str, backend: str) -> dict[str, str]:
 
 
 def jaxtrain_contenders(
-    config: Config, model: gpt.GPTConfig, *, backend: str, environment: Mapping[str, str]
+    config: Config, model: decoder.DecoderConfig, *, backend: str, environment: Mapping[str, str]
 ) -> list[list[Contender]]:
     """The variants of jaxtrain, in lists that differ in rematerialisation alone."""
     lists = []
@@ -247,7 +247,7 @@ def jaxtrain_contenders(
 
 
 def torch_contenders(
-    config: Config, model: gpt.GPTConfig, *, backend: str, environment: Mapping[str, str]
+    config: Config, model: decoder.DecoderConfig, *, backend: str, environment: Mapping[str, str]
 ) -> list[Contender]:
     """PyTorch, eager and compiled."""
     # JAX is there to make the parameters, and must leave the device alone.
@@ -260,7 +260,9 @@ def torch_contenders(
     ]
 
 
-def make_trial(config: Config, model: gpt.GPTConfig, framework: str, backend: str) -> trial.Trial:
+def make_trial(
+    config: Config, model: decoder.DecoderConfig, framework: str, backend: str
+) -> trial.Trial:
     """What a contender's processes measure, at one row."""
     return trial.Trial(
         framework=framework,
@@ -275,7 +277,7 @@ def make_trial(config: Config, model: gpt.GPTConfig, framework: str, backend: st
     )
 
 
-def why_not_torch(config: Config, model: gpt.GPTConfig, backend: str) -> str | None:
+def why_not_torch(config: Config, model: decoder.DecoderConfig, backend: str) -> str | None:
     """Why PyTorch takes no part, in a sentence; None where it does."""
     if model.positions != "learned":
         return f"PyTorch's step here has the GPT-2 form alone, and {config.model} has another"

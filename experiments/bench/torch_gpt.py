@@ -2,7 +2,7 @@
 
 Fused scaled-dot-product attention, AdamW (fused where the device has it), clipping by global norm,
 no biases left out, the output projection tied to the token table. The parameters come from
-:func:`jaxtrain.models.gpt.init`, so that both sides start from the same numbers.
+:func:`jaxtrain.models.decoder.init`, so that both sides start from the same numbers.
 
 Shapes: B batch, T positions, D width, H heads.
 """

@@ -23,7 +23,7 @@ from etils import epath
 
 from experiments.bench import Variant, gpt_work, interleave, print_row
 from experiments.bench.step import SHAPES, initialised_variant, make_batch, model_and_rows
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.run.observe import trackers
 from jaxtrain.run.observe.trackers.about import About
 from jaxtrain.run.observe.trackers.queued import Queued
@@ -52,7 +52,7 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     logging.getLogger("jaxtrain").setLevel(logging.CRITICAL)  # what is dropped, in every turn
     model, rows = model_and_rows(config.shape)
-    init = functools.partial(gpt.init, model)
+    init = functools.partial(decoder.init, model)
     one = initialised_variant(model, init, make_batch(model, rows), 1)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         about = About("bench", "bench", f"{time.time_ns():x}", {}, epath.Path(folder))

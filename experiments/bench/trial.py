@@ -21,7 +21,7 @@ from experiments.bench import Variant, against_torch, gpt_work, machine, rates
 from experiments.bench import step as ours
 from jaxtrain.host import memory
 from jaxtrain.host.memory import keep_freed_memory
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
 
 # Of the matrix products; the fastest is the yardstick.
@@ -48,7 +48,7 @@ class Trial:
     """
 
     framework: str
-    model: gpt.GPTConfig
+    model: decoder.DecoderConfig
     rows: int
     precision: str
     optimizer: str
@@ -61,7 +61,7 @@ class Trial:
     def from_json(cls, text: str) -> "Trial":
         """Reads what :meth:`to_json` wrote."""
         fields = json.loads(text)
-        return cls(**fields | {"model": gpt.GPTConfig(**fields["model"])})
+        return cls(**fields | {"model": decoder.DecoderConfig(**fields["model"])})
 
     def to_json(self) -> str:
         """Writes the trial for the process's command line."""
@@ -116,7 +116,7 @@ def _jaxtrain(trial: Trial) -> dict[str, Any]:
         trial,
         lambda: ours.initialised_variant(
             trial.model,
-            jax.jit(functools.partial(gpt.init, trial.model)),
+            jax.jit(functools.partial(decoder.init, trial.model)),
             ours.make_batch(trial.model, trial.rows),
             trial.calls,
             policy=policy,
@@ -138,7 +138,7 @@ def _torch(trial: Trial) -> dict[str, Any]:
         torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, Policy.named(trial.precision).compute_dtype.name)
     # JAX makes no more than the parameters here, on the CPU.
-    params = jax.device_get(jax.jit(lambda: gpt.init(trial.model, jax.random.key(0)))())
+    params = jax.device_get(jax.jit(lambda: decoder.init(trial.model, jax.random.key(0)))())
     return _measured(
         trial,
         lambda: against_torch.torch_variant(

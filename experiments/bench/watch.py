@@ -6,7 +6,7 @@ from typing import Literal
 
 from experiments.bench import gpt_work, interleave, print_row
 from experiments.bench.step import SHAPES, initialised_variant, make_batch, model_and_rows
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Config:
 def main(config: Config) -> None:
     """Runs the row and prints it."""
     model, rows = model_and_rows(config.shape)
-    batch, init = make_batch(model, rows), functools.partial(gpt.init, model)
+    batch, init = make_batch(model, rows), functools.partial(decoder.init, model)
     variants = {
         name: initialised_variant(
             model, init, batch, config.every, optimizer=config.optimizer, watch_every=every

@@ -23,7 +23,7 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.finetune import preferences
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate_step, prompts
 from jaxtrain.run.options import make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
@@ -43,7 +43,7 @@ class Config(language.Config):
     form = "decoder"
     default_tokenizer = "bytes"
 
-    model: Literal[tuple(gpt.PRESETS)] = "tiny"  # type: ignore[valid-type]
+    model: Literal[tuple(decoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
     sequence_parallel: bool = True
     """Between blocks, split rows over the tensor axis too, where their length divides: what a block
@@ -144,9 +144,11 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         "gpt",
         model,
         data.packed_shapes(config.global_batch, model.seq_len),
-        rules=Rules(gpt.RULES, axes={} if config.sequence_parallel else {"residual": "context"}),
+        rules=Rules(
+            decoder.RULES, axes={} if config.sequence_parallel else {"residual": "context"}
+        ),
         items_per_step=tokens,
-        flops_per_step=float(gpt.flops_per_token(model) * tokens),
+        flops_per_step=float(decoder.flops_per_token(model) * tokens),
     )
     pairs = data.holds_pairs(data.parse_data(config.data))
     if config.dpo_beta != Config.dpo_beta and not pairs:
@@ -155,7 +157,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
 
 
 def of_preferences(
-    config: Config, model: gpt.GPTConfig, experiment: jt.Experiment
+    config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment
 ) -> jt.Experiment:
     """Makes of the experiment the one that learns preferences, against what it begins with."""
     if experiment.params is None:
@@ -168,7 +170,7 @@ def of_preferences(
         raise ValueError(
             f"--z-loss {model.z_loss} is not for preferences, whose loss has no such term"
         )
-    log_probs = functools.partial(gpt.log_probs, model)
+    log_probs = functools.partial(decoder.log_probs, model)
     stages = preferences.dpo_stages(experiment.stages, log_probs, beta=config.dpo_beta)
     # The reference's forward pass is a third of what the policy costs; both read two rows.
     flops = experiment.flops_per_step * 2 * 4 / 3
@@ -186,22 +188,22 @@ def of_preferences(
             freeze=preferences.FREEZE,
         ),
         batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
-        rules=Rules(preferences.reference_rules(gpt.RULES)),
+        rules=Rules(preferences.reference_rules(decoder.RULES)),
         derived=lambda means: {},  # the loss is of a preference
         items_per_step=2 * experiment.items_per_step,
         flops_per_step=flops,
-        flops_formula=f"{gpt.FLOPS_FORMULA}, and a third of it for the reference",
+        flops_formula=f"{decoder.FLOPS_FORMULA}, and a third of it for the reference",
     )
 
 
-def stack_of(config: Config, model: gpt.GPTConfig) -> Stack:
+def stack_of(config: Config, model: decoder.DecoderConfig) -> Stack:
     """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
     return language.stack_of(config, model, data.packed_shapes(1, model.seq_len))
 
 
 def conclude(
     config: Config,
-    model: gpt.GPTConfig,
+    model: decoder.DecoderConfig,
     tokenizer: data.Tokenizer,
     texts: Mapping[str, tuple[data.Corpus, data.Corpus]],
     state: TrainState,
@@ -256,7 +258,7 @@ def prompt_of(held_out: data.Corpus, longest: int) -> list[int]:
 
 def sample(
     config: Config,
-    model: gpt.GPTConfig,
+    model: decoder.DecoderConfig,
     tokenizer: data.Tokenizer,
     state: TrainState,
     *,
@@ -279,7 +281,7 @@ def sample(
         temperature=0.8,
         top_p=0.95,
     )
-    layout = {"stack": stack_of(config, model), "rules": Rules(gpt.RULES)}
+    layout = {"stack": stack_of(config, model), "rules": Rules(decoder.RULES)}
     write = language.compile_writer(
         generate_step(model, max_new_tokens=count), params, batch, **layout
     )

@@ -13,7 +13,7 @@ from jaxtrain import hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
 from jaxtrain.host import output, quiet
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.run.main import parse
 from jaxtrain.run.options import MeshOptions
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model, params, tokenizer = load(config.run, config.step, mesh=mesh)
         else:
             model, params = source.model, hf.open_weights(source.path)
-            params = hf.load(params, param_shardings(params, mesh, gpt.RULES))
+            params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
             tokenizer = SubwordTokenizer.load(source.path)
         if config.chat:
             messages = [{"role": "user", "content": asked}]
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             eod=tokenizer.eod,
         )
         step, weights = generate_step(model, max_new_tokens=config.tokens), Weights(params)
-        write = compile_step(step, weights, batch, mesh=mesh, rules=gpt.RULES, donate=False)
+        write = compile_step(step, weights, batch, mesh=mesh, rules=decoder.RULES, donate=False)
         written = write(weights, batch)
     for row in written[: config.samples]:
         # Together: some tokenizers drop the space that begins a text.

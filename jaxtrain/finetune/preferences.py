@@ -129,7 +129,7 @@ def dpo_stages(
     Args:
       stages: a model of text, with one stack of layers.
       log_probs: ``(params, x, batch) -> [2 B, T]``, in place of its ``head_loss``: the
-        log-probability of every target, such as :func:`jaxtrain.models.gpt.log_probs`.
+        log-probability of every target, such as :func:`jaxtrain.models.decoder.log_probs`.
       beta: as for :func:`dpo`.
 
     Raises:

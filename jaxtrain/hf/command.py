@@ -13,7 +13,7 @@ from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import check_on_disk
-from jaxtrain.models.config import GPTConfig
+from jaxtrain.models.config import DecoderConfig
 from jaxtrain.run import trained
 
 # Of a tokenizer_config.json, what is exported as the run found it.
@@ -107,7 +107,7 @@ def _export(options: ExportOptions) -> int:
         files = trained.beside(options.run) | {trained.TOKENIZER_FILE: tokenizer.to_json()}
         kept = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
         told = _tokenizer_config(tokenizer, fields, kept)
-        if isinstance(model, GPTConfig):
+        if isinstance(model, DecoderConfig):
             told = {"pad_token": tokenizer.eod_token, "model_max_length": model.seq_len} | told
             files.setdefault(trained.GENERATION, weights.to_json(fields))
         if TEMPLATE in files:

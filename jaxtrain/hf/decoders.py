@@ -15,10 +15,10 @@ from jaxtrain.hf.positions import (
 )
 from jaxtrain.hf.table import REQUIRED, Field, Row, T
 from jaxtrain.models.config import windows_of
-from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models.decoder import DecoderConfig
 
 
-def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
+def _check_width(family: str, config: DecoderConfig) -> dict[str, Any]:
     if config.width % config.heads:
         raise ValueError(
             f"{family} has no width={config.width} that is not a multiple of heads={config.heads}"
@@ -26,7 +26,7 @@ def _check_width(family: str, config: GPTConfig) -> dict[str, Any]:
     return {}
 
 
-def _write_llama(config: GPTConfig) -> dict[str, Any]:
+def _write_llama(config: DecoderConfig) -> dict[str, Any]:
     return _check_width("llama", config) | write_rope(config)
 
 
@@ -42,7 +42,7 @@ def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
     return read_kinds(theirs, slides, window) | read_rope(theirs, REQUIRED)
 
 
-def _write_qwen(config: GPTConfig) -> dict[str, Any]:
+def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
     slides = windows_of(config)
     return {
         "use_sliding_window": any(slides),
@@ -59,7 +59,7 @@ def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
     return found | read_rope(theirs, 10000.0)
 
 
-def _write_gemma2(config: GPTConfig) -> dict[str, Any]:
+def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     return _check_width("gemma2", config) | write_kinds(config) | write_rope(config)
 
 
@@ -71,7 +71,7 @@ def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
     return read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
 
 
-def _write_gemma3(config: GPTConfig) -> dict[str, Any]:
+def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     return _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.models.config import windows_of
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import named_leaves
 
-ModelConfig = GPTConfig | EncoderConfig | T5Config | ViTConfig
+ModelConfig = DecoderConfig | EncoderConfig | T5Config | ViTConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
@@ -129,8 +129,8 @@ class Family:
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
     prefix: str = ""
     buffers: str = "$^"
-    model: type = GPTConfig
-    module: Any = gpt
+    model: type = DecoderConfig
+    module: Any = decoder
     gated_rows: tuple[Row, ...] = ()
     settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
     others: tuple[str, ...] = ()

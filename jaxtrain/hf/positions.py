@@ -5,8 +5,8 @@ from typing import Any
 from jaxtrain.hf.family import check_positive
 from jaxtrain.hf.table import REQUIRED
 from jaxtrain.models.config import windows_of
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
 
 
@@ -42,12 +42,12 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 _SCALINGS = {Llama3Scaling: ("llama3", _LLAMA3), LinearScaling: ("linear", ("factor",))}
 
 
-def write_rope(config: GPTConfig) -> dict[str, Any]:
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """The inverse of :func:`read_rope`."""
     return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config)}
 
 
-def _scaling(config: GPTConfig | EncoderConfig) -> dict[str, Any] | None:
+def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     name, numbers = _SCALINGS[type(config.rope_scaling)]
@@ -77,7 +77,7 @@ def read_kinds(theirs: dict[str, Any], slides: list[bool], window: int | None) -
     return {"window": window, "window_pattern": tuple(slides[: next(repeats)])}
 
 
-def write_kinds(config: GPTConfig | EncoderConfig) -> dict[str, Any]:
+def write_kinds(config: DecoderConfig | EncoderConfig) -> dict[str, Any]:
     """The inverse of :func:`read_kinds`."""
     kinds = [_SLIDING if slides else _FULL for slides in windows_of(config)]
     return {"sliding_window": config.window, "layer_types": kinds}
@@ -107,7 +107,7 @@ def read_two_ropes(
     return found | whole | ({"local_rope_theta": local["rope_theta"]} if found["window"] else {})
 
 
-def write_two_ropes(config: GPTConfig | EncoderConfig) -> dict[str, Any]:
+def write_two_ropes(config: DecoderConfig | EncoderConfig) -> dict[str, Any]:
     """The inverse of :func:`read_two_ropes`."""
     local = config.local_rope_theta or config.rope_theta
     whole = (_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}

@@ -113,8 +113,8 @@ def open_weights(
 
     >>> import tempfile
     >>> from jaxtrain.models import gpt
-    >>> config = gpt.GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
-    >>> params, folder = gpt.init(config, jax.random.key(0)), tempfile.mkdtemp()
+    >>> config = gpt.DecoderConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> params, folder = decoder.init(config, jax.random.key(0)), tempfile.mkdtemp()
     >>> save(folder, config, params)
     >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
     (1, 8, 8)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, scaling_of
 
 INIT_STD = 0.02
@@ -158,7 +158,7 @@ class BlockConfig(LayerFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig(LayerFields):
+class DecoderConfig(LayerFields):
     """A decoder.
 
     Args:
@@ -171,7 +171,7 @@ class GPTConfig(LayerFields):
       embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
       tied: the output projection is the transposed token table.
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
-      remat: what a block keeps for its backward pass; see :mod:`jaxtrain.models.remat`.
+      remat: what a block keeps for its backward pass; see :mod:`jaxtrain.ops.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
         (:data:`jaxtrain.stages.UNROLLED`) and nothing elsewhere.
@@ -182,7 +182,7 @@ class GPTConfig(LayerFields):
 
     The other arguments are those of each layer, :class:`LayerFields`.
 
-    >>> config = GPTConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
+    >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
     (8, 96, 320)
 
@@ -236,9 +236,9 @@ class GPTConfig(LayerFields):
         return _round_up(self.vocab_size, self.vocab_multiple)
 
 
-def tiny() -> GPTConfig:
+def tiny() -> DecoderConfig:
     """Byte-level, 1.8 M parameters: trains on a laptop's CPU."""
-    return GPTConfig(
+    return DecoderConfig(
         vocab_size=257,
         seq_len=256,
         layers=4,
@@ -251,88 +251,88 @@ def tiny() -> GPTConfig:
     )
 
 
-def gpt2_124m() -> GPTConfig:
+def gpt2_124m() -> DecoderConfig:
     """GPT-2 small (Radford et al. 2019): 124,439,808 parameters."""
-    return GPTConfig(vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12)
+    return DecoderConfig(vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12)
 
 
-def llama_1b() -> GPTConfig:
+def llama_1b() -> DecoderConfig:
     """The shape of TinyLlama 1.1B (Zhang et al. 2024): 1,100,048,384 parameters."""
     return _llama(layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, seq_len=2048)
 
 
-def llama_7b() -> GPTConfig:
+def llama_7b() -> DecoderConfig:
     """The shape of Llama 2 7B (Touvron et al. 2023): 6,738,415,616 parameters."""
     return _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096)
 
 
-def llama_70b() -> GPTConfig:
+def llama_70b() -> DecoderConfig:
     """The shape of Llama 3 70B (Dubey et al. 2024): 70,553,706,496 parameters."""
     return _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3)
 
 
-def llama_405b() -> GPTConfig:
+def llama_405b() -> DecoderConfig:
     """The shape of Llama 3.1 405B (Dubey et al. 2024): 405,853,388,800 parameters."""
     return _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3)
 
 
-def mistral_7b() -> GPTConfig:
+def mistral_7b() -> DecoderConfig:
     """The shape of Mistral 7B v0.1 (Jiang et al. 2023): 7,241,732,096 parameters."""
     shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "window": 4096}
     return _llama(layers=32, seq_len=8192, **shape)
 
 
-def qwen25_7b() -> GPTConfig:
+def qwen25_7b() -> DecoderConfig:
     """The shape of Qwen2.5 7B (Qwen team 2024): 7,615,616,512 parameters."""
     shape = {"width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18944, "qkv_bias": True}
     return _llama(layers=28, vocab_size=152064, **shape, **_QWEN)
 
 
-def qwen3_8b() -> GPTConfig:
+def qwen3_8b() -> DecoderConfig:
     """The shape of Qwen3 8B (Qwen team 2025): 8,190,735,360 parameters."""
     shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 12288, "qk_norm": True}
     return _llama(layers=36, vocab_size=151936, **shape, **_QWEN)
 
 
-def gemma2_2b() -> GPTConfig:
+def gemma2_2b() -> DecoderConfig:
     """The shape of Gemma 2 2B (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888
     parameters."""
     shape = {"width": 2304, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 9216}
     return _gemma(layers=26, **shape, **_GEMMA2)
 
 
-def gemma2_9b() -> GPTConfig:
+def gemma2_9b() -> DecoderConfig:
     """The shape of Gemma 2 9B (Gemma team 2024): 9,241,705,984 parameters."""
     shape = {"width": 3584, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 14336}
     return _gemma(layers=42, **shape, **_GEMMA2)
 
 
-def gemma2_27b() -> GPTConfig:
+def gemma2_27b() -> DecoderConfig:
     """The shape of Gemma 2 27B (Gemma team 2024): 27,227,128,320 parameters."""
     shape = {"width": 4608, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 36864}
     return _gemma(layers=46, query_pre_attn_scalar=144, **shape, **_GEMMA2)
 
 
-def gemma3_1b() -> GPTConfig:
+def gemma3_1b() -> DecoderConfig:
     """The shape of Gemma 3 1B (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952
     parameters."""
     shape = {"width": 1152, "heads": 4, "kv_heads": 1, "head_dim": 256, "mlp_width": 6912}
     return _gemma(layers=26, window=512, vocab_size=262144, **shape, **_GEMMA3)
 
 
-def gemma3_4b() -> GPTConfig:
+def gemma3_4b() -> DecoderConfig:
     """The shape of Gemma 3 4B's text model (Gemma team 2025): 3,880,263,168 parameters."""
     shape = {"width": 2560, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 10240}
     return _gemma(layers=34, **shape, **_GEMMA3_LARGE)
 
 
-def gemma3_12b() -> GPTConfig:
+def gemma3_12b() -> DecoderConfig:
     """The shape of Gemma 3 12B's text model (Gemma team 2025): 11,766,034,176 parameters."""
     shape = {"width": 3840, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 15360}
     return _gemma(layers=48, **shape, **_GEMMA3_LARGE)
 
 
-def gemma3_27b() -> GPTConfig:
+def gemma3_27b() -> DecoderConfig:
     """The shape of Gemma 3 27B's text model (Gemma team 2025): 27,009,346,304 parameters."""
     shape = {"width": 5376, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 21504}
     return _gemma(layers=62, query_pre_attn_scalar=168, **shape, **_GEMMA3_LARGE)
@@ -343,8 +343,8 @@ _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5
 _QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
 
 
-def _llama(*, vocab_size: int = 32000, **shape: Any) -> GPTConfig:
-    return GPTConfig(
+def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=vocab_size,
         **shape,
         positions="rope",
@@ -378,8 +378,8 @@ _GEMMA3_LARGE = _GEMMA3 | {
 }
 
 
-def _gemma(**shape: Any) -> GPTConfig:
-    return GPTConfig(
+def _gemma(**shape: Any) -> DecoderConfig:
+    return DecoderConfig(
         **shape,
         positions="rope",
         norm="rmsnorm",
@@ -394,7 +394,7 @@ def _gemma(**shape: Any) -> GPTConfig:
 
 
 # Names on the command line.
-PRESETS: Mapping[str, Callable[[], GPTConfig]] = {
+PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
     "gpt2-124m": gpt2_124m,
     "llama-1b": llama_1b,

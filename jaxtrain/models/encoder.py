@@ -1,9 +1,9 @@
 """BERT, RoBERTa and ModernBERT (Devlin et al. 2018, Liu et al. 2019, Warner et al. 2024) as pure
 functions of plain dicts.
 
-The layers are those of :mod:`jaxtrain.models.gpt`, seeing both ways, and in BERT and RoBERTa normed
-behind their branches; what is different is before and after them: the embedding, and a head for
-masked tokens, for classes of whole rows, or none. ``init``, ``loss_fn`` and ``stages`` are as
+The layers are those of :mod:`jaxtrain.models.decoder`, seeing both ways, and in BERT and RoBERTa
+normed behind their branches; what is different is before and after them: the embedding, and a head
+for masked tokens, for classes of whole rows, or none. ``init``, ``loss_fn`` and ``stages`` are as
 there.
 
 A batch is a dict: ``tokens`` int32 [B, T], and optionally ``segments``, ``positions`` (as for a
@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import gpt, layers
+from jaxtrain.models import decoder, layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields, keys_seen
-from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import matmul_float32, through
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop, wide
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather_sequence, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -45,7 +45,7 @@ POOLINGS = ("first", "first_normed", "mean")
 
 RULES = OptionalRules(
     (
-        *gpt.RULES,
+        *decoder.RULES,
         (r"^embed/types$", (None, "embed")),
         (r"^embed/norm/(scale|bias)$", (None,)),
         # Whole on purpose: they are small, and only the last stage of a pipeline has them.
@@ -77,7 +77,8 @@ class EncoderConfig(LayerFields):
       pooling: what a head for classes reads: the ``first`` token, under a dense layer and tanh; or
         the ``first_normed`` or the ``mean`` of the row, under what a head for tokens has, a dense
         layer, an activation and a norm.
-      remat, scan_unroll, loss_chunk, vocab_multiple: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+      remat, scan_unroll, loss_chunk, vocab_multiple: as in
+        :class:`jaxtrain.models.decoder.DecoderConfig`.
 
     The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
 
@@ -335,7 +336,7 @@ def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None]
 def stages(config: EncoderConfig, *, virtual: int = 1) -> Stages:
     """Returns the model as a pipeline takes it; arguments as for the decoder's."""
     return dataclasses.replace(
-        gpt.stages(config, virtual=virtual),
+        decoder.stages(config, virtual=virtual),
         embed=functools.partial(embed, config),
         head_loss=functools.partial(head_loss, config),
     )
@@ -467,8 +468,8 @@ FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B), the head at predicted toke
 def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> int:
     """Floating-point operations of a forward and backward pass over a row.
 
-    The model FLOPs of :func:`jaxtrain.models.gpt.flops_per_token`, where a head's parameters count
-    for what they are multiplied by: ``predictions`` tokens, or the one that is classified.
+    The model FLOPs of :func:`jaxtrain.models.decoder.flops_per_token`, where a head's parameters
+    count for what they are multiplied by: ``predictions`` tokens, or the one that is classified.
 
     Args:
       config: the model.

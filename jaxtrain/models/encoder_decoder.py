@@ -33,13 +33,13 @@ from flax import nnx
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
-from jaxtrain.models.remat import REMAT, rematerialise
 from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
+from jaxtrain.ops.remat import REMAT, rematerialise
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
@@ -81,7 +81,8 @@ class T5Config(LayerFields):
       scaled_head: what the head is given is divided by sqrt(D); None means where it is tied.
       buckets, max_distance: distances between positions fall into so many buckets, the last of
         which begins at the largest distance.
-      remat, scan_unroll, z_loss, vocab_multiple: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+      remat, scan_unroll, z_loss, vocab_multiple: as in
+        :class:`jaxtrain.models.decoder.DecoderConfig`.
       loss_chunk: target positions per tile of logits; None chooses.
 
     The other arguments are those of each layer, :class:`~jaxtrain.models.config.LayerFields`.
@@ -474,9 +475,9 @@ FLOPS_FORMULA = "6 N of each sequence's own parameters + 12 H K (L S S + M T (T 
 def flops_per_row(config: T5Config) -> int:
     """Floating-point operations of a forward and backward pass of one row of full length.
 
-    As :func:`jaxtrain.models.gpt.flops_per_token` counts: the encoder's parameters, and those of
-    the decoder that read the source, by S; the decoder's others and the head by T; attention of L
-    and M layers.
+    As :func:`jaxtrain.models.decoder.flops_per_token` counts: the encoder's parameters, and those
+    of the decoder that read the source, by S; the decoder's others and the head by T; attention of
+    L and M layers.
     """
     S, T, sizes = config.source_len, config.target_len, layers.parameter_sizes(init, config)
     reads_source = re.compile("encoder|decoder/cross/(k|v)/")

@@ -1,4 +1,4 @@
-"""Text generation from a :mod:`jaxtrain.models.gpt` decoder, with a cache of keys and values.
+"""Text generation from a :mod:`jaxtrain.models.decoder` decoder, with a cache of keys and values.
 
 One program reads the prompts and writes the new tokens; sampling settings are arguments of it, so
 changing them compiles nothing. It is a step as training has: ``generate_step`` builds one, a pure
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models import layers
-from jaxtrain.models.config import GPTConfig
-from jaxtrain.models.gpt import Params, embed, head_logits
+from jaxtrain.models.config import DecoderConfig
+from jaxtrain.models.decoder import Params, embed, head_logits
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.sharding.placement import constrain, gather
 
@@ -87,7 +87,7 @@ class Weights:
 
 
 def generate(
-    config: GPTConfig, params: Params, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
+    config: DecoderConfig, params: Params, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
 ) -> jax.Array:
     """Continues each prompt by ``max_new_tokens`` tokens, without a mesh.
 
@@ -118,7 +118,9 @@ def generate(
     return _generated(config, max_new_tokens, Weights(params), batch)
 
 
-def generate_step(config: GPTConfig, *, max_new_tokens: int) -> Callable[[Any, Prompts], jax.Array]:
+def generate_step(
+    config: DecoderConfig, *, max_new_tokens: int
+) -> Callable[[Any, Prompts], jax.Array]:
     """Builds ``step(state, batch) -> tokens``, which is what :func:`generate` computes.
 
     Args:
@@ -134,7 +136,7 @@ def generate_step(config: GPTConfig, *, max_new_tokens: int) -> Callable[[Any, P
 
 
 def prompts(
-    config: GPTConfig,
+    config: DecoderConfig,
     prompt_tokens: Any,
     *,
     max_new_tokens: int,
@@ -192,7 +194,7 @@ def check_rows(
     return tokens_BP.astype(np.int32), lengths_B
 
 
-def _continued(config: GPTConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
+def _continued(config: DecoderConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
     if batch.max_new_tokens not in (None, count):
         raise ValueError(
             f"a step that writes {count} new tokens has prompts for {batch.max_new_tokens}: give "
@@ -247,7 +249,12 @@ def pin_cache(k_LBGSK: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
 def prefill(
-    config: GPTConfig, params: Params, tokens_BP: jax.Array, lengths_B: jax.Array, *, cache_len: int
+    config: DecoderConfig,
+    params: Params,
+    tokens_BP: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    cache_len: int,
 ) -> tuple[jax.Array, Cache]:
     """Reads prompts: the logits after each one's last token, [B, V] float32, and the cache.
 
@@ -281,7 +288,7 @@ def prefill(
 
 
 def decode_step(
-    config: GPTConfig, params: Params, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array
+    config: DecoderConfig, params: Params, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array
 ) -> tuple[jax.Array, Cache]:
     """Reads one token per row: the logits after it, [B, V] float32, and the cache with it.
 

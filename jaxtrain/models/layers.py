@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.models.config import INIT_STD, BlockConfig, GPTConfig
-from jaxtrain.models.remat import PRODUCT, rematerialised
+from jaxtrain.models.config import INIT_STD, BlockConfig, DecoderConfig
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention, branch_shares, cached_attention
 from jaxtrain.ops.linear import matmul
@@ -29,6 +28,7 @@ from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.ops.remat import PRODUCT, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.placement import (
     constrain,
@@ -201,7 +201,7 @@ def _scale(config: BlockConfig) -> float | None:
 class Embed(nnx.Module):
     """Token table [V, D] and, in the GPT-2 form, position table [T, D]."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         table_VD = INIT_STD * jax.random.normal(
             rngs.params(), (config.padded_vocab, config.width), jnp.float32
         )
@@ -381,7 +381,7 @@ class Block(nnx.Module):
 class Head(nnx.Module):
     """Untied output projection [D, V]."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         shape = (config.width, config.padded_vocab)
         kernel_DV = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
         is_token = jnp.arange(config.padded_vocab) < config.vocab_size

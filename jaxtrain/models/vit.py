@@ -2,7 +2,7 @@
 
 The layers are a decoder's, seeing both ways; before them an image is cut into patches, which one
 product embeds, and a token of the model's own is put first, of whose last state the classes are.
-``init``, ``loss_fn`` and ``stages`` are as in :mod:`jaxtrain.models.gpt`.
+``init``, ``loss_fn`` and ``stages`` are as in :mod:`jaxtrain.models.decoder`.
 
 A batch is a dict: ``image`` [B, H, W, C], ``label`` int32 [B] and ``mask`` float32 [B].
 
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import gpt, layers
+from jaxtrain.models import decoder, layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
 from jaxtrain.models.encoder import class_logits, class_loss
-from jaxtrain.models.remat import REMAT
 from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.numerics import drop
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -40,7 +40,7 @@ RULES = OptionalRules(
         (r"^embed/(first|positions)$", (None, None, None)),
         (r"^head/out/kernel$", (None, None)),
         (r"^(embed/patch|head/out)/bias$", (None,)),
-        *gpt.RULES,
+        *decoder.RULES,
     )
 )
 
@@ -54,7 +54,7 @@ class ViTConfig(LayerFields):
       patch: P, which divides height and width.
       layers: L, the depth.
       classes: K; None for a model without a head, whose result are hidden states.
-      remat, scan_unroll: as in :class:`jaxtrain.models.gpt.GPTConfig`.
+      remat, scan_unroll: as in :class:`jaxtrain.models.decoder.DecoderConfig`.
 
     The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
 
@@ -181,7 +181,7 @@ def loss_fn(config: ViTConfig) -> Callable[[Params, Batch, jax.Array | None], We
 def stages(config: ViTConfig, *, virtual: int = 1) -> Stages:
     """Returns the model as a pipeline takes it; arguments as for the decoder's."""
     return dataclasses.replace(
-        gpt.stages(config, virtual=virtual),
+        decoder.stages(config, virtual=virtual),
         embed=functools.partial(embed, config),
         head_loss=functools.partial(head_loss, config),
     )

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.models import remat as rematerialisation
+from jaxtrain.ops import remat as rematerialisation
 from jaxtrain.planning.roofline import slow_of
 from jaxtrain.planning.targets import Target
 from jaxtrain.sharding.mesh import AXES as MESH_AXES

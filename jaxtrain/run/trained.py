@@ -12,7 +12,7 @@ from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
-from jaxtrain.models import encoder, encoder_decoder, gpt, vit
+from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import is_half_deleted
 from jaxtrain.run.options import RunOptions
@@ -28,12 +28,12 @@ BESIDE = (TEMPLATE, TOKENIZER_CONFIG, GENERATION)
 
 # What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
 FORMS = {
-    "decoder": (gpt.GPTConfig, gpt),
+    "decoder": (decoder.DecoderConfig, decoder),
     "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
     "vit": (vit.ViTConfig, vit),
 }
-Model = gpt.GPTConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
+Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
 
 
 def load(

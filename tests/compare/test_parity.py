@@ -18,12 +18,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.compare.parity import record_gradients, worst
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 TOLERANCE = 1e-5
 STEPS, BATCH = 5, 32
 
-GPT2 = gpt.GPTConfig(vocab_size=61, seq_len=16, layers=2, width=32, heads=4)
+GPT2 = decoder.DecoderConfig(vocab_size=61, seq_len=16, layers=2, width=32, heads=4)
 LLAMA = dataclasses.replace(
     GPT2, kv_heads=4, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False
 )
@@ -90,7 +90,7 @@ def initial_state(form, optimizer):
 
     def init(rng):
         # Biases that start at zero would leave nothing to be relative to.
-        params = gpt.init((FORMS | FORMS_APART)[form], rng)
+        params = decoder.init((FORMS | FORMS_APART)[form], rng)
         return jt.tree.map_named(
             lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
         )
@@ -106,12 +106,16 @@ def train(form, optimizer, accumulate, remat, mesh=None, zero=0, dropout=0.0):
     state = jax.tree.map(jnp.copy, initial_state(form, optimizer))
     if mesh is not None:
         shapes = jt.abstract_state(
-            functools.partial(gpt.init, config), chain, mesh=mesh, rules=gpt.RULES, zero=zero
+            functools.partial(decoder.init, config),
+            chain,
+            mesh=mesh,
+            rules=decoder.RULES,
+            zero=zero,
         )
         state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes)
     shardings = None if mesh is None else jt.gradient_shardings(state, zero=zero)
     step = jt.build_train_step(
-        gpt.loss_fn(config), chain, accumulate=accumulate, gradient_shardings=shardings
+        decoder.loss_fn(config), chain, accumulate=accumulate, gradient_shardings=shardings
     )
 
     def five(state, batches):
@@ -181,12 +185,12 @@ def test_dropout_masks_do_not_depend_on_the_mesh():
 @pytest.mark.parametrize("form", FORMS)
 def test_initial_parameters_are_the_same_on_every_mesh(form):
     """But for the last bits of normal numbers, which XLA rounds by the shape of a shard."""
-    init = functools.partial(gpt.init, FORMS[form])
+    init = functools.partial(decoder.init, FORMS[form])
     chain = optimizer_named("adamw")
     alone = jt.init_state(init, chain, jax.random.key(7))
     for axes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
         mesh = jt.make_mesh(**axes)
-        state = jt.init_state(init, chain, jax.random.key(7), mesh=mesh, rules=gpt.RULES)
+        state = jt.init_state(init, chain, jax.random.key(7), mesh=mesh, rules=decoder.RULES)
         chex.assert_trees_all_close(state.params, alone.params, rtol=5e-7, atol=0)
 
 

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.compare import parity
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.sharding import collectives
 from jaxtrain.sharding.rules import Rules
 from tests import commands
@@ -375,11 +375,11 @@ def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
-        ({"rules": Rules(gpt.RULES)}, 6),
+        ({"rules": Rules(decoder.RULES)}, 6),
         ({"rules": Rules(stacked="layers")}, 0),
-        ({"stages": gpt.stages(gpt.tiny()), "rules": Rules(stacked="layers")}, 6),
-        ({"stages": gpt.stages(gpt.tiny(), virtual=3)}, 6),
-        ({"stages": gpt.stages(gpt.tiny()), "pipeline": {"virtual": 2}}, 6),
+        ({"stages": decoder.stages(decoder.tiny()), "rules": Rules(stacked="layers")}, 6),
+        ({"stages": decoder.stages(decoder.tiny(), virtual=3)}, 6),
+        ({"stages": decoder.stages(decoder.tiny()), "pipeline": {"virtual": 2}}, 6),
     ],
 )
 def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):

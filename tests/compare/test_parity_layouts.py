@@ -13,7 +13,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.compare.parity import TOLERANCE, compare, parse_layout
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
 from tests.compare import test_parity
 
@@ -76,14 +76,14 @@ AT_SCALE = {
 def experiment(model, pipe=1, *, gather=None, gather_once=None, **pipeline):
     """A GPT with noise on what it starts from, so that no bias is zero; a layer for every chunk."""
     model = dataclasses.replace(model, layers=max(2, pipe * pipeline.get("virtual", 1)))
-    stages = gpt.stages(model, virtual=pipeline.get("virtual", 1))
+    stages = decoder.stages(model, virtual=pipeline.get("virtual", 1))
     batches = test_parity.batches()
     train = [{name: x[step] for name, x in batches.items()} for step in range(3)]
 
     def init(rng):
         params = jt.tree.map_named(
             lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape),
-            gpt.init(model, rng),
+            decoder.init(model, rng),
         )
         return stages.stacked.cut(params)
 
@@ -96,7 +96,7 @@ def experiment(model, pipe=1, *, gather=None, gather_once=None, **pipeline):
         train_batches=lambda start, sharding: contextlib.nullcontext(iter(train)),
         eval_batches=lambda sharding: train[2:],
         steps=2,
-        rules=jt.Rules(gpt.RULES),
+        rules=jt.Rules(decoder.RULES),
         gather=gather,
         gather_once=gather_once,
         stages=stages,

@@ -21,7 +21,7 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
-from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models.decoder import DecoderConfig
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -370,7 +370,7 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
     theirs.decoder = tokenizers.decoders.Metaspace()
     ours, model = (
         SubwordTokenizer(theirs, 1),
-        GPTConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
+        DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
     monkeypatch.setattr(generate, "load", lambda run, step, mesh: (model, {}, ours))
     source = Source("x", model, is_run=True)

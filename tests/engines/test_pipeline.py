@@ -20,7 +20,7 @@ import jaxtrain as jt
 from jaxtrain.engines.accumulated import accumulated, split_microbatches
 from jaxtrain.engines.pipeline import device, pipeline, residuals
 from jaxtrain.engines.pipeline.buffers import leaves_read, picked
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.stages import Stages, run_layers
 from jaxtrain.step import build_update, normalize_loss, with_policy
@@ -34,7 +34,7 @@ STEPS, MICROBATCHES, ROWS = 3, 8, 16
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
 
-GPT2 = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=8, width=16, heads=4, dropout=0.1)
+GPT2 = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=8, width=16, heads=4, dropout=0.1)
 LLAMA = dataclasses.replace(GPT2, **forms.LLAMA)
 FORMS = {"gpt2": GPT2, "llama": LLAMA}
 LAYOUTS = {
@@ -90,9 +90,9 @@ def make_mesh(axes):
 
 def gpt_stages(config):
     return Stages(
-        embed=functools.partial(gpt.embed, config),
-        block=functools.partial(gpt.block, config),
-        head_loss=functools.partial(gpt.head_loss, config),
+        embed=functools.partial(decoder.embed, config),
+        block=functools.partial(decoder.block, config),
+        head_loss=functools.partial(decoder.head_loss, config),
     )
 
 
@@ -133,7 +133,7 @@ def gpt_params(form):
         # Biases that start at zero would leave nothing to be relative to.
         return jt.tree.map_named(
             lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape),
-            gpt.init(FORMS[form], rng),
+            decoder.init(FORMS[form], rng),
         )
 
     return jax.device_get(init(jax.random.key(0)))
@@ -161,7 +161,7 @@ def one_device(form):
     """Three steps on whole batches: what is dropped does not depend on microbatches."""
     params = gpt_params(form)
     state = jt.init_state(lambda rng: params, lamb(), jax.random.key(1))
-    return three_steps(jt.build_train_step(gpt.loss_fn(FORMS[form]), lamb()), state)
+    return three_steps(jt.build_train_step(decoder.loss_fn(FORMS[form]), lamb()), state)
 
 
 def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0, counts=None):
@@ -174,7 +174,7 @@ def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0, co
         lamb(stack),
         jax.random.key(1),
         mesh=mesh,
-        rules=jt.Rules(gpt.RULES, stacked=stack),
+        rules=jt.Rules(decoder.RULES, stacked=stack),
         zero=zero,
     )
     shardings = jt.gradient_shardings(state, zero=zero)
@@ -688,7 +688,7 @@ def stored_layout(config):
     # 24 tokens: no activation has the shape of a weight.
     batch = jax.tree.map(lambda x: x[:3, 0], gpt_batches())
     x = jax.random.normal(jax.random.key(2), (3, config.seq_len, config.width))
-    layer = functools.partial(gpt.block, config)
+    layer = functools.partial(decoder.block, config)
     if config.remat == "full":
         layer = jax.checkpoint(layer)
     stages = dataclasses.replace(gpt_stages(config), block=layer)

@@ -25,14 +25,14 @@ from experiments.bench import (
 from experiments.bench import attention as attention_row
 from experiments.bench import step as row
 from jaxtrain.compare.parity import worst
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 
 def test_the_hand_written_step_is_the_same_step():
     model, _ = row.model_and_rows("small")
     model = dataclasses.replace(model, layers=2, width=32, seq_len=16)
     batch = row.make_batch(model, 4)
-    params = jax.jit(lambda: gpt.init(model, jax.random.key(0)))()
+    params = jax.jit(lambda: decoder.init(model, jax.random.key(0)))()
     optimizer = jt.make_optimizer(
         "adamw",
         row.LEARNING_RATE,
@@ -41,7 +41,7 @@ def test_the_hand_written_step_is_the_same_step():
         stacked=jt.Stack().axes,
     )
     state = jt.init_state(lambda rng: params, optimizer, jax.random.key(0))
-    step = jax.jit(jt.build_train_step(gpt.loss_fn(model), optimizer))
+    step = jax.jit(jt.build_train_step(decoder.loss_fn(model), optimizer))
     its_optimizer, its_step = floor.make_step(
         model.heads, row.LEARNING_RATE, row.WEIGHT_DECAY, row.CLIP_NORM
     )

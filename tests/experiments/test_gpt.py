@@ -22,7 +22,7 @@ from experiments.gpt import (
 from experiments.language import model_config
 from jaxtrain import data, hf
 from jaxtrain.data.chat import Conversation
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.loop import fit
 from jaxtrain.run.main import main, parse, run_to_resume
@@ -375,8 +375,8 @@ def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("".join(lines))
     split = data.text_folder(tmp_path / "pairs.jsonl", chat=data.load_template("plain"))
     data.write_store(split, data.ByteTokenizer(), tmp_path / "store")
-    model = gpt.GPTConfig(vocab_size=257, seq_len=32, layers=1, width=16, heads=2)
-    hf.save(tmp_path / "model", model, gpt.init(model, jax.random.key(0)))
+    model = decoder.DecoderConfig(vocab_size=257, seq_len=32, layers=1, width=16, heads=2)
+    hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(0)))
     run, flags = tmp_path / "run", ["--tokenizer", "bytes", "--data", str(tmp_path / "store")]
     begin = ["--init-from", str(tmp_path / "model")]
     more = ["--steps", "6", "--global-batch", "8", "--sample-tokens", "4", "--eval-first"]

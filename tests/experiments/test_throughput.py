@@ -15,7 +15,7 @@ import pytest
 
 from experiments.bench import Variant, throughput, trial
 from experiments.bench.throughput import Config
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 TINY = Config(model="tiny", seq_len=16, precision="f32", timings=2, calls=1, scan_unroll=(1,))
 
@@ -313,4 +313,6 @@ def test_both_sides_have_the_same_model():
 
 
 def small():
-    return gpt.GPTConfig(vocab_size=65, seq_len=16, layers=1, width=32, heads=2, vocab_multiple=1)
+    return decoder.DecoderConfig(
+        vocab_size=65, seq_len=16, layers=1, width=32, heads=2, vocab_multiple=1
+    )

@@ -16,15 +16,15 @@ from jaxtrain.compare.parity import record_gradients, worst
 from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.experiment import Experiment, build_step, make_experiment_mesh, make_state
 from jaxtrain.finetune import preferences
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.stages import run_layers
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
 BETA, T, ROWS, STEPS = 0.4, 32, 8, 2
-MODEL = gpt.GPTConfig(vocab_size=257, seq_len=T, layers=2, width=16, heads=2)
-LOG_PROBS = functools.partial(gpt.log_probs, MODEL)
+MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=T, layers=2, width=16, heads=2)
+LOG_PROBS = functools.partial(decoder.log_probs, MODEL)
 
 
 def definition(policy, reference, beta):
@@ -49,7 +49,7 @@ def packed():
 
 def params_of(rng):
     """Policy and reference, which differ."""
-    ours, theirs = (gpt.init(MODEL, key) for key in jax.random.split(rng))
+    ours, theirs = (decoder.init(MODEL, key) for key in jax.random.split(rng))
     return preferences.without_reference(preferences.with_reference(ours)), theirs
 
 
@@ -67,7 +67,7 @@ def sums_of(params, corpus, pairs):
         own, start = corpus.document(index), int(corpus.starts[index])
         tokens[row, : len(own)] = own
         counts[row, : len(own)] = corpus.counts[start : start + len(own)]
-    logits = gpt.logits(MODEL, params, tokens[:, :-1])
+    logits = decoder.logits(MODEL, params, tokens[:, :-1])
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], 2)[..., 0]
     return (found * counts[:, 1:]).sum(axis=1).reshape(-1, 2)
 
@@ -110,7 +110,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper():
 
 
 def experiment_of(batch, **given):
-    stages = preferences.dpo_stages(gpt.stages(MODEL), LOG_PROBS, beta=BETA)
+    stages = preferences.dpo_stages(decoder.stages(MODEL), LOG_PROBS, beta=BETA)
     optimizer = optax.chain(
         record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=preferences.FREEZE)
     )
@@ -121,7 +121,7 @@ def experiment_of(batch, **given):
         loss_fn=jt.loss_from_stages(stages),
         stages=stages,
         optimizer=optimizer,
-        rules=Rules(preferences.reference_rules(gpt.RULES)),
+        rules=Rules(preferences.reference_rules(decoder.RULES)),
         batch=batch,
         train_batches=None,
         steps=STEPS,
@@ -187,7 +187,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
 def test_stages_are_the_loss_of_policy_and_reference():
     batch = packed()[1].batch(0)
     ours, theirs = params_of(jax.random.key(5))
-    stages = preferences.dpo_stages(gpt.stages(MODEL), LOG_PROBS, beta=BETA)
+    stages = preferences.dpo_stages(decoder.stages(MODEL), LOG_PROBS, beta=BETA)
     alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
     plain = preferences.dpo_loss(alone, reference=lambda _, rows: alone(theirs, rows), beta=BETA)
     found = jt.loss_from_stages(stages)(both(jax.random.key(5)), batch, None).means()
@@ -197,7 +197,7 @@ def test_stages_are_the_loss_of_policy_and_reference():
 
 def test_the_reference_does_not_drop():
     model = dataclasses.replace(MODEL, dropout=0.5)
-    stages = preferences.dpo_stages(gpt.stages(model), LOG_PROBS, beta=BETA)
+    stages = preferences.dpo_stages(decoder.stages(model), LOG_PROBS, beta=BETA)
     params, batch = both(jax.random.key(5)), packed()[1].batch(0)
     dropped, whole = (stages.embed(params, batch, key) for key in (jax.random.key(0), None))
     np.testing.assert_array_equal(dropped["reference"], whole["reference"])
@@ -205,8 +205,8 @@ def test_the_reference_does_not_drop():
 
 
 def log_probs(params, rows):
-    x = gpt.embed(MODEL, params, rows)
-    return LOG_PROBS(params, run_layers(gpt.stages(MODEL), params, x, rows, None), rows)
+    x = decoder.embed(MODEL, params, rows)
+    return LOG_PROBS(params, run_layers(decoder.stages(MODEL), params, x, rows, None), rows)
 
 
 def test_what_is_the_reference_stays():
@@ -236,6 +236,6 @@ def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulat
 
 
 def test_models_of_several_stacks_are_refused():
-    stages = dataclasses.replace(gpt.stages(MODEL), shared=("embed",))
+    stages = dataclasses.replace(decoder.stages(MODEL), shared=("embed",))
     with pytest.raises(ValueError, match="one stack of layers that share no parameters: use dpo_l"):
         preferences.dpo_stages(stages, LOG_PROBS)

@@ -15,7 +15,7 @@ from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.experiment import make_experiment_mesh, make_state
 from jaxtrain.hf import command, safetensors
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main, parse
@@ -23,7 +23,7 @@ from jaxtrain.tree import named_leaves
 from tests.commands import run
 from tests.hf import models
 
-MISTRAL = gpt.GPTConfig(
+MISTRAL = decoder.DecoderConfig(
     vocab_size=300,
     seq_len=16,
     layers=4,
@@ -54,7 +54,7 @@ def tokenizer():
 def folder(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("model")
     more = {"files": {"tokenizer.json": tokenizer.to_json()}, "fields": SPECIAL}
-    hf.save(path, MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), **more)
+    hf.save(path, MISTRAL, decoder.init(MISTRAL, jax.random.key(1)), **more)
     return path
 
 
@@ -103,7 +103,7 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     assert (stored["family"], stored["tokenizer"]) == ("mistral", "tokenizer.json")
     state = make_state(experiment, make_experiment_mesh(experiment))
     params = experiment.stack.natural(state.params)
-    for path, leaf in named_leaves(gpt.init(MISTRAL, jax.random.key(1))).items():
+    for path, leaf in named_leaves(decoder.init(MISTRAL, jax.random.key(1))).items():
         np.testing.assert_array_equal(named_leaves(params)[path], leaf, err_msg=path)
 
     save_run(tmp_path / "run", experiment, params)
@@ -123,7 +123,7 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     assert opened.bos_token is None
     tokens = models.TOKENS[:, :8]
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
-    ours = gpt.logits(MISTRAL, rounded, jnp.asarray(tokens))
+    ours = decoder.logits(MISTRAL, rounded, jnp.asarray(tokens))
     np.testing.assert_allclose(ours, models.logits(out, tokens), atol=1e-4)
 
 
@@ -237,7 +237,7 @@ def test_special_tokens_are_those_that_the_run_began_with(
     }
     own["added_tokens"].append(begin)
     own = data.SubwordTokenizer.from_json(json.dumps(own), tokenizer.eod)
-    run_of = (MISTRAL, gpt.init(MISTRAL, jax.random.key(1)), own)
+    run_of = (MISTRAL, decoder.init(MISTRAL, jax.random.key(1)), own)
     monkeypatch.setattr(trained, "load", lambda run, step: run_of)
     monkeypatch.setattr(
         trained, "stored", lambda run: {"family": "mistral", "special_tokens": kept}
@@ -282,7 +282,7 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
 def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tmp_path, capsys):
     model = dataclasses.replace(MISTRAL, tied=tied)
     files = {"tokenizer.json": tokenizer.to_json()}
-    hf.save(tmp_path / "model", model, gpt.init(model, jax.random.key(1)), files=files)
+    hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(1)), files=files)
     more = tokenizer.adding(*(f"<|{n}|>" for n in range(added)))
     more.save(tmp_path / "more.json")
     (tmp_path / "text.txt").write_text("1 2 3 4 5\n" * 99)

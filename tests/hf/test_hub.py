@@ -16,10 +16,10 @@ import pytest
 from experiments.gpt import Config, outline
 from jaxtrain import hf
 from jaxtrain.hf import hub
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from tests.commands import run
 
-CONFIG = gpt.GPTConfig(vocab_size=257, seq_len=16, layers=1, width=8, heads=2)
+CONFIG = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=1, width=8, heads=2)
 OLD, NEW = "a" * 40, "b" * 40  # commits; main is the new one
 
 
@@ -78,7 +78,7 @@ def files(tmp_path_factory):
     found = {}
     for seed, commit in enumerate((OLD, NEW)):
         path = tmp_path_factory.mktemp("model")
-        hf.save(path, CONFIG, gpt.init(CONFIG, jax.random.key(seed)))
+        hf.save(path, CONFIG, decoder.init(CONFIG, jax.random.key(seed)))
         found[commit] = {each.name: each.read_bytes() for each in path.iterdir()}
         found[commit] |= {"pytorch_model.bin": b"pickled", "onnx/model.safetensors": b"other"}
     return found
@@ -111,7 +111,8 @@ def test_a_run_begins_with_a_model_of_the_hub(server, tmp_path, monkeypatch, cap
         return np.asarray(hf.load(experiment.params())["blocks"]["attn"]["q"]["kernel"])
 
     new, old = (
-        gpt.init(CONFIG, jax.random.key(seed))["blocks"]["attn"]["q"]["kernel"] for seed in (1, 0)
+        decoder.init(CONFIG, jax.random.key(seed))["blocks"]["attn"]["q"]["kernel"]
+        for seed in (1, 0)
     )
     np.testing.assert_array_equal(kernel("acme/tiny"), new)
     np.testing.assert_array_equal(kernel("acme/tiny@v1"), old)

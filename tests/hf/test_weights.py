@@ -16,7 +16,7 @@ from jaxtrain import hf
 from jaxtrain.hf import safetensors, weights
 from jaxtrain.hf.families import FAMILIES, family_for
 from jaxtrain.hf.table import REQUIRED, assemble
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.tree import named_leaves
 from tests.hf import models
 from tests.hf.models import MODELS, TOKENS
@@ -40,7 +40,7 @@ def folder_of(tmp_path_factory):
 def test_logits_are_those_of_transformers(name, folder_of):
     config = hf.read_config(folder_of(name))
     params = hf.load(hf.open_weights(folder_of(name)))
-    got = quick_jit(functools.partial(gpt.logits, config))(params, jnp.asarray(TOKENS))
+    got = quick_jit(functools.partial(decoder.logits, config))(params, jnp.asarray(TOKENS))
     expected = models.logits(folder_of(name))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(got, expected, atol=1e-4)
@@ -93,16 +93,16 @@ def test_a_trained_step_comes_back(name, folder_of, tmp_path):
     )
     optimizer = optax.sgd(0.1)
     state = jt.init_state(
-        functools.partial(gpt.init, config),
+        functools.partial(decoder.init, config),
         optimizer,
         jax.random.key(0),
         params=hf.open_weights(folder_of(name), config),
     )
     rows = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1), "mask": np.ones(TOKENS.shape)}
     batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.dtype == float else int), rows)
-    state, _ = quick_jit(jt.build_train_step(gpt.loss_fn(config), optimizer))(state, batch)
+    state, _ = quick_jit(jt.build_train_step(decoder.loss_fn(config), optimizer))(state, batch)
     hf.save(tmp_path / "out", config, state.params, family=hf.family_name(folder_of(name)))
-    ours = quick_jit(functools.partial(gpt.logits, config))(state.params, batch["tokens"])
+    ours = quick_jit(functools.partial(decoder.logits, config))(state.params, batch["tokens"])
     theirs = models.logits(tmp_path / "out")
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert np.abs(theirs - models.logits(folder_of(name))).max() > 1e-2
@@ -119,7 +119,7 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
     config, weights = hf.read_config(folder), hf.open_weights(folder)
     params, mask = hf.load(weights), jnp.ones(tokens.shape)
     batch = {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets), "mask": mask}
-    mean = lambda params: gpt.loss_fn(config)(params, batch, None).means()["loss"]  # noqa: E731
+    mean = lambda params: decoder.loss_fn(config)(params, batch, None).means()["loss"]  # noqa: E731
     loss, grads = quick_jit(jax.value_and_grad(mean))(params)
     their_loss, their_grads = models.gradients(folder, tokens, targets)
     np.testing.assert_allclose(loss, their_loss, rtol=1e-5)
@@ -143,16 +143,16 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
     ],
 )
 def test_every_device_has_its_part(axes, stack, tmp_path):
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=4, width=16, heads=4)
-    params = gpt.init(config, jax.random.key(1))
+    config = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=4, width=16, heads=4)
+    params = decoder.init(config, jax.random.key(1))
     hf.save(tmp_path, config, params)
     state = jt.init_state(
-        lambda rng: stack.cut(gpt.init(config, rng)),
+        lambda rng: stack.cut(decoder.init(config, rng)),
         optax.sgd(0.1),
         jax.random.key(0),
         params=hf.open_weights(tmp_path, stack=stack),
         mesh=jt.make_mesh(**axes),
-        rules=jt.Rules(gpt.RULES, stacked=stack),
+        rules=jt.Rules(decoder.RULES, stacked=stack),
     )
     got, expected = named_leaves(state.params), named_leaves(stack.cut(params))
     for path, leaf in expected.items():
@@ -168,8 +168,8 @@ def test_every_device_has_its_part(axes, stack, tmp_path):
 
 
 def test_fewer_learned_positions_are_the_first(tmp_path):
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
-    params = gpt.init(config, jax.random.key(1))
+    config = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    params = decoder.init(config, jax.random.key(1))
     hf.save(tmp_path, config, params)
     weights = hf.open_weights(tmp_path, dataclasses.replace(config, seq_len=5))
     first = hf.load(weights)["embed"]["positions"]
@@ -189,8 +189,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family):
 
 
 def test_a_model_goes_to_the_first_family_that_has_it():
-    llama = gpt.llama_1b()
-    assert family_for(gpt.gpt2_124m()).name == "gpt2"
+    llama = decoder.llama_1b()
+    assert family_for(decoder.gpt2_124m()).name == "gpt2"
     assert family_for(llama).name == "llama"
     assert family_for(dataclasses.replace(llama, window=8)).name == "mistral"
     # Whose config of transformers does not want the heads to divide the width.
@@ -198,20 +198,20 @@ def test_a_model_goes_to_the_first_family_that_has_it():
     assert family_for(dataclasses.replace(llama, qkv_bias=True)).name == "qwen2"
     assert family_for(dataclasses.replace(llama, qk_norm=True)).name == "qwen3"
     for preset in ("gemma2-2b", "gemma3-1b", "gemma3-4b"):
-        assert family_for(gpt.PRESETS[preset]()).name[:6] == preset[:6]
+        assert family_for(decoder.PRESETS[preset]()).name[:6] == preset[:6]
     with pytest.raises(ValueError, match="llama has no mlp='gelu'"):
-        family_for(gpt.tiny(), "llama")
+        family_for(decoder.tiny(), "llama")
     with pytest.raises(
         ValueError, match=r"no Hugging Face family has this model: gpt2 has .*; llama"
     ):
-        family_for(gpt.tiny())
+        family_for(decoder.tiny())
 
 
 def edited(folder, *, fields=None, tensors=None):
     """A model whose config.json or tensors have been changed; None takes away."""
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    config = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
     llama = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, mlp_width=32)
-    hf.save(folder, config := dataclasses.replace(config, **llama), gpt.init(config, KEY))
+    hf.save(folder, config := dataclasses.replace(config, **llama), decoder.init(config, KEY))
     path = folder / "config.json"
     theirs = json.loads(path.read_text()) | (fields or {})
     path.write_text(json.dumps({k: v for k, v in theirs.items() if v != "absent"}))
@@ -237,7 +237,7 @@ def with_header(folder, fields, more=b""):
 
 
 KEY = jax.random.key(0)
-SMALL = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+SMALL = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
 NORM = "model.layers.0.input_layernorm.weight"
 
 
@@ -282,8 +282,10 @@ def test_what_is_no_effect_or_the_same_is_taken(tmp_path):
 
 
 def test_names_without_their_prefix_are_read(tmp_path):
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4, tied=False)
-    params = gpt.init(config, KEY)
+    config = decoder.DecoderConfig(
+        vocab_size=61, seq_len=8, layers=1, width=16, heads=4, tied=False
+    )
+    params = decoder.init(config, KEY)
     hf.save(tmp_path, config, params)
     bare = {
         name.removeprefix("transformer."): np.array(x[...])
@@ -341,14 +343,14 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no model.safetensors and no model"):
         hf.open_weights(folder)
     with pytest.raises(ValueError, match="holds a model already: give another folder"):
-        hf.save(folder, gpt.gpt2_124m(), {})
+        hf.save(folder, decoder.gpt2_124m(), {})
     with pytest.raises(ValueError, match=r"'a' has the shape \[3\], and the config says None"):
-        hf.save(tmp_path / "new", gpt.gpt2_124m(), {"a": np.zeros(3)})
+        hf.save(tmp_path / "new", decoder.gpt2_124m(), {"a": np.zeros(3)})
 
 
 def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path):
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
-    params = gpt.init(config, KEY)
+    config = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    params = decoder.init(config, KEY)
     hf.save(tmp_path / "one", config, params)
     other = jax.tree.map(lambda x: x + 1, params)
     hf.save(tmp_path / "shards", config, other, max_shard_bytes=8000)
@@ -369,15 +371,15 @@ def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path):
     ],
 )
 def test_a_model_is_saved_to_an_empty_folder_alone(file, message, tmp_path):
-    config = gpt.GPTConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
+    config = decoder.DecoderConfig(vocab_size=61, seq_len=8, layers=1, width=16, heads=4)
     (tmp_path / file).write_text("{}")
     with pytest.raises(ValueError, match=message):
-        hf.save(tmp_path, config, gpt.init(config, KEY))
+        hf.save(tmp_path, config, decoder.init(config, KEY))
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
 def test_of_a_buffer_without_use_the_dtype_does_not_matter(tmp_path):
-    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    hf.save(tmp_path, SMALL, decoder.init(SMALL, KEY))
     # Causal masks, as GPT-2's files of some versions have them.
     mask = {"dtype": "BOOL", "shape": [1, 1, 8, 8]}
     with_header(tmp_path, {"transformer.h.0.attn.bias": mask}, b"\1" * 64)
@@ -425,14 +427,14 @@ def test_the_table_of_a_tied_model_may_have_the_name_of_the_head(tmp_path):
     ],
 )
 def test_entries_of_a_header_that_say_no_place_are_refused(entry, message, tmp_path):
-    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    hf.save(tmp_path, SMALL, decoder.init(SMALL, KEY))
     with_header(tmp_path, {"transformer.ln_f.weight": entry})
     with pytest.raises(ValueError, match=message):
         hf.open_weights(tmp_path)
 
 
 def test_a_header_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
-    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    hf.save(tmp_path, SMALL, decoder.init(SMALL, KEY))
     text = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(ValueError, match="is not a safetensors file"):
@@ -443,7 +445,7 @@ def test_a_header_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
     "file", ["..", ".", "", "/etc/passwd", "a\0.safetensors", "config.json", 1]
 )
 def test_an_index_names_files_beside_it(file, tmp_path):
-    hf.save(tmp_path, SMALL, gpt.init(SMALL, KEY))
+    hf.save(tmp_path, SMALL, decoder.init(SMALL, KEY))
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     index = {"weight_map": {"transformer.ln_f.weight": file}}
     (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
@@ -459,7 +461,7 @@ def test_an_index_names_files_beside_it(file, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float64", "int8"])
 def test_a_dtype_that_no_file_has_is_refused_before_anything_is_written(dtype, tmp_path):
-    params = gpt.init(SMALL, KEY)
+    params = decoder.init(SMALL, KEY)
     with pytest.raises(
         ValueError, match=f"would be {dtype} in the file: give dtype as one of float"
     ):
@@ -468,7 +470,7 @@ def test_a_dtype_that_no_file_has_is_refused_before_anything_is_written(dtype, t
 
 
 def test_parts_of_one_tensor_of_several_dtypes_have_one_for_all(tmp_path):
-    params = gpt.init(SMALL, KEY)
+    params = decoder.init(SMALL, KEY)
     parts = params["blocks"]["attn"]
     for name, dtype in {"q": jnp.bfloat16, "k": jnp.float16}.items():
         parts[name]["kernel"] = parts[name]["kernel"].astype(dtype)
@@ -484,7 +486,7 @@ def test_parts_of_one_tensor_of_several_dtypes_have_one_for_all(tmp_path):
 
 
 def test_values_that_the_narrower_dtype_has_not_are_refused(tmp_path):
-    params = gpt.init(SMALL, KEY)
+    params = decoder.init(SMALL, KEY)
     kernel = params["blocks"]["mlp"]["up"]["kernel"].at[0, 0, 0].set(70_000.0)
     params["blocks"]["mlp"]["up"]["kernel"] = kernel
     hf.save(tmp_path / "wide", SMALL, params, dtype=jnp.bfloat16)

@@ -1,6 +1,7 @@
 """The decoder, and any one block, written out in NumPy float64, layer by layer and head by head.
 
-Parameters are the nested dict of :mod:`jaxtrain.models.gpt`; nothing else of the package is used.
+Parameters are the nested dict of :mod:`jaxtrain.models.decoder`; nothing else of the package is
+used.
 """
 
 import math

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.compare.parity import TOLERANCE, compare, parse_layout
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models.remat import REMAT
 from jaxtrain.ops import tiled
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding import placement
 
 ROWS, S, T = 16, 12, 8

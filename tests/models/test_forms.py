@@ -9,11 +9,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.flops import count_flops
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
 
-MODEL = gpt.GPTConfig(
+MODEL = decoder.DecoderConfig(
     vocab_size=61,
     seq_len=16,
     layers=4,
@@ -55,7 +55,7 @@ def init(model, rng):
     """Noise on what it starts from, so that no bias is zero."""
     return jt.tree.map_named(
         lambda name, x: x + 0.1 * jax.random.normal(jax.random.key(len(name)), x.shape),
-        gpt.init(model, rng),
+        decoder.init(model, rng),
     )
 
 
@@ -92,10 +92,10 @@ def test_every_mesh_agrees_with_one_device(model, block, layout, monkeypatch):
     model = {"gemma": GEMMA, "qwen": MODEL}[model]
     jt.parity(
         functools.partial(init, model),
-        gpt.loss_fn(model),
+        decoder.loss_fn(model),
         batch(),
-        rules=gpt.RULES,
-        stages=gpt.stages(model),
+        rules=decoder.RULES,
+        stages=decoder.stages(model),
         gather="model",
         layouts=[layout],
     )
@@ -108,8 +108,8 @@ def test_layers_with_a_window_cost_what_they_do_alone():
         model = dataclasses.replace(GEMMA, seq_len=256, **form)
         rows = jax.ShapeDtypeStruct((2, 256), "int32")
         given = {"tokens": rows, "targets": rows, "mask": jax.ShapeDtypeStruct((2, 256), "float32")}
-        params = jax.eval_shape(functools.partial(gpt.init, model), jax.random.key(0))
-        gradient = jax.grad(lambda *args: gpt.loss_fn(model)(*args, None).total)
+        params = jax.eval_shape(functools.partial(decoder.init, model), jax.random.key(0))
+        gradient = jax.grad(lambda *args: decoder.loss_fn(model)(*args, None).total)
         return count_flops(gradient, params, given).total
 
     near = flops(window=8, window_pattern=(True,))

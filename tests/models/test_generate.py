@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.generate import (
     Weights,
     decode_step,
@@ -21,13 +22,12 @@ from jaxtrain.models.generate import (
     prompts,
     truncate,
 )
-from jaxtrain.models.gpt import GPTConfig
 from jaxtrain.tree import map_named
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
 FORMS = {
-    "gpt2": GPTConfig(**SIZES),
-    "llama": GPTConfig(
+    "gpt2": DecoderConfig(**SIZES),
+    "llama": DecoderConfig(
         **SIZES,
         kv_heads=2,
         head_dim=6,
@@ -48,7 +48,7 @@ both_forms = pytest.mark.parametrize("form", FORMS)
 
 @functools.cache
 def params_of(form):
-    shapes = jax.eval_shape(functools.partial(gpt.init, FORMS[form]), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(decoder.init, FORMS[form]), jax.random.key(0))
     rng = np.random.default_rng(0)
 
     def draw(name, leaf):
@@ -60,7 +60,7 @@ def params_of(form):
 
 @functools.cache
 def uncached(form):
-    return jax.jit(functools.partial(gpt.logits, FORMS[form]))
+    return jax.jit(functools.partial(decoder.logits, FORMS[form]))
 
 
 def last_logits(form, rows):

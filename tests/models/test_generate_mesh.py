@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.models import decoder, generate_target
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models import generate_target, gpt
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.sharding.rules import param_shardings
@@ -60,7 +60,7 @@ def program(name):
         settings = SETTINGS | {"rng": jax.random.key(SETTINGS["rng"])}
         rows = {"prompt_lengths": both_ways(LENGTHS), "max_new_tokens": NEW}
         batch = prompts(config, both_ways(PROMPTS), **rows, **settings)
-        return generate_step(config, max_new_tokens=NEW), batch, gpt, config
+        return generate_step(config, max_new_tokens=NEW), batch, decoder, config
     step = generate_target.generate_step(T5, max_new_tokens=NEW)
     if name.endswith("beams"):
         step = generate_target.beam_step(T5, max_new_tokens=NEW, beams=3)

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compare.parity import record_gradients, worst
 from jaxtrain.engines.pipeline import pipeline
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import decode_step, prefill
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
 from jaxtrain.precision import equations
@@ -29,8 +29,8 @@ RANK, ALPHA, ROWS, STEPS = 2, 3.0, 8, 2
 TOLERANCE = 2e-5
 SIZES = dict(vocab_size=13, seq_len=8, layers=2, width=16, heads=4, mlp_width=24, vocab_multiple=40)
 FORMS = {
-    "gpt2": gpt.GPTConfig(**SIZES, loss_chunk=4),
-    "llama": gpt.GPTConfig(**SIZES, **LLAMA, remat="dots", z_loss=0.1),
+    "gpt2": decoder.DecoderConfig(**SIZES, loss_chunk=4),
+    "llama": decoder.DecoderConfig(**SIZES, **LLAMA, remat="dots", z_loss=0.1),
 }
 # All but the parts of kernels that are added.
 FREEZE = (r"^(?!.*/(a|b)$)",)
@@ -43,7 +43,7 @@ def params_of(form):
     @functools.partial(jax.jit, compiler_options=FAST)
     def make(key):
         options = {"rank": RANK, "alpha": ALPHA, "rng": key}
-        return low_rank(gpt.init(FORMS[form], key), r"/kernel$|^embed/tokens$", **options)
+        return low_rank(decoder.init(FORMS[form], key), r"/kernel$|^embed/tokens$", **options)
 
     rng, params = np.random.default_rng(0), make(jax.random.key(0))
     return map_named(lambda _, x: x + np.float32(0.2 * rng.standard_normal(x.shape)), params)
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(form):
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def gradient(params):
-        return jax.value_and_grad(lambda p: gpt.loss_fn(config)(p, batch, None).total)(params)
+        return jax.value_and_grad(lambda p: decoder.loss_fn(config)(p, batch, None).total)(params)
 
     value, grads = gradient(params)
     expected, of_merged = gradient(merge(params))
@@ -108,15 +108,15 @@ def build(form, axes=None, *, freeze=FREEZE):
     optimizer = jt.make_optimizer("adamw", 1e-2, clip_norm=0.5, eps=1e-4, freeze=freeze)
     optimizer = optax.chain(record_gradients(), optimizer)
     mesh = axes and jt.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
-    rules = kernel_rules(gpt.RULES, params)
+    rules = kernel_rules(decoder.RULES, params)
     state = jt.init_state(
         lambda rng: params, optimizer, jax.random.key(0), mesh=mesh, rules=rules, params=params
     )
     shardings = jt.gradient_shardings(state)
     options = {"gradient_shardings": shardings, "gather": "model"}
     if not axes or "pipe" not in axes:
-        return jt.build_train_step(gpt.loss_fn(config), optimizer, **options), state, mesh
-    engine = pipeline(gpt.stages(config), mesh=mesh, microbatches=2, **options)
+        return jt.build_train_step(decoder.loss_fn(config), optimizer, **options), state, mesh
+    engine = pipeline(decoder.stages(config), mesh=mesh, microbatches=2, **options)
     return build_update(engine, optimizer, constrain=constrain_tree(shardings)), state, mesh
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.sharding.rules import Rules
 
 LAYERS = 3
 # No two sizes alike, so that a shape says what it is of.
-CONFIG = gpt.GPTConfig(
+CONFIG = decoder.DecoderConfig(
     vocab_size=320,
     seq_len=24,
     layers=LAYERS,
@@ -55,16 +55,16 @@ def compile_gpt(
     mesh = jt.make_mesh(**axes, devices=devices)
     policy = policy or jt.Policy.f32()
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=clip_norm, stacked=jt.Stack().axes)
-    rules = Rules(gpt.RULES, axes=logical or {})
+    rules = Rules(decoder.RULES, axes=logical or {})
     state = jt.abstract_state(
-        lambda rng: gpt.init(config, rng),
+        lambda rng: decoder.init(config, rng),
         optimizer,
         mesh=mesh,
         rules=rules,
         zero=zero,
         policy=policy,
     )
-    loss_fn = gpt.loss_fn(config)
+    loss_fn = decoder.loss_fn(config)
     step = jt.build_train_step(
         loss(loss_fn) if loss else loss_fn,
         optimizer,

@@ -15,7 +15,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.engines.pipeline.tables import make_table
-from jaxtrain.models import encoder, gpt
+from jaxtrain.models import decoder, encoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import attention
 from jaxtrain.planning.hlo import read_program
@@ -30,7 +30,7 @@ from tests.planning import steps
 # Attention says that it cannot be cuDNN here.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxtrain.ops.attention.AheadOfTimeWarning")
 
-GPT2 = gpt.GPTConfig(vocab_size=257, seq_len=128, layers=2, width=256, heads=4)
+GPT2 = decoder.DecoderConfig(vocab_size=257, seq_len=128, layers=2, width=256, heads=4)
 LLAMA = dataclasses.replace(GPT2, **forms.LLAMA)
 
 
@@ -71,13 +71,17 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
-        lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES, policy=policy
+        lambda rng: decoder.init(config, rng),
+        optimizer,
+        mesh=mesh,
+        rules=decoder.RULES,
+        policy=policy,
     )
     tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     step = jt.build_train_step(
-        gpt.loss_fn(config),
+        decoder.loss_fn(config),
         optimizer,
         policy=policy,
         accumulate=2,
@@ -125,7 +129,7 @@ MODERNBERT = dataclasses.replace(
 )
 def test_layers_of_two_kinds_communicate_as_those_of_one(target, config):
     """The branch between the kinds stays, and nothing that either side keeps is gathered."""
-    devices, module = target(), encoder if config is MODERNBERT else gpt
+    devices, module = target(), encoder if config is MODERNBERT else decoder
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=devices)
     optimizer, policy = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0), jt.Policy.bf16()
     tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
@@ -191,17 +195,17 @@ def test_branches_gather_rows_and_scatter_their_sums_over_tensor(target):
 def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
     mesh = jt.make_mesh(**axes, fsdp=2, tensor=2, devices=target())
     given, optimizer = {"policy": "bf16", "gather": "step"}, optax.sgd(1e-3)
-    init = functools.partial(gpt.init, GPT2)
-    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=gpt.RULES, policy="bf16")
+    init = functools.partial(decoder.init, GPT2)
+    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=decoder.RULES, policy="bf16")
     given["gradient_shardings"] = jt.gradient_shardings(state)
     tokens = jax.ShapeDtypeStruct((32, GPT2.seq_len), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     if "pipe" in axes:
-        engine = jt.pipeline(gpt.stages(GPT2), mesh=mesh, microbatches=4, **given)
+        engine = jt.pipeline(decoder.stages(GPT2), mesh=mesh, microbatches=4, **given)
         step = build_update(engine, optimizer, policy="bf16")
     else:
-        step = jt.build_train_step(gpt.loss_fn(GPT2), optimizer, accumulate=4, **given)
+        step = jt.build_train_step(decoder.loss_fn(GPT2), optimizer, accumulate=4, **given)
     train = jt.compile_step(step, state, batch, mesh=mesh)
     split = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * mesh.shape["fsdp"]
@@ -227,13 +231,13 @@ def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory(dty
 
     def compiled(attention):
         config = dataclasses.replace(LLAMA, seq_len=1024, layers=1, attention=attention)
-        params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+        params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
         tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens, "segments": tokens}
         batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, dtype)
         rows = jax.sharding.NamedSharding(mesh, jax.P(("data", "fsdp")))
-        loss = gpt.loss_fn(config)
+        loss = decoder.loss_fn(config)
         gradient = jax.grad(lambda params, batch: loss(params, batch, None).total)
         with jax.set_mesh(mesh):
             return jax.jit(gradient, in_shardings=(None, rows)).lower(params, batch).compile()
@@ -275,13 +279,13 @@ def test_a_step_on_two_slices_gathers_weights_inside_each():
     mesh = jt.make_mesh(data=2, fsdp=4, dcn_data=2, devices=devices)
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0)
     state = jt.abstract_state(
-        lambda rng: gpt.init(LLAMA, rng), optimizer, mesh=mesh, rules=gpt.RULES
+        lambda rng: decoder.init(LLAMA, rng), optimizer, mesh=mesh, rules=decoder.RULES
     )
     tokens = jax.ShapeDtypeStruct((16, LLAMA.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     step = jt.build_train_step(
-        gpt.loss_fn(LLAMA), optimizer, gradient_shardings=jt.gradient_shardings(state)
+        decoder.loss_fn(LLAMA), optimizer, gradient_shardings=jt.gradient_shardings(state)
     )
     train = jt.compile_step(step, state, batch, mesh=mesh)
     assert all(check.holds for check in train.checks), train.report()
@@ -301,18 +305,18 @@ def test_what_crosses_slices_or_hosts_is_a_share_of_the_gradients(slow, devices)
     mesh = jt.make_mesh(**sizes, **{f"dcn_{slow}": 2}, devices=devices())
     config, optimizer = dataclasses.replace(LLAMA, layers=4), jt.make_optimizer("adamw", 1e-3)
     state = jt.abstract_state(
-        lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES
+        lambda rng: decoder.init(config, rng), optimizer, mesh=mesh, rules=decoder.RULES
     )
     tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets"), tokens)
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     how = {"gradient_shardings": jt.gradient_shardings(state), "gather": "step"}
     if slow == "pipe":
-        engine = jt.pipeline(gpt.stages(config), mesh=mesh, microbatches=8, **how)
+        engine = jt.pipeline(decoder.stages(config), mesh=mesh, microbatches=8, **how)
         step = build_update(engine, optimizer)
     else:
-        step = jt.build_train_step(gpt.loss_fn(config), optimizer, accumulate=2, **how)
-    train = jt.compile_step(step, state, batch, mesh=mesh, rules=gpt.RULES)
+        step = jt.build_train_step(decoder.loss_fn(config), optimizer, accumulate=2, **how)
+    train = jt.compile_step(step, state, batch, mesh=mesh, rules=decoder.RULES)
     crossing = collections.Counter()
     for c in read_program(train.compiled.as_text(), mesh).collectives:
         if c.islands > 1 and c.payload > 64:
@@ -365,12 +369,16 @@ def test_offload_moves_what_is_kept_to_the_host():
         mesh = jt.make_mesh(**axes, devices=devices)
         optimizer, policy = jt.make_optimizer("adamw", 1e-3), jt.Policy.bf16()
         state = jt.abstract_state(
-            lambda rng: gpt.init(config, rng), optimizer, mesh=mesh, rules=gpt.RULES, policy=policy
+            lambda rng: decoder.init(config, rng),
+            optimizer,
+            mesh=mesh,
+            rules=decoder.RULES,
+            policy=policy,
         )
         tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
         batch = dict.fromkeys(("tokens", "targets"), tokens)
         batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
-        step = jt.build_train_step(gpt.loss_fn(config), optimizer, policy=policy)
+        step = jt.build_train_step(decoder.loss_fn(config), optimizer, policy=policy)
         return jt.compile_step(step, state, batch, mesh=mesh).compiled.memory_analysis()
 
     dots, offload = (memory(remat, data=2, fsdp=2, tensor=2) for remat in ("dots", "offload"))
@@ -402,10 +410,10 @@ def working_bytes(target, schedule, microbatches, remat="full", counts=None):
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
     policy = jt.Policy.bf16()
     state = jt.abstract_state(
-        lambda rng: stack.cut(gpt.init(config, rng)),
+        lambda rng: stack.cut(decoder.init(config, rng)),
         optimizer,
         mesh=mesh,
-        rules=jt.Rules(gpt.RULES, stacked=stack),
+        rules=jt.Rules(decoder.RULES, stacked=stack),
         policy=policy,
     )
     tokens = jax.ShapeDtypeStruct((16 * microbatches, config.seq_len), jnp.int32)
@@ -413,7 +421,7 @@ def working_bytes(target, schedule, microbatches, remat="full", counts=None):
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     shardings = jt.gradient_shardings(state)
     engine = jt.pipeline(
-        dataclasses.replace(gpt.stages(config), stacked=stack),
+        dataclasses.replace(decoder.stages(config), stacked=stack),
         mesh=mesh,
         schedule=schedule,
         virtual=virtual,
@@ -517,13 +525,13 @@ def test_an_evaluation_sends_activations_forward_and_sums_in_the_end(target):
     mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
     config = dataclasses.replace(LLAMA, layers=4)
     state = jt.abstract_state(
-        lambda rng: gpt.init(config, rng), optax.sgd(1.0), mesh=mesh, rules=gpt.RULES
+        lambda rng: decoder.init(config, rng), optax.sgd(1.0), mesh=mesh, rules=decoder.RULES
     )
     tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
     batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     step = jt.pipeline_eval_step(
-        gpt.stages(config), mesh=mesh, microbatches=8, policy="bf16", gather="model"
+        decoder.stages(config), mesh=mesh, microbatches=8, policy="bf16", gather="model"
     )
     text = jt.compile_step(step, state, batch, mesh=mesh, donate=False).compiled.as_text()
     assert " conditional(" in text
@@ -559,14 +567,14 @@ def outside_fusions(text):
 def test_generation_splits_its_cache_and_gathers_a_layer_at_a_time(target):
     config = dataclasses.replace(LLAMA, layers=5, kv_heads=2)
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
-    shapes = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
-    shardings = param_shardings(shapes, mesh, gpt.RULES)
+    shapes = jax.eval_shape(functools.partial(decoder.init, config), jax.random.key(0))
+    shardings = param_shardings(shapes, mesh, decoder.RULES)
     weights = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=s), shapes, shardings
     )
     batch = prompts(config, [[1] * 64] * 8, max_new_tokens=32, temperature=0.0)
     step, state = generate_step(config, max_new_tokens=32), Weights(weights)
-    compiled = jt.compile_step(step, state, batch, mesh=mesh, rules=gpt.RULES, donate=False)
+    compiled = jt.compile_step(step, state, batch, mesh=mesh, rules=decoder.RULES, donate=False)
     text = compiled.compiled.as_text()
     assert set(re.findall(r"bf16\[5,(\d+),(\d+),96,64\]", text)) == {("2", "1")}
     moved = [s for each in read_program(text, mesh).collectives for s in each.shapes]

@@ -16,7 +16,7 @@ from jaxtrain.experiment import (
     make_experiment_mesh,
     no_batches,
 )
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import search
@@ -27,11 +27,11 @@ from jaxtrain.sharding.rules import Rules
 # What the search promises.
 TOLERANCE = 0.15
 
-GPT2 = gpt.gpt2_124m()
+GPT2 = decoder.gpt2_124m()
 LLAMA = dataclasses.replace(
-    gpt.llama_1b(), layers=8, width=1024, heads=16, kv_heads=4, mlp_width=2816, seq_len=1024
+    decoder.llama_1b(), layers=8, width=1024, heads=16, kv_heads=4, mlp_width=2816, seq_len=1024
 )
-WIDE = dataclasses.replace(gpt.llama_7b(), layers=4)
+WIDE = dataclasses.replace(decoder.llama_7b(), layers=4)
 SHORT = dataclasses.replace(GPT2, layers=8, seq_len=256)
 PIPELINE = {"schedule": "1f1b", "microbatches": 8, "remat": "none"}
 
@@ -84,15 +84,15 @@ def make(model, remat, mesh, rows, more):
     config = dataclasses.replace(model, remat=remat)
     return Experiment(
         name="gpt",
-        init_fn=lambda rng: gpt.init(config, rng),
-        loss_fn=gpt.loss_fn(config),
+        init_fn=lambda rng: decoder.init(config, rng),
+        loss_fn=decoder.loss_fn(config),
         optimizer=optimizer,
         batch=packed_shapes(rows, config.seq_len),
         train_batches=no_batches,
         steps=1,
         mesh=mesh,
-        rules=Rules(gpt.RULES),
-        stages=gpt.stages(config),
+        rules=Rules(decoder.RULES),
+        stages=decoder.stages(config),
         policy=jt.Policy.named(more.pop("precision", "bf16")),
         **more,
     )

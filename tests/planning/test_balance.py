@@ -10,14 +10,14 @@ from jaxtrain import data
 from jaxtrain.engines.pipeline import make_table
 from jaxtrain.engines.pipeline.balance import Weights, balanced, weigh
 from jaxtrain.engines.pipeline.tables import bubble, makespan
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 
 
 @functools.cache
 def gpt2():
-    model = gpt.PRESETS["gpt2-124m"]()
+    model = decoder.PRESETS["gpt2-124m"]()
     batch = data.packed_shapes(1, model.seq_len)
-    return weigh(gpt.stages(model), functools.partial(gpt.init, model), batch)
+    return weigh(decoder.stages(model), functools.partial(decoder.init, model), batch)
 
 
 def test_gpt2_on_four_stages_waits_for_no_head():

@@ -11,7 +11,7 @@ from rich.console import Console
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.experiment import Experiment
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.planning import by_layer, estimate
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
@@ -87,15 +87,15 @@ def test_what_a_layer_keeps_is_told_with_the_scope_that_makes_it():
     # The sigmoid's result and its derivative, and the input of the first product.
     found = kept(make_experiment(named))
     assert found == {"blocks/mlp": 2 * 4 * L * (B // 2) * F, "blocks": 4 * L * (B // 2) * D}
-    config = gpt.GPTConfig(vocab_size=64, seq_len=16, layers=3, width=32, heads=2)
+    config = decoder.DecoderConfig(vocab_size=64, seq_len=16, layers=3, width=32, heads=2)
     rows = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     model = dataclasses.replace(
         make_experiment(named),
-        init_fn=lambda rng: gpt.init(config, rng),
-        loss_fn=gpt.loss_fn(config),
-        stages=gpt.stages(config),
+        init_fn=lambda rng: decoder.init(config, rng),
+        loss_fn=decoder.loss_fn(config),
+        stages=decoder.stages(config),
         batch={"tokens": rows, "targets": rows, "mask": rows.update(dtype=jnp.float32)},
-        rules=jt.Rules(gpt.RULES),
+        rules=jt.Rules(decoder.RULES),
     )
     found = kept(model)
     assert found.keys() == {"blocks", "blocks/attn", "blocks/mlp"}

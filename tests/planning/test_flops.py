@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.flops import count_flops
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.ops.attention import branch_shares
 from tests.planning import steps
 
@@ -110,9 +110,9 @@ def test_every_device_of_a_map_counts():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_decoder_is_its_formula_but_for_the_causal_half(remat):
     config = dataclasses.replace(steps.CONFIG, remat=remat, seq_len=64)
-    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     batch = steps.batch_shapes(4, config.seq_len)
-    loss = gpt.loss_fn(config)
+    loss = decoder.loss_fn(config)
     counted = count_flops(
         lambda p, x: jax.value_and_grad(lambda p: loss(p, x, None).total)(p), params, batch
     ).total

@@ -13,7 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data import packed_shapes
 from jaxtrain.experiment import Experiment, no_batches
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.planning.estimate import estimate, predict
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import parse_target
@@ -27,7 +27,7 @@ TITAN = "torchtitan, benchmarks"
 
 
 def llama(layers, width, heads, mlp_width, seq_len, *, vocab=32000, kv_heads=None, **changes):
-    return gpt.GPTConfig(
+    return decoder.DecoderConfig(
         vocab_size=vocab,
         seq_len=seq_len,
         layers=layers,
@@ -49,7 +49,7 @@ LLAMA2_7B = llama(32, 4096, 32, 11008, 4096)
 LLAMA2_70B = llama(80, 8192, 64, 28672, 4096, kv_heads=8)
 LLAMA3_8B = llama(32, 4096, 32, 14336, 8192, vocab=128256, kv_heads=8)
 LLAMA3_70B = llama(80, 8192, 64, 28672, 8192, vocab=128256, kv_heads=8)
-GPT2 = gpt.gpt2_124m()
+GPT2 = decoder.gpt2_124m()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Run:
 
     name: str
     source: str
-    model: gpt.GPTConfig
+    model: decoder.DecoderConfig
     target: str
     mesh: dict
     rows: int
@@ -84,7 +84,7 @@ class Run:
         tokens = self.rows * self.model.seq_len / parse_target(self.target).size
         if self.tokens_per_s is not None:
             return tokens / self.tokens_per_s
-        return tokens * gpt.flops_per_token(self.model) / (1e12 * self.tflops)
+        return tokens * decoder.flops_per_token(self.model) / (1e12 * self.tflops)
 
     @functools.cached_property
     def predicted(self) -> Prediction:
@@ -93,14 +93,14 @@ class Run:
         config = dataclasses.replace(self.model, remat=self.remat)
         experiment = Experiment(
             name="published",
-            init_fn=lambda rng: gpt.init(config, rng),
-            loss_fn=gpt.loss_fn(config),
+            init_fn=lambda rng: decoder.init(config, rng),
+            loss_fn=decoder.loss_fn(config),
             optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes),
             batch=packed_shapes(self.rows, config.seq_len),
             train_batches=no_batches,
             steps=1,
             mesh=self.mesh,
-            rules=Rules(gpt.RULES),
+            rules=Rules(decoder.RULES),
             gather="model",
             policy=jt.Policy.bf16(),
             accumulate=self.accumulate,

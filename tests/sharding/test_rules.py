@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.sharding import placement
 from jaxtrain.sharding.placement import tracing_on
 from jaxtrain.sharding.rules import OptionalRules, param_shardings, ruled_shardings, state_shardings
@@ -308,9 +308,9 @@ def test_a_large_parameter_is_whole_where_a_rule_says_so():
 
 
 def test_the_norms_of_405b_are_whole_without_a_pipeline():
-    config = gpt.PRESETS["llama-405b"]()
-    shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
-    found = specs(param_shardings(shapes, jt.make_mesh(fsdp=4, tensor=2), rules=gpt.RULES))
+    config = decoder.PRESETS["llama-405b"]()
+    shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    found = specs(param_shardings(shapes, jt.make_mesh(fsdp=4, tensor=2), rules=decoder.RULES))
     assert found["blocks/norm_attn/scale"] == P(None, None)
     assert found["blocks/mlp/up/kernel"] == P(None, "fsdp", "tensor")
 

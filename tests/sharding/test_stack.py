@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain import optim
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.sharding.stack import Cut, Order
 from jaxtrain.tree import LAYER_GROUP, named_leaves
@@ -41,12 +41,12 @@ def test_a_cut_stack_joins_to_natural_order():
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_the_state_of_virtual_stages_is_the_natural_one_cut(name):
     """For every optimizer: same paths, and shapes that differ by [V, L / V] for [L] alone."""
-    model = gpt.GPTConfig(vocab_size=257, seq_len=8, layers=4, width=256, heads=2)
+    model = decoder.DecoderConfig(vocab_size=257, seq_len=8, layers=4, width=256, heads=2)
     mesh = jt.make_mesh(pipe=2, devices=jax.devices()[:2])
 
     def shapes(stack):
         optimizer = jt.make_optimizer(name, 0.1, stacked=stack.axes, accumulate=2)
-        params = jax.eval_shape(lambda: stack.cut(gpt.init(model, jax.random.key(0))))
+        params = jax.eval_shape(lambda: stack.cut(decoder.init(model, jax.random.key(0))))
         state = state_of(params, jax.eval_shape(optimizer.init, params))
         whole = jax.NamedSharding(mesh, P())
         arrays = dataclasses.replace(state, step=None, skipped=None)

@@ -16,10 +16,10 @@ import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.hf import safetensors
 from jaxtrain.host import distributed
-from jaxtrain.models import gpt
+from jaxtrain.models import decoder
 from jaxtrain.tree import map_named, named_leaves
 
-MODEL = gpt.GPTConfig(
+MODEL = decoder.DecoderConfig(
     vocab_size=8192,
     seq_len=16,
     layers=8,
@@ -42,7 +42,7 @@ def value(path, shape):
 
 def params():
     """The model's parameters, the same in all processes."""
-    shapes = jax.eval_shape(lambda: gpt.init(MODEL, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: decoder.init(MODEL, jax.random.key(0)))
     return map_named(lambda path, x: value(path, x.shape), shapes)
 
 
@@ -65,8 +65,8 @@ def main(folder) -> None:
         return part
 
     safetensors.Tensor.__getitem__ = counting
-    init = functools.partial(gpt.init, MODEL)
-    given = {"mesh": mesh, "rules": jt.Rules(gpt.RULES)}
+    init = functools.partial(decoder.init, MODEL)
+    given = {"mesh": mesh, "rules": jt.Rules(decoder.RULES)}
     abstract = jt.abstract_state(init, optax.sgd(0.1), **given).params
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     begin = {

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import gpt
 from experiments.gpt.generate import load
 from jaxtrain.experiment import (
     make_abstract_state,
@@ -19,7 +18,7 @@ from jaxtrain.experiment import (
     restore_state,
     to_checkpoint,
 )
-from jaxtrain.models import gpt as gpt_model
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
@@ -53,8 +52,8 @@ def size_of(flags: str) -> int:
 
 
 def experiment_of(texts, flags: str, *more: str):
-    config = parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
-    return gpt.build(config)
+    config = parse(decoder.Config, [*SMALL, "--data", texts, *flags.split(), *more])
+    return decoder.build(config)
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "muon")]
@@ -102,7 +101,7 @@ def test_a_run_kept_in_bfloat16_is_read_and_generates_in_it(texts, tmp_path):
     ((token,),) = generate(
         model, params, [[1, 2]], max_new_tokens=1, rng=jax.random.key(0), temperature=0.0
     )
-    logits = gpt_model.logits(model, params, np.array([[1, 2]]))[0, -1]
+    logits = decoder.logits(model, params, np.array([[1, 2]]))[0, -1]
     assert logits[token] == pytest.approx(float(logits.max()), abs=0.02)  # of rounding
 
 

@@ -26,17 +26,17 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import (
     PRESETS,
-    GPTConfig,
+    DecoderConfig,
     gpt2_124m,
     keys_seen,
     llama_1b,
     llama_7b,
     tiny,
 )
-from jaxtrain.models.remat import rematerialise
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
+from jaxtrain.ops.remat import rematerialise
 from jaxtrain.sharding.placement import pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
@@ -45,7 +45,7 @@ from jaxtrain.stages import Stages, loss_from_stages, run_layers
 __all__ = [
     "PRESETS",
     "RULES",
-    "GPTConfig",
+    "DecoderConfig",
     "block",
     "embed",
     "flops_per_token",
@@ -87,7 +87,7 @@ RULES = OptionalRules(
 )
 
 
-def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
+def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     """Draws float32 parameters: N(0, 0.02), residual projections divided by sqrt(2 L).
 
     The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
@@ -99,7 +99,7 @@ def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
     Returns:
       A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
 
-    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
+    >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
     (3, 8, 8)
     """
@@ -114,13 +114,13 @@ def init(config: GPTConfig, rng: jax.Array) -> dict[str, Any]:
     return params if config.tied else params | {"head": layers.pure(layers.Head, config, rng_head)}
 
 
-def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
+def loss_fn(config: DecoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
     """Returns ``loss(params, batch, rng)``: masked cross-entropy, summed over tokens.
 
     ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
     the mask) and the metric ``accuracy``.
 
-    >>> config = GPTConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
     >>> batch = {"tokens": jnp.ones((2, 4), int), "targets": jnp.ones((2, 4), int)}
     >>> batch["mask"] = jnp.ones((2, 4))
     >>> loss = loss_fn(config)(init(config, jax.random.key(0)), batch, None)
@@ -130,7 +130,7 @@ def loss_fn(config: GPTConfig) -> Callable[[Params, Batch, jax.Array | None], We
     return loss_from_stages(stages(config))
 
 
-def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
+def stages(config: DecoderConfig, *, virtual: int = 1) -> Stages:
     """Returns the model as a pipeline takes it: :func:`embed`, :func:`block`, :func:`head_loss`.
 
     Args:
@@ -154,7 +154,7 @@ def stages(config: GPTConfig, *, virtual: int = 1) -> Stages:
 
 
 def logits(
-    config: GPTConfig,
+    config: DecoderConfig,
     params: Params,
     tokens_BT: jax.Array,
     *,
@@ -178,7 +178,7 @@ def logits(
 
 
 def embed(
-    config: GPTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+    config: DecoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
     """First stage: tokens (and learned positions) to the residual stream [B, T, D].
 
@@ -205,7 +205,7 @@ def embed(
 
 
 def block(
-    config: GPTConfig,
+    config: DecoderConfig,
     layer_params: Params,
     x_BTD: jax.Array,
     batch: Batch,
@@ -226,7 +226,9 @@ def block(
     return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
 
 
-def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
+def head_loss(
+    config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
+) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy.
 
     With ``config.z_loss`` its part of the loss is a metric of its own.
@@ -249,7 +251,7 @@ def head_loss(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     return WeightedLoss(total=total, weight=weight, metrics=metrics)
 
 
-def log_probs(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
     """Last stage of losses that are no sum over tokens: each target's log-probability, [B, T].
 
     Args:
@@ -266,7 +268,7 @@ def log_probs(config: GPTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     )
 
 
-def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Final norm and output projection: float32 [B, T, vocab_size]."""
     x_ND = _final_norm(config, params, x_BTD).reshape(-1, config.width)
     logits_NV = soft_cap(matmul_float32(x_ND, _head_kernel(config, params)), config.logit_softcap)
@@ -274,7 +276,7 @@ def head_logits(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Arra
 
 
 @functools.lru_cache
-def parameter_count(config: GPTConfig) -> int:
+def parameter_count(config: DecoderConfig) -> int:
     """Counts the parameters, without the padding of the token tables.
 
     >>> parameter_count(gpt2_124m()), parameter_count(llama_7b())
@@ -288,7 +290,7 @@ def parameter_count(config: GPTConfig) -> int:
 FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B)"
 
 
-def flops_per_token(config: GPTConfig) -> int:
+def flops_per_token(config: DecoderConfig) -> int:
     """Floating-point operations per token of a forward and backward pass: ``6 N + 12 L H K T``.
 
     The model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311),
@@ -307,9 +309,9 @@ def flops_per_token(config: GPTConfig) -> int:
     return 6 * (parameter_count(config) - lookups) + attend
 
 
-def _final_norm(config: GPTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+def _final_norm(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
 
 
-def _head_kernel(config: GPTConfig, params: Params) -> jax.Array:
+def _head_kernel(config: DecoderConfig, params: Params) -> jax.Array:
     return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models import gpt
-from jaxtrain.models.gpt import GPTConfig
+from jaxtrain.models import decoder
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.precision import float32_products
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.stages import run_layers
@@ -22,8 +22,8 @@ from tests.models import decoder_definition as definition
 
 SIZES = dict(vocab_size=13, seq_len=8, layers=3, width=16, heads=4)
 FORMS = {
-    "gpt2": GPTConfig(**SIZES),
-    "llama": GPTConfig(**SIZES, **LLAMA),
+    "gpt2": DecoderConfig(**SIZES),
+    "llama": DecoderConfig(**SIZES, **LLAMA),
 }
 B, T = 4, 8
 
@@ -36,7 +36,7 @@ both_forms = pytest.mark.parametrize("form", FORMS)
 @functools.cache
 def params_of(form):
     """Parameters well away from their initial values, so that every term counts."""
-    params = quick_jit(functools.partial(gpt.init, FORMS[form]))(jax.random.key(0))
+    params = quick_jit(functools.partial(decoder.init, FORMS[form]))(jax.random.key(0))
     rng = np.random.default_rng(0)
 
     def move(name, leaf):
@@ -65,7 +65,7 @@ def float64(tree):
 
 
 def plain_gradient(config):
-    loss = gpt.loss_fn(config)
+    loss = decoder.loss_fn(config)
     return jax.value_and_grad(lambda params, batch: loss(params, batch, None).total)
 
 
@@ -76,7 +76,7 @@ def gradient(config):
 
 @functools.cache
 def logits(config):
-    return quick_jit(functools.partial(gpt.logits, config))
+    return quick_jit(functools.partial(decoder.logits, config))
 
 
 def assert_close(a, b, **tolerance):
@@ -87,7 +87,7 @@ def assert_close(a, b, **tolerance):
 @pytest.mark.parametrize("documents", [False, True])
 def test_loss_and_logits_are_those_of_the_definition(form, documents):
     config, params, batch = FORMS[form], params_of(form), batch_of(documents)
-    got = quick_jit(gpt.loss_fn(config))(params, batch, None)
+    got = quick_jit(decoder.loss_fn(config))(params, batch, None)
     nll = definition.per_token_losses(config, float64(params), batch)
     np.testing.assert_allclose(got.total, (nll * batch["mask"]).sum(), rtol=1e-5)
     assert got.weight == batch["mask"].sum()
@@ -150,10 +150,10 @@ def test_remat_and_unrolling_change_memory_and_no_value(form):
 
 
 def lowered(layers, **changes):
-    config = GPTConfig(**SIZES | dict(seq_len=32, width=32, layers=layers), **changes)
+    config = DecoderConfig(**SIZES | dict(seq_len=32, width=32, layers=layers), **changes)
     batch = dict.fromkeys(("tokens", "targets"), np.ones((8, 32), np.int32))
     batch["mask"] = np.ones((8, 32), np.float32)
-    params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(decoder.init, config), jax.random.key(0))
     return gradient(config).lower(params, batch)
 
 
@@ -200,7 +200,7 @@ def test_a_bfloat16_step_has_no_float32_product(form):
     for remat in ("none", "dots", "full"):
         step = plain_gradient(dataclasses.replace(config, remat=remat))
         assert float32_products(step, params, batch) == []
-    rows = functools.partial(gpt.logits, config)
+    rows = functools.partial(decoder.logits, config)
     assert float32_products(jax.grad(lambda p: rows(p, batch["tokens"]).sum()), params) == []
 
     total, grads = gradient(config)(params, batch)
@@ -219,7 +219,7 @@ def test_a_frequent_token_s_bfloat16_gradient_is_summed_in_float32():
     config, params = FORMS["llama"], params_of("llama")
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     batch = {"tokens": np.full((64, T), 3, np.int32)}
-    grads = jax.grad(lambda p: gpt.embed(config, p, batch).astype(jnp.float32).sum())(narrow)
+    grads = jax.grad(lambda p: decoder.embed(config, p, batch).astype(jnp.float32).sum())(narrow)
     assert grads["embed"]["tokens"].dtype == jnp.bfloat16
     assert (grads["embed"]["tokens"][3] == 512).all()  # sums of ones in bfloat16 end at 256
 
@@ -277,14 +277,14 @@ def test_it_maps_over_parameters():
 def test_stages_in_any_split_make_the_whole(form):
     config = dataclasses.replace(FORMS[form], dropout=0.2)
     params, batch, rng = params_of(form), batch_of(), jax.random.key(3)
-    whole = quick_jit(gpt.loss_fn(config))(params, batch, rng)
+    whole = quick_jit(decoder.loss_fn(config))(params, batch, rng)
 
     @quick_jit
     def blocks(stacked, x, batch, rng, first=0):
-        return run_layers(gpt.stages(config), {"blocks": stacked}, x, batch, rng, first)
+        return run_layers(decoder.stages(config), {"blocks": stacked}, x, batch, rng, first)
 
-    block = quick_jit(functools.partial(gpt.block, config))
-    x = gpt.embed(config, {"embed": params["embed"]}, batch, rng)
+    block = quick_jit(functools.partial(decoder.block, config))
+    x = decoder.embed(config, {"embed": params["embed"]}, batch, rng)
     head, tail = (
         jax.tree.map(lambda w, s=s: w[s], params["blocks"]) for s in (slice(1), slice(1, 3))
     )
@@ -295,7 +295,7 @@ def test_stages_in_any_split_make_the_whole(form):
         x = block(layer, x, batch, jax.random.fold_in(rng, l))
     np.testing.assert_allclose(split, x, rtol=1e-5, atol=1e-5)
     last = {k: params[k] for k in ("final_norm", "embed" if config.tied else "head")}
-    loss = gpt.head_loss(config, last, x, batch)
+    loss = decoder.head_loss(config, last, x, batch)
     assert_close(loss, whole, rtol=1e-5)
 
 
@@ -303,28 +303,28 @@ def test_dropout_is_off_without_a_key_and_right_on_average():
     config = FORMS["gpt2"]
     dropped = dataclasses.replace(config, dropout=0.4)
     params, batch = params_of("gpt2"), batch_of()
-    loss = quick_jit(gpt.loss_fn(dropped))
+    loss = quick_jit(decoder.loss_fn(dropped))
     plain, _ = gradient(config)(params, batch)
     np.testing.assert_allclose(loss(params, batch, None).total, plain, rtol=1e-6)
     a, b, c = (loss(params, batch, jax.random.key(k)).total for k in (0, 0, 1))
     assert a == b != c
-    plain = gpt.embed(config, params, batch, None)
+    plain = decoder.embed(config, params, batch, None)
     keys = jax.random.split(jax.random.key(0), 2000)
-    many = quick_jit(jax.vmap(lambda key: gpt.embed(dropped, params, batch, key)))(keys)
+    many = quick_jit(jax.vmap(lambda key: decoder.embed(dropped, params, batch, key)))(keys)
     np.testing.assert_allclose((many == 0).mean(), 0.4, atol=0.01)
     np.testing.assert_allclose(many.mean(axis=0), plain, atol=0.12)
     # The branches of a layer drop different features: of two branches of ones, some keep one.
     layer = jax.tree.map(lambda w: jnp.zeros_like(w[0]), params["blocks"])
     for branch in (layer["attn"]["out"], layer["mlp"]["down"]):
         branch["bias"] += 1
-    x = gpt.block(dropped, layer, jnp.zeros((B, T, 16)), batch, keys[0])
+    x = decoder.block(dropped, layer, jnp.zeros((B, T, 16)), batch, keys[0])
     kept = np.bincount(np.asarray(x * 0.6).round().astype(int).ravel(), minlength=3) / x.size
     np.testing.assert_allclose(kept, [0.16, 0.48, 0.36], atol=0.07)
 
 
 def test_initial_values():
-    config = GPTConfig(vocab_size=500, seq_len=16, layers=8, width=64, heads=4, tied=False)
-    init = quick_jit(functools.partial(gpt.init, config))
+    config = DecoderConfig(vocab_size=500, seq_len=16, layers=8, width=64, heads=4, tied=False)
+    init = quick_jit(functools.partial(decoder.init, config))
     params = init(jax.random.key(0))
     named = named_leaves(params)
     assert {leaf.dtype for leaf in named.values()} == {jnp.dtype("float32")}
@@ -350,9 +350,9 @@ def test_the_mesh_changes_neither_initial_values_nor_gradients(form):
     config, batch = FORMS[form], batch_of()
     other = {"gpt2": "fsdp", "llama": "context"}[form]
     mesh = jt.make_mesh(data=2, tensor=2, **{other: 2})
-    make = functools.partial(gpt.init, config)
+    make = functools.partial(decoder.init, config)
     key = jax.random.key(0)
-    shardings = param_shardings(jax.eval_shape(make, key), mesh, gpt.RULES)
+    shardings = param_shardings(jax.eval_shape(make, key), mesh, decoder.RULES)
     placed = quick_jit(make, out_shardings=shardings)(key)
     plain = quick_jit(make)(key)
     jax.tree.map(np.testing.assert_array_equal, placed, plain)
@@ -363,25 +363,27 @@ def test_the_mesh_changes_neither_initial_values_nor_gradients(form):
 
 @both_forms
 def test_every_parameter_has_a_rule_of_its_rank(form):
-    shapes = jax.eval_shape(functools.partial(gpt.init, FORMS[form]), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(decoder.init, FORMS[form]), jax.random.key(0))
     mesh = jt.make_mesh(data=1, fsdp=2, tensor=2, pipe=1, devices=jax.devices()[:4])
-    rules = as_rules(gpt.RULES)
+    rules = as_rules(decoder.RULES)
     assert param_shardings(shapes, mesh, rules)  # ranks and divisibility
     for path, leaf in named_leaves(param_shardings(shapes, mesh, rules)).items():
         split = any(entry is not None for entry in leaf.spec)
         assert split == path.endswith(("kernel", "embed/tokens", "embed/positions")) or (
             path.endswith("bias") and "norm" not in path
         ), path
-    (stacked,) = gpt.stages(FORMS[form]).stacked.axes
+    (stacked,) = decoder.stages(FORMS[form]).stacked.axes
     for path in named_leaves(shapes):
-        assert sum(bool(re.search(pattern, path)) for pattern, _ in gpt.RULES) == 1, path
+        assert sum(bool(re.search(pattern, path)) for pattern, _ in decoder.RULES) == 1, path
         assert bool(re.search(stacked, path)) == path.startswith("blocks/")
 
 
 def test_presets_have_the_published_sizes():
-    assert gpt.PRESETS["tiny"]() == gpt.tiny()
-    assert {name: gpt.parameter_count(preset()) for name, preset in gpt.PRESETS.items()} == {
-        "tiny": gpt.parameter_count(gpt.tiny()),
+    assert decoder.PRESETS["tiny"]() == decoder.tiny()
+    assert {
+        name: decoder.parameter_count(preset()) for name, preset in decoder.PRESETS.items()
+    } == {
+        "tiny": decoder.parameter_count(decoder.tiny()),
         "gpt2-124m": 124_439_808,
         "llama-1b": 1_100_048_384,
         "llama-7b": 6_738_415_616,
@@ -405,11 +407,11 @@ def test_flops_are_counted_by_hand_for_llama():
     weights = L * (2 * D * D + 2 * D * kv + 3 * D * F) + V * D
     norms = (2 * L + 1) * D
     expected = 6 * (weights + norms) + 12 * L * D * S
-    assert gpt.flops_per_token(gpt.llama_1b()) == expected
-    near = dataclasses.replace(gpt.llama_1b(), window=100)
-    assert gpt.flops_per_token(near) == expected - 12 * L * D * (S - 100)
+    assert decoder.flops_per_token(decoder.llama_1b()) == expected
+    near = dataclasses.replace(decoder.llama_1b(), window=100)
+    assert decoder.flops_per_token(near) == expected - 12 * L * D * (S - 100)
     some = dataclasses.replace(near, window_pattern=(True, True, False))  # 15 layers of 22
-    assert gpt.flops_per_token(some) == expected - 12 * 15 * D * (S - 100)
+    assert decoder.flops_per_token(some) == expected - 12 * 15 * D * (S - 100)
 
 
 @pytest.mark.parametrize(
@@ -430,26 +432,26 @@ def test_flops_are_counted_by_hand_for_llama():
 )
 def test_a_config_that_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**(SIZES | changes))
+        DecoderConfig(**(SIZES | changes))
 
 
 def test_rows_longer_than_the_learned_positions_are_refused():
     tokens = np.zeros((1, 9), np.int32)
     with pytest.raises(ValueError, match="rows of 9 tokens are longer than the 8 learned"):
-        gpt.logits(FORMS["gpt2"], params_of("gpt2"), tokens)
-    assert gpt.logits(FORMS["llama"], params_of("llama"), tokens).shape == (1, 9, 13)
+        decoder.logits(FORMS["gpt2"], params_of("gpt2"), tokens)
+    assert decoder.logits(FORMS["llama"], params_of("llama"), tokens).shape == (1, 9, 13)
 
 
 def test_attention_dropout_follows_its_key_and_z_loss_its_coefficient():
     config = dataclasses.replace(FORMS["gpt2"], attention_dropout=0.5, z_loss=0.1)
     params, batch = params_of("gpt2"), batch_of()
-    loss = quick_jit(lambda rng: gpt.loss_fn(config)(params, batch, rng))
+    loss = quick_jit(lambda rng: decoder.loss_fn(config)(params, batch, rng))
     losses = [loss(rng) for rng in (None, jax.random.key(0), jax.random.key(1), jax.random.key(0))]
     totals = [float(loss.total) for loss in losses]
     assert totals[1] == totals[3]
     assert len(set(totals)) == 3
-    plain = quick_jit(lambda: gpt.loss_fn(FORMS["gpt2"])(params, batch, None))()
-    z = gpt.logits(
+    plain = quick_jit(lambda: decoder.loss_fn(FORMS["gpt2"])(params, batch, None))()
+    z = decoder.logits(
         FORMS["gpt2"],
         params,
         batch["tokens"],
@@ -470,14 +472,14 @@ def test_a_fused_kernel_refuses_dropout_before_anything_is_compiled():
 
 def program_sizes(layers, optimizer, **changes):
     """Equations of a train step's jaxpr, and instructions before and after XLA's compiler."""
-    config = gpt.GPTConfig(
+    config = decoder.DecoderConfig(
         vocab_size=32, seq_len=16, layers=layers, width=16, heads=2, remat="dots", **changes
     )
     chain = jt.make_optimizer(optimizer, 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
-    state = jt.abstract_state(lambda rng: gpt.init(config, rng), chain)
+    state = jt.abstract_state(lambda rng: decoder.init(config, rng), chain)
     tokens = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct((4, 16), "float32")}
-    step = jax.jit(jt.build_train_step(gpt.loss_fn(config), chain))
+    step = jax.jit(jt.build_train_step(decoder.loss_fn(config), chain))
     traced = step.trace(state, batch)
     lowered = traced.lower()
     compiled = lowered.compile({"xla_backend_optimization_level": 0}).as_text()
@@ -497,14 +499,14 @@ def test_the_program_does_not_grow_with_depth(optimizer):
 
 
 def test_heads_that_the_mesh_cannot_split_are_refused():
-    config = gpt.GPTConfig(vocab_size=11, seq_len=8, layers=1, width=24, heads=3)
+    config = decoder.DecoderConfig(vocab_size=11, seq_len=8, layers=1, width=24, heads=3)
     optimizer = optax.sgd(0.1)
     mesh = jt.make_mesh(tensor=8)
     state = jt.abstract_state(
-        functools.partial(gpt.init, config), optimizer, mesh=mesh, rules=gpt.RULES
+        functools.partial(decoder.init, config), optimizer, mesh=mesh, rules=decoder.RULES
     )
     batch = {name: jax.ShapeDtypeStruct((8, 8), jnp.int32) for name in ("tokens", "targets")}
     batch["mask"] = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    step = jt.build_train_step(gpt.loss_fn(config), optimizer)
+    step = jt.build_train_step(decoder.loss_fn(config), optimizer)
     with pytest.raises(ValueError, match=r"3 attention heads are .* axis tensor of size 8"):
         jt.compile_step(step, state, batch, mesh=mesh)
