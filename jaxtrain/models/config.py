@@ -106,6 +106,11 @@ class LayerFields:
                 f"attention={self.attention!r}; use 'xla' or 'auto'"
             )
 
+    def layer(self, **own: Any) -> "BlockConfig":
+        """One layer of a model with these fields, and with the layer's own."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        return BlockConfig(**shared, **own)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayerFields):
@@ -219,12 +224,10 @@ class DecoderConfig(LayerFields):
     @functools.cached_property
     def block(self) -> BlockConfig:
         """One of its layers."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
         rope_theta = self.rope_theta if self.positions == "rope" else None
         # 2 L branches are added to the residual stream, whose variance is not to grow with L.
         residual_std = INIT_STD / (2 * self.layers) ** 0.5
-        return BlockConfig(
-            **shared,
+        return self.layer(
             norm_position=self.norm_position,
             rope_theta=rope_theta,
             residual_std=residual_std,

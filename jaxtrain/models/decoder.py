@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
@@ -36,7 +35,6 @@ from jaxtrain.models.config import (
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
-from jaxtrain.ops.remat import rematerialise
 from jaxtrain.sharding.placement import pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
@@ -106,9 +104,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
     params = {
         "embed": layers.pure(layers.Embed, config, rng_embed),
-        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
-            jax.random.split(rng_blocks, config.layers)
-        ),
+        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
         "final_norm": layers.pure(layers.Norm, config.block, rng_head),
     }
     return params if config.tied else params | {"head": layers.pure(layers.Head, config, rng_head)}
@@ -121,6 +117,7 @@ def loss_fn(config: DecoderConfig) -> Callable[[Params, Batch, jax.Array | None]
     the mask) and the metric ``accuracy``.
 
     >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> from jax import numpy as jnp
     >>> batch = {"tokens": jnp.ones((2, 4), int), "targets": jnp.ones((2, 4), int)}
     >>> batch["mask"] = jnp.ones((2, 4))
     >>> loss = loss_fn(config)(init(config, jax.random.key(0)), batch, None)
@@ -137,20 +134,7 @@ def stages(config: DecoderConfig, *, virtual: int = 1) -> Stages:
       config: the model.
       virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
     """
-
-    def layer(layer_params, shared, x_BTD, batch, rng, index):
-        return block(config, layer_params, x_BTD, batch, rng, index=index)
-
-    return Stages(
-        embed=functools.partial(embed, config),
-        block=layer,
-        head_loss=functools.partial(head_loss, config),
-        shared=(),  # nothing, and the number of the layer
-        stacked=Stack(virtual=virtual),
-        row_wise=True,
-        scan_unroll=config.scan_unroll,
-        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
-    )
+    return layers.stages(config, embed=embed, head_loss=head_loss, stacked=Stack(virtual=virtual))
 
 
 def logits(
@@ -189,19 +173,10 @@ def embed(
     Raises:
       ValueError: for rows longer than a table of learned positions.
     """
-    tokens_BT = batch["tokens"]
-    length = tokens_BT.shape[1]
-    if config.positions == "learned" and length > config.seq_len:
-        raise ValueError(
-            f"rows of {length} tokens are longer than the {config.seq_len} learned "
-            "positions; raise seq_len or shorten the rows"
-        )
     module = layers.apply(layers.Embed, config, params["embed"])
-    positions = batch.get("positions")
-    x_BTD = module(tokens_BT, jnp.arange(length)[None] if positions is None else positions)
+    x_BTD = module(batch["tokens"], layers.positions(config, batch))
     # Layers fold in 0 .. L - 1.
-    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return pin_residual(drop(x_BTD, config.dropout, rng))
+    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
 
 
 def block(
@@ -275,15 +250,7 @@ def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.
     return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
 
 
-@functools.lru_cache
-def parameter_count(config: DecoderConfig) -> int:
-    """Counts the parameters, without the padding of the token tables.
-
-    >>> parameter_count(gpt2_124m()), parameter_count(llama_7b())
-    (124439808, 6738415616)
-    """
-    padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
+parameter_count = functools.partial(layers.parameter_count, init)
 
 
 # Of :func:`flops_per_token`.

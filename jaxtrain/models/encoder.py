@@ -120,9 +120,7 @@ class EncoderConfig(LayerFields):
     @functools.cached_property
     def block(self) -> BlockConfig:
         """One of its layers."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(
-            **shared,
+        return self.layer(
             causal=False,
             norm_position=self.norm_position,
             first_norm=self.norm_position == "post",
@@ -306,9 +304,7 @@ def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
     params = {
         "embed": layers.pure(Embed, config, rng_embed),
-        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
-            jax.random.split(rng_blocks, config.layers)
-        ),
+        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
     }
     if config.norm_position == "pre":
         params["final_norm"] = layers.pure(layers.Norm, config.block, rng_head)
@@ -333,13 +329,9 @@ def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None]
     return loss_from_stages(stages(config))
 
 
-def stages(config: EncoderConfig, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it; arguments as for the decoder's."""
-    return dataclasses.replace(
-        decoder.stages(config, virtual=virtual),
-        embed=functools.partial(embed, config),
-        head_loss=functools.partial(head_loss, config),
-    )
+def stages(config: EncoderConfig) -> Stages:
+    """Returns the model as a pipeline takes it."""
+    return layers.stages(config, embed=embed, head_loss=head_loss)
 
 
 def encode(
@@ -384,21 +376,11 @@ def embed(
       ValueError: for rows longer than the table of positions.
     """
     tokens_BT = batch["tokens"]
-    length = tokens_BT.shape[1]
-    if config.positions == "learned" and length > config.seq_len:
-        raise ValueError(
-            f"rows of {length} tokens are longer than the {config.seq_len} learned positions; "
-            "raise seq_len or shorten the rows"
-        )
-    positions, types = batch.get("positions"), batch.get("types")
-    x_BTD = layers.apply(Embed, config, params["embed"])(
-        tokens_BT,
-        jnp.arange(length)[None] if positions is None else positions,
-        jnp.zeros_like(tokens_BT) if types is None else types,
-    )
+    types_BT = batch["types"] if "types" in batch else jnp.zeros_like(tokens_BT)
+    module = layers.apply(Embed, config, params["embed"])
+    x_BTD = module(tokens_BT, layers.positions(config, batch), types_BT)
     # Layers fold in 0 .. L - 1.
-    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return pin_residual(drop(x_BTD, config.dropout, rng))
+    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
 
 
 def head_loss(
@@ -448,17 +430,7 @@ def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:
     )
 
 
-@functools.lru_cache
-def parameter_count(config: EncoderConfig) -> int:
-    """Counts the parameters, without the padding of the token table and of its bias.
-
-    >>> parameter_count(bert_base()), parameter_count(modernbert_base())
-    (109514298, 149655232)
-    """
-    padding = config.padded_vocab - config.vocab_size
-    count = sum(layers.parameter_sizes(init, config).values())
-    count -= 0 if config.block.first_norm else config.width
-    return count - padding * (config.width + (config.head == "tokens"))
+parameter_count = functools.partial(layers.parameter_count, init)
 
 
 # Of :func:`flops_per_row`.

@@ -39,7 +39,7 @@ from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
-from jaxtrain.ops.remat import REMAT, rematerialise
+from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
@@ -140,8 +140,7 @@ class T5Config(LayerFields):
     @functools.cached_property
     def block(self) -> BlockConfig:
         """One of the encoder's layers, which see both ways."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(**shared, causal=False)
+        return self.layer(causal=False)
 
     @functools.cached_property
     def decoder(self) -> BlockConfig:
@@ -215,19 +214,15 @@ def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:
     """
     rng_embed, rng_encoder, rng_decoder, rng_distance, rng_head = jax.random.split(rng, 5)
 
-    def stack(module, block, count, rng):
-        make = functools.partial(layers.pure, module, block)
-        return jax.vmap(make)(jax.random.split(rng, count))
-
     def distance(index):
         return layers.pure(DistanceBias, config, jax.random.fold_in(rng_distance, index))
 
     params = {
         "embed": layers.pure(layers.Embed, config, rng_embed),
         "distance": {name: distance(i) for i, name in enumerate(STACKS)},
-        "encoder": stack(layers.Block, config.block, config.layers, rng_encoder),
+        "encoder": layers.stacked(layers.Block, config.block, config.layers, rng_encoder),
         "encoder_norm": layers.pure(layers.Norm, config.block, rng_head),
-        "decoder": stack(DecoderBlock, config.decoder, config.decoder_layers, rng_decoder),
+        "decoder": layers.stacked(DecoderBlock, config.decoder, config.decoder_layers, rng_decoder),
         "final_norm": layers.pure(layers.Norm, config.decoder, rng_head),
     }
     if not config.tied:
@@ -261,15 +256,13 @@ def stages(config: T5Config, *, virtual: int = 1) -> Stages:
       config: the model.
       virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
     """
-    return Stages(
-        embed=functools.partial(embed, config),
+    return layers.stages(
+        config,
+        embed=embed,
+        head_loss=head_loss,
         block=tuple(functools.partial(block, config) for block in (encode, decode)),
-        head_loss=functools.partial(head_loss, config),
         stacked=Stack(STACKS, virtual=virtual),
-        row_wise=True,
-        scan_unroll=config.scan_unroll,
         shared=("distance",),
-        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
         between=(functools.partial(between, config),),
     )
 
@@ -457,15 +450,7 @@ def bucket(distance: np.ndarray, *, both_ways: bool, buckets: int, max_distance:
     return (first + np.where(distance < exact, distance, far)).astype(np.int32)
 
 
-@functools.lru_cache
-def parameter_count(config: T5Config) -> int:
-    """Counts the parameters, without the padding of the token tables.
-
-    >>> parameter_count(t5_small()), parameter_count(flan_t5_small())
-    (60506624, 76961152)
-    """
-    padding = (config.padded_vocab - config.vocab_size) * config.width
-    return sum(layers.parameter_sizes(init, config).values()) - padding * (1 if config.tied else 2)
+parameter_count = functools.partial(layers.parameter_count, init)
 
 
 # Of :func:`flops_per_row`.

@@ -28,7 +28,7 @@ from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.ops.remat import PRODUCT, rematerialised
+from jaxtrain.ops.remat import PRODUCT, rematerialise, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.placement import (
     constrain,
@@ -38,6 +38,7 @@ from jaxtrain.sharding.placement import (
     splits_residual,
     warn_if_whole,
 )
+from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
 
 # (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
@@ -48,6 +49,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 def pure(module: type[nnx.Module], config: Any, rng: jax.Array) -> dict[str, Any]:
     """Returns a new module's parameters as a plain nested dict of float32 arrays."""
     return nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(rng))))
+
+
+def stacked(module: type[nnx.Module], config: Any, count: int, rng: jax.Array) -> dict[str, Any]:
+    """Returns the parameters of ``count`` new modules, each leaf with a leading axis of them."""
+    return jax.vmap(functools.partial(pure, module, config))(jax.random.split(rng, count))
 
 
 def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> nnx.Module:
@@ -70,6 +76,51 @@ def parameter_sizes(init: Callable[[Any, jax.Array], Any], config: Any) -> Mappi
 @functools.cache
 def _definition(module: type[nnx.Module], config: Any) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))[0]
+
+
+@functools.lru_cache
+def parameter_count(init: Callable[[Any, jax.Array], Any], config: Any) -> int:
+    """Counts a model's parameters, without padding of the vocabulary and a first norm not read.
+
+    >>> from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+    >>> [decoder.parameter_count(make()) for make in (decoder.gpt2_124m, decoder.llama_7b)]
+    [124439808, 6738415616]
+    >>> [encoder.parameter_count(make()) for make in (encoder.bert_base, encoder.modernbert_base)]
+    [109514298, 149655232]
+    >>> encoder_decoder.parameter_count(encoder_decoder.flan_t5_small())
+    76961152
+    >>> vit.parameter_count(vit.vit_base())
+    86567656
+    """
+    sizes = parameter_sizes(init, config)
+    count = sum(sizes.values()) - (0 if config.block.first_norm else config.width)
+    if config.vocab_size is None:
+        return count
+    padded = sum(sizes.get(name, 0) for name in ("embed/tokens", "head/kernel", "head/bias"))
+    return count - padded // config.padded_vocab * (config.padded_vocab - config.vocab_size)
+
+
+def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -> Stages:
+    """Returns a model as a pipeline takes it.
+
+    Args:
+      config: the model.
+      embed, head_loss: :class:`Stages` takes them without their first argument, the config.
+      parts: other fields; left out, one stack of layers in which rows attend to themselves.
+    """
+
+    def layer(layer_params, shared, x_BTD, batch, rng, index):
+        packing = {f"{name}_BT": batch.get(name) for name in ("segments", "positions")}
+        return block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
+
+    return Stages(
+        **{"block": layer, "shared": ()} | parts,
+        embed=functools.partial(embed, config),
+        head_loss=functools.partial(head_loss, config),
+        row_wise=True,
+        scan_unroll=config.scan_unroll,
+        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
+    )
 
 
 def block(
@@ -196,6 +247,21 @@ def _scale(config: BlockConfig) -> float | None:
     """Of the scores; None where it is attention's own."""
     scalar = config.query_pre_attn_scalar
     return None if scalar == config.head_dim else scalar**-0.5
+
+
+def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the batch's positions, [B, T] or [1, T]: by default 0 .. T - 1.
+
+    Raises:
+      ValueError: for rows longer than a table of learned positions.
+    """
+    length = batch["tokens"].shape[1]
+    if config.positions == "learned" and length > config.seq_len:
+        raise ValueError(
+            f"rows of {length} tokens are longer than the {config.seq_len} learned positions; "
+            "raise seq_len or shorten the rows"
+        )
+    return batch["positions"] if "positions" in batch else jnp.arange(length)[None]
 
 
 class Embed(nnx.Module):

@@ -88,8 +88,7 @@ class ViTConfig(LayerFields):
     @functools.cached_property
     def block(self) -> BlockConfig:
         """One of its layers."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(**shared, causal=False)
+        return self.layer(causal=False)
 
     @property
     def length(self) -> int:
@@ -163,9 +162,7 @@ def init(config: ViTConfig, rng: jax.Array) -> dict[str, Any]:
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
     params = {
         "embed": layers.pure(Embed, config, rng_embed),
-        "blocks": jax.vmap(functools.partial(layers.pure, layers.Block, config.block))(
-            jax.random.split(rng_blocks, config.layers)
-        ),
+        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
         "final_norm": layers.pure(layers.Norm, config.block, rng_head),
     }
     if config.classes is not None:
@@ -178,13 +175,9 @@ def loss_fn(config: ViTConfig) -> Callable[[Params, Batch, jax.Array | None], We
     return loss_from_stages(stages(config))
 
 
-def stages(config: ViTConfig, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it; arguments as for the decoder's."""
-    return dataclasses.replace(
-        decoder.stages(config, virtual=virtual),
-        embed=functools.partial(embed, config),
-        head_loss=functools.partial(head_loss, config),
-    )
+def stages(config: ViTConfig) -> Stages:
+    """Returns the model as a pipeline takes it."""
+    return layers.stages(config, embed=embed, head_loss=head_loss)
 
 
 def encode(
@@ -220,8 +213,7 @@ def embed(
         raise ValueError(f"images have the shape {shape}, and the model's are {config.image}")
     x_BTD = layers.apply(Embed, config, params["embed"])(batch["image"])
     # Layers fold in 0 .. L - 1.
-    rng = None if rng is None else jax.random.fold_in(rng, config.layers)
-    return scatter_sequence(drop(x_BTD, config.dropout, rng))
+    return scatter_sequence(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
 
 
 def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
@@ -236,11 +228,4 @@ def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     return class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
 
 
-@functools.lru_cache
-def parameter_count(config: ViTConfig) -> int:
-    """Counts the parameters.
-
-    >>> parameter_count(vit_base())
-    86567656
-    """
-    return sum(layers.parameter_sizes(init, config).values())
+parameter_count = functools.partial(layers.parameter_count, init)
