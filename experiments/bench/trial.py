@@ -197,7 +197,7 @@ def _times(function: Callable[[], None], count: int) -> list[float]:
 def _is_out_of_memory(error: BaseException | None) -> bool:
     torch = sys.modules.get("torch")
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        if memory.is_out_of_memory(error):
             return True
         if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
             return True

@@ -232,7 +232,7 @@ def naming(name: str) -> Iterator[None]:
             raise
         raise ValueError(f"variant {name}: {error}") from None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not memory.is_out_of_memory(error):
             raise
         raise ValueError(
             f"variant {name} does not fit into the memory of the devices: leave it out, or make "

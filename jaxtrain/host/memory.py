@@ -51,6 +51,11 @@ def host_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that XLA found too little memory, compiling or running a program."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def human_bytes(size: float) -> str:
     """Writes a size in binary units.
 
