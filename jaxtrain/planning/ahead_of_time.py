@@ -4,7 +4,6 @@ Everything starts from shapes: nothing is allocated, and no data is read.
 """
 
 import dataclasses
-import math
 import re
 import tempfile
 import warnings
@@ -21,6 +20,7 @@ from jaxtrain.engines.reduction import ONCE
 from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.flops import Flops, count_jaxpr
 from jaxtrain.host.chips import Chip
+from jaxtrain.host.memory import is_out_of_memory
 from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.planning.by_layer import layers_per_device, parts_of
@@ -34,9 +34,8 @@ from jaxtrain.planning.estimate import (
 )
 from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.hlo import Collective, Program, read_program
-from jaxtrain.planning.partition import Cost
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
-from jaxtrain.planning.roofline import Prediction, ring_share, wire_seconds
+from jaxtrain.planning.roofline import Prediction, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
 from jaxtrain.planning.unexpected import unexpected_gathers
 from jaxtrain.sharding.mesh import make_mesh, slow_parts
@@ -191,7 +190,7 @@ def plan_step(
                 compiler_options=options.get(target.chip.kind),
             )
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
@@ -236,11 +235,6 @@ def plan_step(
             # Fetched, and sent back.
             seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
             roofline = dataclasses.replace(roofline, host=seconds)
-    moved = None
-    if not unread:
-        moved = program.collectives
-    elif estimated is not None:
-        moved = traced_collectives(estimated.cost, mesh)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -252,8 +246,7 @@ def plan_step(
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
         parts=parts_of(state, kept, layers_per_device(experiment, state, mesh)),
-        traffic=None if moved is None else summarize(moved, target),
-        traffic_estimated=bool(unread),
+        traffic=None if unread else summarize(program.collectives, target),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
         roofline=roofline,
@@ -380,18 +373,6 @@ def summarize(
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.sent))
-
-
-def traced_collectives(cost: Cost, mesh: Mesh) -> tuple[Collective, ...]:
-    """What a trace sends: by kind and axes, as many collectives as there are, of the mean size."""
-    found, slow = [], slow_parts(mesh)
-    for (kind, axes), count in cost.wire_count.items():
-        if times := round(count):
-            group = math.prod(mesh.shape[axis] for axis in axes)
-            islands = math.prod(slow.get(axis, 1) for axis in axes)
-            payload = cost.wire_bytes[kind, axes] / ring_share(kind, group) / times
-            found.append(Collective(kind, axes, group, times, round(payload), islands=islands))
-    return tuple(found)
 
 
 def _seconds(kind: str, sent: float, crossing: float, target: Target | None) -> float | None:

@@ -36,7 +36,6 @@ class Cost:
       product_bytes: read and written by products and kernels, in the device's memory.
       other_bytes: read and written by everything else that is not fused away.
       wire_bytes: sent by one device, by (kind of collective, mesh axes).
-      wire_count: executions, by the same.
       unknown: primitives whose operations are not known, see :class:`.flops.Flops`.
     """
 
@@ -44,7 +43,6 @@ class Cost:
     product_bytes: float = 0.0
     other_bytes: float = 0.0
     wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    wire_count: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     unknown: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -54,7 +52,7 @@ class Cost:
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
         """Adds another cost, ``times`` over."""
-        for name in ("flops", "wire_bytes", "wire_count"):
+        for name in ("flops", "wire_bytes"):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] += value * times
@@ -139,7 +137,6 @@ class Partitioner:
         """
         if (n := self.parts(axes)) > 1:
             self.cost.wire_bytes[kind, axes] += times * ring_share(kind, n) * size
-            self.cost.wire_count[kind, axes] += times
 
     def reshard(self, value: Value, spec: Spec) -> int:
         """Lays a value out anew, and returns the bytes of a gathered copy (0 for none)."""

@@ -111,9 +111,7 @@ class Plan(Report):
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
       parts: what of it belongs to which part of the model.
-      traffic: collectives by kind and axes; None where neither the program nor its trace could be
-        read.
-      traffic_estimated: whether that is counted in the trace, as XLA cannot print the program.
+      traffic: collectives by kind and axes; None where the program could not be read.
       collectives: every one.
       flops: of one step over all devices, counted from the jaxpr.
       flops_formula: by the model's formula, and the formula's name; None where there is none.
@@ -143,7 +141,6 @@ class Plan(Report):
     memory: Memory | None = None
     parts: tuple[Part, ...] = ()
     traffic: tuple[Traffic, ...] | None = None
-    traffic_estimated: bool = False
     collectives: tuple[Collective, ...] = ()
     hbm_bytes: float | None = None
     roofline: Prediction | None = None
@@ -186,8 +183,7 @@ class Plan(Report):
         if self.memory is not None:
             _section(console, "memory per device", _memory(self))
             traffic = Text(UNKNOWN) if self.traffic is None else _traffic(self.traffic)
-            estimate = ", an estimate from the trace" if self.traffic_estimated else ""
-            _section(console, f"communication per step, one device{estimate}", traffic)
+            _section(console, "communication per step, one device", traffic)
         _section(console, "FLOPs per step, all devices", _flops(self))
         if self.roofline is not None:
             _section(console, "predicted time per step", _roofline(self))

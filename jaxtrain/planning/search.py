@@ -241,20 +241,20 @@ def run_search(
     target: Target,
     *,
     compile_best: int | None = None,
-    seconds: float = math.inf,
-    typed: Collection[str] = (),
     tokens: float | None = None,
     price: float | None = None,
     as_json: bool = False,
+    **given: Any,
 ) -> SearchResult:
     """Searches with progress on standard error, and prints the result.
 
     A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
 
     Args:
-      build, config, target, compile_best, seconds, typed: as for :func:`search`.
+      build, config, target, compile_best: as for :func:`search`.
       tokens, price: as for :func:`cost`.
       as_json: prints one JSON object instead of tables.
+      **given: other arguments of :func:`search`.
     """
     console = Console(width=WIDTH, highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -287,8 +287,7 @@ def run_search(
             config,
             target,
             compile_best=compile_best,
-            seconds=seconds,
-            typed=typed,
+            **given,
             progress=status.update if live else errors.print,
             watch=so_far.append,
         )

@@ -104,7 +104,7 @@ def test_the_command(capsys, monkeypatch, target):
     assert 0 < plan["roofline"]["step_seconds"] <= plan["roofline"]["step_seconds_apart"]
     assert 0 < plan["mfu_ceiling"] < 1
     assert any("cudnn" in note for note in plan["notes"]) == target.startswith("h100")
-    assert not plan["traffic_estimated"]
+    assert plan["traffic"]
     assert plan["roofline"]["waits"]["fsdp"] > 0
 
 

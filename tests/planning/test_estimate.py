@@ -122,8 +122,7 @@ def test_a_product_of_two_split_weights_is_counted_by_hand():
     cost, peak = walk(mlp, specs, (B, D), (D, F), (F, D), mesh={"tensor": n})
     assert cost.flops == {MATMUL: 2 * 2 * B * D * F / n}
     # Row-parallel: one all-reduce of the result, in a ring.
-    assert cost.wire_count == {("all-reduce", ("tensor",)): 1}
-    assert cost.wire_bytes["all-reduce", ("tensor",)] == 2 * (n - 1) / n * 4 * B * D
+    assert cost.wire_bytes == {("all-reduce", ("tensor",)): 2 * (n - 1) / n * 4 * B * D}
     # The product, its tanh (a product reads it from memory), and the result.
     assert peak == 4 * (2 * B * F / n + B * D)
 

@@ -18,7 +18,6 @@ import tyro
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
-from experiments import language
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import chips
 from jaxtrain.planning import ahead_of_time, comparison, nearest_fit, targets
@@ -363,7 +362,7 @@ def test_a_verdict_is_never_lost_to_a_text_or_a_trace_that_is_new(monkeypatch):
     assert "time is not predicted: its trace was not understood (KeyError: 'new_axes')" in report
 
 
-def test_of_a_program_that_xla_cannot_print_the_traffic_is_that_of_the_trace(monkeypatch):
+def test_of_a_program_that_xla_cannot_print_the_traffic_is_not_known(monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
@@ -371,16 +370,10 @@ def test_of_a_program_that_xla_cannot_print_the_traffic_is_that_of_the_trace(mon
     plan = plan_experiment(small(), targets.parse_target("cpu:8"))
     assert plan.fits
     assert plan.memory.parameters > 0
+    assert plan.traffic is None
     report = plan.report()
-    assert "communication per step, one device, an estimate from the trace\n" in report
-    # A ring sends every float32 gradient almost twice: of the token table, which is the head too,
-    # one for each use.
-    (row,) = plan.traffic
-    assert (row.kind, row.axes) == ("all-reduce", ("data",))
-    model = language.model_config(SMALL, 257)
-    table = 4 * model.padded_vocab * model.width
-    assert row.payload == pytest.approx(plan.memory.parameters + table, rel=0.01)
-    assert row.sent == pytest.approx(2 * 7 / 8 * row.payload)
+    assert "communication per step, one device\n  not known\n" in report
+    assert plan.hbm_bytes > 0
     assert "cannot print the program (INTERNAL: RET_CHECK failure)" in " ".join(report.split())
     assert json.dumps(plan.to_json(), allow_nan=False)
 
