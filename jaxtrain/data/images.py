@@ -148,10 +148,10 @@ class LabelledImages:
         return self.train[0]["image"].shape
 
 
-def open_images(
-    path: str | os.PathLike[str], *, size: int | None = None, held_out: float = HELD_OUT
-) -> LabelledImages:
+def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> LabelledImages:
     """Opens images with labels; files of images are decoded when a row is asked for.
+
+    A fifth of them is held out, by a hash of the file's name or of the row's number.
 
     Args:
       path: a folder with a folder of images for each class; a ``.parquet`` file with the columns
@@ -159,7 +159,6 @@ def open_images(
         ``.npz`` of `images` [N, H, W] or [N, H, W, C] and `labels` [N].
       size: the height and width that files of images are brought to; left out, all must have those
         of the first. All are RGB, unless those of a sample are grey.
-      held_out: the share to hold out, by a hash of the file's name or the row's number.
 
     Raises:
       FileNotFoundError: there is no such file or folder.
@@ -184,11 +183,11 @@ def open_images(
             f"'{path}' holds {len(labels)} image(s) of {different} class(es): give two or more"
         )
     ranks = np.array([hash_fraction(name) for name in names])
-    held = ranks < held_out
+    held = ranks < HELD_OUT
     if not held.any() or held.all():
         held = ranks == ranks.min()
     sides = (Images(images, labels, np.flatnonzero(side)) for side in (~held, held))
-    stamp = hashlib.sha256(f"{stamp} {size} {held_out}".encode()).hexdigest()[:32]
+    stamp = hashlib.sha256(f"{stamp} {size} {HELD_OUT}".encode()).hexdigest()[:32]
     return LabelledImages(*sides, classes, stamp)
 
 

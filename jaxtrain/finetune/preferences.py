@@ -30,6 +30,7 @@ Batch = Mapping[str, jax.Array]
 # Where the weights of the reference are: those of layers among the stacked ones, so that whatever
 # cuts these cuts both, and the others beside the policy's.
 REFERENCE = "reference"
+STACKED = "blocks"
 # For ``make_optimizer(freeze=)``.
 FREEZE = (f"(^|/){REFERENCE}/",)
 
@@ -159,32 +160,32 @@ def dpo_stages(
     return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
 
 
-def with_reference(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict[str, Any]:
+def with_reference(params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns parameters that also hold themselves as the reference.
 
     Args:
-      params: of a model, or what stands for them; leaves are not copied.
-      stacked: the key of those stacked by layer.
+      params: a model's, with the layers' stacked as ``blocks``, or what stands for them; leaves are
+        not copied.
 
     >>> with_reference({"blocks": {"w": 1}, "head": 2})
     {'blocks': {'w': 1, 'reference': {'w': 1}}, 'head': 2, 'reference': {'head': 2}}
     """
-    outer = {name: value for name, value in params.items() if name != stacked}
-    layers = {**params[stacked], REFERENCE: params[stacked]}
-    return {**params, stacked: layers, REFERENCE: outer}
+    outer = {name: value for name, value in params.items() if name != STACKED}
+    layers = {**params[STACKED], REFERENCE: params[STACKED]}
+    return {**params, STACKED: layers, REFERENCE: outer}
 
 
-def without_reference(params: Mapping[str, Any], *, stacked: str = "blocks") -> dict[str, Any]:
+def without_reference(params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the policy's parameters alone, of those of :func:`with_reference`.
 
     >>> without_reference(with_reference({"blocks": {"w": 1}, "head": 2}))
     {'blocks': {'w': 1}, 'head': 2}
     """
     policy, _ = _both(params)
-    return policy | {stacked: _both(policy[stacked])[0]}
+    return policy | {STACKED: _both(policy[STACKED])[0]}
 
 
-def reference_rules(rules: OptionalRules, *, stacked: str = "blocks") -> OptionalRules:
+def reference_rules(rules: OptionalRules) -> OptionalRules:
     """Returns a model's sharding rules, whose patterns begin with ``^``, for the reference too.
 
     >>> reference_rules(OptionalRules([("^blocks/w$", ("layers", None)), ("^head$", ())]))[0][0]
@@ -194,7 +195,7 @@ def reference_rules(rules: OptionalRules, *, stacked: str = "blocks") -> Optiona
 
     def both(rule: Rule) -> Rule:
         pattern, axes = rule
-        begin = f"^{stacked}/" if pattern.startswith(f"^{stacked}/") else "^"
+        begin = f"^{STACKED}/" if pattern.startswith(f"^{STACKED}/") else "^"
         return begin + own + pattern.removeprefix(begin), axes
 
     return OptionalRules(map(both, rules))

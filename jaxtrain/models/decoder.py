@@ -144,7 +144,6 @@ def logits(
     *,
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
-    rng: jax.Array | None = None,
 ) -> jax.Array:
     """Returns float32 logits [B, T, vocab_size] of the next token.
 
@@ -152,12 +151,10 @@ def logits(
       config, params: the model.
       tokens_BT: int32.
       segments, positions: [B, T] int32, as in a batch.
-      rng: key for dropout; None means none.
     """
     batch = {"tokens": tokens_BT, "segments": segments, "positions": positions}
     batch = {name: value for name, value in batch.items() if value is not None}
-    x_BTD = embed(config, params, batch, rng)
-    x_BTD = run_layers(stages(config), params, x_BTD, batch, rng)
+    x_BTD = run_layers(stages(config), params, embed(config, params, batch), batch, None)
     return head_logits(config, params, x_BTD)
 
 

@@ -84,18 +84,17 @@ def log_probs(
     targets_BT: jax.Array,
     *,
     vocab_size: int,
-    bias_V: jax.Array | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> jax.Array:
-    """Returns ``log softmax(x @ kernel + bias)[target]`` of every token, float32 [B, T].
+    """Returns ``log softmax(x @ kernel)[target]`` of every token, float32 [B, T].
 
     For losses that are no sum over tokens. Logits exist for one tile of tokens at a time, and for
     gradients they are computed again. Arguments and errors are those of :func:`cross_entropy`.
     """
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     form = _Form(vocab_size, tiles, 0.0, softcap)
-    return -_checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT)[0]
+    return -_checkpointed_losses(form, x_BTD, kernel_DV, None, targets_BT)[0]
 
 
 class _Form(NamedTuple):
