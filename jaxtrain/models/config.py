@@ -269,81 +269,35 @@ def llama_7b() -> DecoderConfig:
     return _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096)
 
 
-def llama_70b() -> DecoderConfig:
-    """The shape of Llama 3 70B (Dubey et al. 2024): 70,553,706,496 parameters."""
-    return _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3)
-
-
-def llama_405b() -> DecoderConfig:
-    """The shape of Llama 3.1 405B (Dubey et al. 2024): 405,853,388,800 parameters."""
-    return _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3)
-
-
-def mistral_7b() -> DecoderConfig:
-    """The shape of Mistral 7B v0.1 (Jiang et al. 2023): 7,241,732,096 parameters."""
-    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "window": 4096}
-    return _llama(layers=32, seq_len=8192, **shape)
-
-
-def qwen25_7b() -> DecoderConfig:
-    """The shape of Qwen2.5 7B (Qwen team 2024): 7,615,616,512 parameters."""
-    shape = {"width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18944, "qkv_bias": True}
-    return _llama(layers=28, vocab_size=152064, **shape, **_QWEN)
-
-
-def qwen3_8b() -> DecoderConfig:
-    """The shape of Qwen3 8B (Qwen team 2025): 8,190,735,360 parameters."""
-    shape = {"width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 12288, "qk_norm": True}
-    return _llama(layers=36, vocab_size=151936, **shape, **_QWEN)
-
-
-def gemma2_2b() -> DecoderConfig:
-    """The shape of Gemma 2 2B (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888
-    parameters."""
-    shape = {"width": 2304, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 9216}
-    return _gemma(layers=26, **shape, **_GEMMA2)
-
-
-def gemma2_9b() -> DecoderConfig:
-    """The shape of Gemma 2 9B (Gemma team 2024): 9,241,705,984 parameters."""
-    shape = {"width": 3584, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 14336}
-    return _gemma(layers=42, **shape, **_GEMMA2)
-
-
-def gemma2_27b() -> DecoderConfig:
-    """The shape of Gemma 2 27B (Gemma team 2024): 27,227,128,320 parameters."""
-    shape = {"width": 4608, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 36864}
-    return _gemma(layers=46, query_pre_attn_scalar=144, **shape, **_GEMMA2)
-
-
-def gemma3_1b() -> DecoderConfig:
-    """The shape of Gemma 3 1B (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952
-    parameters."""
-    shape = {"width": 1152, "heads": 4, "kv_heads": 1, "head_dim": 256, "mlp_width": 6912}
-    return _gemma(layers=26, window=512, vocab_size=262144, **shape, **_GEMMA3)
-
-
-def gemma3_4b() -> DecoderConfig:
-    """The shape of Gemma 3 4B's text model (Gemma team 2025): 3,880,263,168 parameters."""
-    shape = {"width": 2560, "heads": 8, "kv_heads": 4, "head_dim": 256, "mlp_width": 10240}
-    return _gemma(layers=34, **shape, **_GEMMA3_LARGE)
-
-
-def gemma3_12b() -> DecoderConfig:
-    """The shape of Gemma 3 12B's text model (Gemma team 2025): 11,766,034,176 parameters."""
-    shape = {"width": 3840, "heads": 16, "kv_heads": 8, "head_dim": 256, "mlp_width": 15360}
-    return _gemma(layers=48, **shape, **_GEMMA3_LARGE)
-
-
-def gemma3_27b() -> DecoderConfig:
-    """The shape of Gemma 3 27B's text model (Gemma team 2025): 27,009,346,304 parameters."""
-    shape = {"width": 5376, "heads": 32, "kv_heads": 16, "head_dim": 128, "mlp_width": 21504}
-    return _gemma(layers=62, query_pre_attn_scalar=168, **shape, **_GEMMA3_LARGE)
-
-
 # Rows of the length that most of their training has had.
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
+_MISTRAL = {"kv_heads": 8, "seq_len": 8192, "window": 4096}
 _QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
+_QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
+_QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
+_GEMMA2 = {
+    "vocab_size": 256000,
+    "seq_len": 8192,
+    "head_dim": 256,
+    "window": 4096,
+    "window_pattern": (True, False),
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+_GEMMA2_27B = _GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "seq_len": 32768,
+    "head_dim": 256,
+    "window": 1024,
+    "window_pattern": (*[True] * 5, False),
+    "rope_theta": 1e6,
+    "rope_scaling": LinearScaling(8.0),
+    "local_rope_theta": 1e4,
+    "qk_norm": True,
+}
+_GEMMA3_1B = _GEMMA3 | {"vocab_size": 262144, "window": 512, "rope_scaling": None, "kv_heads": 1}
+_GEMMA3_27B = _GEMMA3 | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
 def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
@@ -359,31 +313,9 @@ def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
     )
 
 
-_GEMMA2 = {
-    "vocab_size": 256000,
-    "seq_len": 8192,
-    "window": 4096,
-    "window_pattern": (True, False),
-    "attention_softcap": 50.0,
-    "logit_softcap": 30.0,
-}
-_GEMMA3 = {
-    "seq_len": 32768,
-    "window_pattern": (*[True] * 5, False),
-    "rope_theta": 1e6,
-    "local_rope_theta": 1e4,
-    "qk_norm": True,
-}
-_GEMMA3_LARGE = _GEMMA3 | {
-    "vocab_size": 262208,
-    "window": 1024,
-    "rope_scaling": LinearScaling(8.0),
-}
-
-
-def _gemma(**shape: Any) -> DecoderConfig:
+def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderConfig:
     return DecoderConfig(
-        **shape,
+        **{"heads": heads, "kv_heads": heads // 2} | family | shape,
         positions="rope",
         norm="rmsnorm",
         norm_eps=1e-6,
@@ -396,24 +328,31 @@ def _gemma(**shape: Any) -> DecoderConfig:
     )
 
 
-# Names on the command line.
+# Names on the command line, each a model's shape, with its number of parameters.
 PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
     "gpt2-124m": gpt2_124m,
     "llama-1b": llama_1b,
     "llama-7b": llama_7b,
-    "llama-70b": llama_70b,
-    "llama-405b": llama_405b,
-    "mistral-7b": mistral_7b,
-    "qwen2.5-7b": qwen25_7b,
-    "qwen3-8b": qwen3_8b,
-    "gemma2-2b": gemma2_2b,
-    "gemma2-9b": gemma2_9b,
-    "gemma2-27b": gemma2_27b,
-    "gemma3-1b": gemma3_1b,
-    "gemma3-4b": gemma3_4b,
-    "gemma3-12b": gemma3_12b,
-    "gemma3-27b": gemma3_27b,
+    # Llama 3 and 3.1 (Dubey et al. 2024): 70,553,706,496 and 405,853,388,800.
+    "llama-70b": lambda: _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3),
+    "llama-405b": lambda: _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3),
+    # Mistral v0.1 (Jiang et al. 2023): 7,241,732,096.
+    "mistral-7b": lambda: _llama(layers=32, width=4096, heads=32, mlp_width=14336, **_MISTRAL),
+    # Qwen2.5 (Qwen team 2024): 7,615,616,512. Qwen3 (Qwen team 2025): 8,190,735,360.
+    "qwen2.5-7b": lambda: _llama(layers=28, width=3584, heads=28, mlp_width=18944, **_QWEN25),
+    "qwen3-8b": lambda: _llama(layers=36, width=4096, heads=32, mlp_width=12288, **_QWEN3),
+    # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
+    # 27,227,128,320.
+    "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
+    "gemma2-9b": lambda: _gemma(_GEMMA2, layers=42, width=3584, heads=16, mlp_width=14336),
+    "gemma2-27b": lambda: _gemma(_GEMMA2_27B, layers=46, width=4608, heads=32, mlp_width=36864),
+    # The text models of Gemma 3 (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952,
+    # 3,880,263,168, 11,766,034,176 and 27,009,346,304.
+    "gemma3-1b": lambda: _gemma(_GEMMA3_1B, layers=26, width=1152, heads=4, mlp_width=6912),
+    "gemma3-4b": lambda: _gemma(_GEMMA3, layers=34, width=2560, heads=8, mlp_width=10240),
+    "gemma3-12b": lambda: _gemma(_GEMMA3, layers=48, width=3840, heads=16, mlp_width=15360),
+    "gemma3-27b": lambda: _gemma(_GEMMA3_27B, layers=62, width=5376, heads=32, mlp_width=21504),
 }
 
 
@@ -427,7 +366,7 @@ def keys_seen(config: Any, length: int) -> int:
     """Keys that a token's queries meet, summed over a model's layers: the row, or the window where
     that is shorter; not halved for causality.
 
-    >>> keys_seen(gemma2_2b(), 8192) == 13 * 8192 + 13 * 4096
+    >>> keys_seen(PRESETS["gemma2-2b"](), 8192) == 13 * 8192 + 13 * 4096
     True
     """
     window = config.window or length

@@ -146,19 +146,7 @@ def tiny() -> EncoderConfig:
 
 def bert_base() -> EncoderConfig:
     """The shape of BERT base, uncased (Devlin et al. 2018): 109,514,298 parameters."""
-    return EncoderConfig(vocab_size=30522, seq_len=512, layers=12, width=768, heads=12, **_DROPOUT)
-
-
-def bert_large() -> EncoderConfig:
-    """The shape of BERT large, uncased (Devlin et al. 2018): 335,174,458 parameters."""
-    return EncoderConfig(vocab_size=30522, seq_len=512, layers=24, width=1024, heads=16, **_DROPOUT)
-
-
-def roberta_base() -> EncoderConfig:
-    """The shape of RoBERTa base (Liu et al. 2019): 124,697,433 parameters."""
-    return dataclasses.replace(
-        bert_base(), vocab_size=50265, token_types=1, unused_positions=2, norm_eps=1e-5
-    )
+    return _bert(layers=12, width=768, heads=12)
 
 
 def modernbert_base() -> EncoderConfig:
@@ -167,9 +155,13 @@ def modernbert_base() -> EncoderConfig:
     return _modernbert(layers=22, width=768, heads=12, mlp_width=1152)
 
 
-def modernbert_large() -> EncoderConfig:
-    """The shape of ModernBERT large (Warner et al. 2024): 395,881,664 parameters."""
-    return _modernbert(layers=28, width=1024, heads=16, mlp_width=2624)
+def _bert(**shape: int) -> EncoderConfig:
+    return EncoderConfig(vocab_size=30522, seq_len=512, **shape, dropout=0.1, attention_dropout=0.1)
+
+
+def _roberta(**shape: int) -> EncoderConfig:
+    own = {"vocab_size": 50265, "token_types": 1, "unused_positions": 2, "norm_eps": 1e-5}
+    return dataclasses.replace(_bert(**shape), **own)
 
 
 def _modernbert(**shape: int) -> EncoderConfig:
@@ -191,16 +183,17 @@ def _modernbert(**shape: int) -> EncoderConfig:
     )
 
 
-_DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
-
-# Names on the command line.
+# Names on the command line, each a model's shape.
 PRESETS: Mapping[str, Callable[[], EncoderConfig]] = {
     "tiny": tiny,
     "bert-base": bert_base,
-    "bert-large": bert_large,
-    "roberta-base": roberta_base,
+    # 335,174,458 parameters.
+    "bert-large": lambda: _bert(layers=24, width=1024, heads=16),
+    # RoBERTa (Liu et al. 2019): 124,697,433.
+    "roberta-base": lambda: _roberta(layers=12, width=768, heads=12),
     "modernbert-base": modernbert_base,
-    "modernbert-large": modernbert_large,
+    # 395,881,664.
+    "modernbert-large": lambda: _modernbert(layers=28, width=1024, heads=16, mlp_width=2624),
 }
 
 

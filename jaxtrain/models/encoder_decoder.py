@@ -493,24 +493,9 @@ def t5_small() -> T5Config:
     return _t5(width=512, layers=6, heads=8, mlp_width=2048)
 
 
-def t5_base() -> T5Config:
-    """T5 base: 222,903,552 parameters."""
-    return _t5(width=768, layers=12, heads=12, mlp_width=3072)
-
-
 def flan_t5_small() -> T5Config:
     """Flan-T5 and v1.1 small (Chung et al. 2022): 76,961,152 parameters."""
     return _t5(width=512, layers=8, heads=6, mlp_width=1024, **_FLAN)
-
-
-def flan_t5_base() -> T5Config:
-    """Flan-T5 and v1.1 base: 247,577,856 parameters."""
-    return _t5(width=768, layers=12, heads=12, mlp_width=2048, **_FLAN)
-
-
-def flan_t5_xl() -> T5Config:
-    """Flan-T5 and v1.1 XL: 2,849,757,184 parameters."""
-    return _t5(width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots")
 
 
 # Fields of layers that a T5's have not.
@@ -525,14 +510,18 @@ def _t5(**shape: Any) -> T5Config:
     return T5Config(vocab_size=32128, source_len=512, target_len=114, head_dim=64, **shape)
 
 
-# Names on the command line.
+# Names on the command line, each a model's shape, with its number of parameters.
 PRESETS: Mapping[str, Callable[[], T5Config]] = {
     "tiny": tiny,
     "t5-small": t5_small,
-    "t5-base": t5_base,
+    # 222,903,552.
+    "t5-base": lambda: _t5(width=768, layers=12, heads=12, mlp_width=3072),
     "flan-t5-small": flan_t5_small,
-    "flan-t5-base": flan_t5_base,
-    "flan-t5-xl": flan_t5_xl,
+    # 247,577,856 and 2,849,757,184.
+    "flan-t5-base": lambda: _t5(width=768, layers=12, heads=12, mlp_width=2048, **_FLAN),
+    "flan-t5-xl": lambda: _t5(
+        width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots"
+    ),
 }
 
 
