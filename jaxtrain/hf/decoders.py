@@ -13,7 +13,7 @@ from jaxtrain.hf.positions import (
     write_rope,
     write_two_ropes,
 )
-from jaxtrain.hf.table import REQUIRED, Field, Row, T
+from jaxtrain.hf.table import REQUIRED, Field, Row, T, dense, norm
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -78,24 +78,15 @@ def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
 GPT2_ROWS = (
     Row("embed/tokens", "transformer.wte.weight", vocab=0),
     Row("embed/positions", "transformer.wpe.weight", shorter=True),
-    Row("blocks/norm_attn/scale", "transformer.h.{l}.ln_1.weight"),
-    Row("blocks/norm_attn/bias", "transformer.h.{l}.ln_1.bias"),
-    Row("blocks/attn/q/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(0, 3)),
-    Row("blocks/attn/q/bias", "transformer.h.{l}.attn.c_attn.bias", part=(0, 3)),
-    Row("blocks/attn/k/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(1, 3)),
-    Row("blocks/attn/k/bias", "transformer.h.{l}.attn.c_attn.bias", part=(1, 3)),
-    Row("blocks/attn/v/kernel", "transformer.h.{l}.attn.c_attn.weight", part=(2, 3)),
-    Row("blocks/attn/v/bias", "transformer.h.{l}.attn.c_attn.bias", part=(2, 3)),
-    Row("blocks/attn/out/kernel", "transformer.h.{l}.attn.c_proj.weight"),
-    Row("blocks/attn/out/bias", "transformer.h.{l}.attn.c_proj.bias"),
-    Row("blocks/norm_mlp/scale", "transformer.h.{l}.ln_2.weight"),
-    Row("blocks/norm_mlp/bias", "transformer.h.{l}.ln_2.bias"),
-    Row("blocks/mlp/up/kernel", "transformer.h.{l}.mlp.c_fc.weight"),
-    Row("blocks/mlp/up/bias", "transformer.h.{l}.mlp.c_fc.bias"),
-    Row("blocks/mlp/down/kernel", "transformer.h.{l}.mlp.c_proj.weight"),
-    Row("blocks/mlp/down/bias", "transformer.h.{l}.mlp.c_proj.bias"),
-    Row("final_norm/scale", "transformer.ln_f.weight"),
-    Row("final_norm/bias", "transformer.ln_f.bias"),
+    *norm("blocks/norm_attn", "transformer.h.{l}.ln_1"),
+    *dense("blocks/attn/q", "transformer.h.{l}.attn.c_attn", None, part=(0, 3)),
+    *dense("blocks/attn/k", "transformer.h.{l}.attn.c_attn", None, part=(1, 3)),
+    *dense("blocks/attn/v", "transformer.h.{l}.attn.c_attn", None, part=(2, 3)),
+    *dense("blocks/attn/out", "transformer.h.{l}.attn.c_proj", None),
+    *norm("blocks/norm_mlp", "transformer.h.{l}.ln_2"),
+    *dense("blocks/mlp/up", "transformer.h.{l}.mlp.c_fc", None),
+    *dense("blocks/mlp/down", "transformer.h.{l}.mlp.c_proj", None),
+    *norm("final_norm", "transformer.ln_f"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
 )
 

@@ -36,44 +36,44 @@ def _settle_t5(config: T5Config, names: Callable[[], Collection[str]]) -> T5Conf
     return dataclasses.replace(config, tied=config.tied and not own)
 
 
+def _attention(stack: str, ours: str, number: int, theirs: str) -> tuple[Row, ...]:
+    layer = f"{stack}.block.{{l}}.layer.{number}"
+    names = zip(("q", "k", "v", "out"), "qkvo", strict=True)
+    return (
+        *(Row(f"{stack}/{ours}/{x}/kernel", f"{layer}.{theirs}.{y}.weight", T) for x, y in names),
+        Row(f"{stack}/norm_{ours}/scale", f"{layer}.layer_norm.weight"),
+    )
+
+
+def _mlp(stack: str, number: int, **names: str) -> tuple[Row, ...]:
+    layer = f"{stack}.block.{{l}}.layer.{number}"
+    return (
+        Row(f"{stack}/norm_mlp/scale", f"{layer}.layer_norm.weight"),
+        *(
+            Row(f"{stack}/mlp/{x}/kernel", f"{layer}.DenseReluDense.{y}.weight", T)
+            for x, y in names.items()
+        ),
+    )
+
+
 _BIAS = "SelfAttention.relative_attention_bias.weight"
 
 T5_ROWS = (
     Row("embed/tokens", "shared.weight", vocab=0),
     Row("distance/encoder/table", f"encoder.block.0.layer.0.{_BIAS}"),
-    Row("encoder/attn/q/kernel", "encoder.block.{l}.layer.0.SelfAttention.q.weight", T),
-    Row("encoder/attn/k/kernel", "encoder.block.{l}.layer.0.SelfAttention.k.weight", T),
-    Row("encoder/attn/v/kernel", "encoder.block.{l}.layer.0.SelfAttention.v.weight", T),
-    Row("encoder/attn/out/kernel", "encoder.block.{l}.layer.0.SelfAttention.o.weight", T),
-    Row("encoder/norm_attn/scale", "encoder.block.{l}.layer.0.layer_norm.weight"),
-    Row("encoder/mlp/up/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi.weight", T),
-    Row("encoder/mlp/down/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wo.weight", T),
-    Row("encoder/norm_mlp/scale", "encoder.block.{l}.layer.1.layer_norm.weight"),
+    *_attention("encoder", "attn", 0, "SelfAttention"),
+    *_mlp("encoder", 1, up="wi", down="wo"),
     Row("encoder_norm/scale", "encoder.final_layer_norm.weight"),
     Row("distance/decoder/table", f"decoder.block.0.layer.0.{_BIAS}"),
-    Row("decoder/attn/q/kernel", "decoder.block.{l}.layer.0.SelfAttention.q.weight", T),
-    Row("decoder/attn/k/kernel", "decoder.block.{l}.layer.0.SelfAttention.k.weight", T),
-    Row("decoder/attn/v/kernel", "decoder.block.{l}.layer.0.SelfAttention.v.weight", T),
-    Row("decoder/attn/out/kernel", "decoder.block.{l}.layer.0.SelfAttention.o.weight", T),
-    Row("decoder/norm_attn/scale", "decoder.block.{l}.layer.0.layer_norm.weight"),
-    Row("decoder/cross/q/kernel", "decoder.block.{l}.layer.1.EncDecAttention.q.weight", T),
-    Row("decoder/cross/k/kernel", "decoder.block.{l}.layer.1.EncDecAttention.k.weight", T),
-    Row("decoder/cross/v/kernel", "decoder.block.{l}.layer.1.EncDecAttention.v.weight", T),
-    Row("decoder/cross/out/kernel", "decoder.block.{l}.layer.1.EncDecAttention.o.weight", T),
-    Row("decoder/norm_cross/scale", "decoder.block.{l}.layer.1.layer_norm.weight"),
-    Row("decoder/mlp/up/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi.weight", T),
-    Row("decoder/mlp/down/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wo.weight", T),
-    Row("decoder/norm_mlp/scale", "decoder.block.{l}.layer.2.layer_norm.weight"),
+    *_attention("decoder", "attn", 0, "SelfAttention"),
+    *_attention("decoder", "cross", 1, "EncDecAttention"),
+    *_mlp("decoder", 2, up="wi", down="wo"),
     Row("final_norm/scale", "decoder.final_layer_norm.weight"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
 )
 
-T5_GATED_ROWS = (
-    Row("encoder/mlp/gate/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi_0.weight", T),
-    Row("encoder/mlp/up/kernel", "encoder.block.{l}.layer.1.DenseReluDense.wi_1.weight", T),
-    Row("decoder/mlp/gate/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi_0.weight", T),
-    Row("decoder/mlp/up/kernel", "decoder.block.{l}.layer.2.DenseReluDense.wi_1.weight", T),
-)
+_GATED = {"gate": "wi_0", "up": "wi_1", "down": "wo"}
+T5_GATED_ROWS = (*_mlp("encoder", 1, **_GATED), *_mlp("decoder", 2, **_GATED))
 
 T5 = Family(
     name="t5",

@@ -13,7 +13,7 @@ from jaxtrain.hf.positions import (
     write_kinds,
     write_two_ropes,
 )
-from jaxtrain.hf.table import Field, Row, T
+from jaxtrain.hf.table import Field, Row, T, dense, norm
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.vit import ViTConfig
@@ -36,39 +36,31 @@ def _layers(prefix: str) -> tuple[Row, ...]:
         Row("embed/tokens", f"{embed}.word_embeddings.weight", vocab=0),
         Row("embed/positions", f"{embed}.position_embeddings.weight", shorter=True),
         Row("embed/types", f"{embed}.token_type_embeddings.weight"),
-        *_norm("embed/norm", f"{embed}.LayerNorm"),
+        *norm("embed/norm", f"{embed}.LayerNorm"),
         *(
             row
             for ours, theirs in names.items()
-            for row in (_norm if "norm" in ours else _dense)(f"blocks/{ours}", f"{layer}.{theirs}")
+            for row in (norm if "norm" in ours else dense)(f"blocks/{ours}", f"{layer}.{theirs}")
         ),
     )
 
 
-def _dense(ours: str, theirs: str) -> tuple[Row, Row]:
-    return Row(f"{ours}/kernel", f"{theirs}.weight", T), Row(f"{ours}/bias", f"{theirs}.bias")
-
-
-def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
-    return Row(f"{ours}/scale", f"{theirs}.weight"), Row(f"{ours}/bias", f"{theirs}.bias")
-
-
 BERT_ROWS = (
     *_layers("bert"),
-    *_dense("head/transform", "cls.predictions.transform.dense"),
-    *_norm("head/norm", "cls.predictions.transform.LayerNorm"),
+    *dense("head/transform", "cls.predictions.transform.dense"),
+    *norm("head/norm", "cls.predictions.transform.LayerNorm"),
     Row("head/bias", "cls.predictions.bias", vocab=0),
-    *_dense("head/pool", "bert.pooler.dense"),
-    *_dense("head/out", "classifier"),
+    *dense("head/pool", "bert.pooler.dense"),
+    *dense("head/out", "classifier"),
 )
 
 ROBERTA_ROWS = (
     *_layers("roberta"),
-    *_dense("head/transform", "lm_head.dense"),
-    *_norm("head/norm", "lm_head.layer_norm"),
+    *dense("head/transform", "lm_head.dense"),
+    *norm("head/norm", "lm_head.layer_norm"),
     Row("head/bias", "lm_head.bias", vocab=0),
-    *_dense("head/pool", "classifier.dense"),
-    *_dense("head/out", "classifier.out_proj"),
+    *dense("head/pool", "classifier.dense"),
+    *dense("head/out", "classifier.out_proj"),
 )
 
 
@@ -90,7 +82,7 @@ def _modernbert_rows() -> tuple[Row, ...]:
         Row("head/transform/kernel", "head.dense.weight", T),
         Row("head/norm/scale", "head.norm.weight"),
         Row("head/bias", "decoder.bias", vocab=0),
-        *_dense("head/out", "classifier"),
+        *dense("head/out", "classifier"),
     )
 
 
@@ -102,16 +94,16 @@ def _vit_rows() -> tuple[Row, ...]:
         # A convolution of PyTorch is [D, C, P, P], ours [P, P, C, D].
         Row("embed/patch/kernel", f"{embed}.patch_embeddings.projection.weight", (2, 3, 1, 0)),
         Row("embed/patch/bias", f"{embed}.patch_embeddings.projection.bias"),
-        *_norm("blocks/norm_attn", f"{layer}.layernorm_before"),
-        *_dense("blocks/attn/q", f"{layer}.attention.attention.query"),
-        *_dense("blocks/attn/k", f"{layer}.attention.attention.key"),
-        *_dense("blocks/attn/v", f"{layer}.attention.attention.value"),
-        *_dense("blocks/attn/out", f"{layer}.attention.output.dense"),
-        *_norm("blocks/norm_mlp", f"{layer}.layernorm_after"),
-        *_dense("blocks/mlp/up", f"{layer}.intermediate.dense"),
-        *_dense("blocks/mlp/down", f"{layer}.output.dense"),
-        *_norm("final_norm", "vit.layernorm"),
-        *_dense("head/out", "classifier"),
+        *norm("blocks/norm_attn", f"{layer}.layernorm_before"),
+        *dense("blocks/attn/q", f"{layer}.attention.attention.query"),
+        *dense("blocks/attn/k", f"{layer}.attention.attention.key"),
+        *dense("blocks/attn/v", f"{layer}.attention.attention.value"),
+        *dense("blocks/attn/out", f"{layer}.attention.output.dense"),
+        *norm("blocks/norm_mlp", f"{layer}.layernorm_after"),
+        *dense("blocks/mlp/up", f"{layer}.intermediate.dense"),
+        *dense("blocks/mlp/down", f"{layer}.output.dense"),
+        *norm("final_norm", "vit.layernorm"),
+        *dense("head/out", "classifier"),
     )
 
 

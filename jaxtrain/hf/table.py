@@ -90,6 +90,17 @@ class Row:
         return self.axes or tuple(range(len(shape)))
 
 
+def dense(ours: str, theirs: str, axes: tuple[int, ...] | None = T, **part: Any) -> tuple[Row, Row]:
+    """The rows of a dense layer's kernel and bias."""
+    kernel = Row(f"{ours}/kernel", f"{theirs}.weight", axes, **part)
+    return kernel, Row(f"{ours}/bias", f"{theirs}.bias", **part)
+
+
+def norm(ours: str, theirs: str) -> tuple[Row, Row]:
+    """The rows of a norm's scale and bias."""
+    return Row(f"{ours}/scale", f"{theirs}.weight"), Row(f"{ours}/bias", f"{theirs}.bias")
+
+
 def assemble(
     rows: Sequence[Row], layers: Sequence[np.ndarray], vocab_size: int | None
 ) -> np.ndarray:

@@ -112,8 +112,8 @@ def open_weights(
         or is one that the model has no place for.
 
     >>> import tempfile
-    >>> from jaxtrain.models import gpt
-    >>> config = gpt.DecoderConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
+    >>> from jaxtrain.models import decoder
+    >>> config = decoder.DecoderConfig(vocab_size=5, seq_len=4, layers=1, width=8, heads=2)
     >>> params, folder = decoder.init(config, jax.random.key(0)), tempfile.mkdtemp()
     >>> save(folder, config, params)
     >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
