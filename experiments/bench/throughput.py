@@ -1,12 +1,14 @@
 """Throughput: tokens per second at the best batch of each side, jaxtrain against PyTorch.
 
-Every variant is tried with more and more rows until memory runs out or two batches in a row are
-more than 5 % slower than its best. Then the fastest variant of each side is measured again at its
-best batch, turn by turn. Every measurement is a process of its own
-(:mod:`experiments.bench.trial`). Compiled programs are kept for the row alone: the search compiles
-(a batch can reuse what XLA or Inductor found for a smaller one), the repetitions need not.
+Each contender is tried with more and more rows until memory runs out or two batches in a row are
+more than 5 % slower than its best. Then the fastest of each side is measured again at its best
+batch, turn by turn. Every measurement is a process of its own (:mod:`experiments.bench.trial`).
+Compiled programs are kept for the row alone: the search compiles (a batch can reuse what XLA or
+Inductor found for a smaller one), the repetitions need not.
 
-PyTorch takes part where it is installed and has the same step: GPT-2's form, AdamW, f32 or bf16.
+jaxtrain rematerialises no more than it takes for one batch to fit; `jaxtrain compare --vary`
+measures other settings. PyTorch takes part, eager and compiled, where it is installed and has the
+same step: GPT-2's form, AdamW, f32 or bf16.
 """
 
 import dataclasses
@@ -23,7 +25,6 @@ from experiments.bench import print_row, trial
 from experiments.bench import step as ours
 from jaxtrain import optim
 from jaxtrain.models import decoder
-from jaxtrain.ops.remat import REMAT
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.refusal import refusing
 
@@ -34,15 +35,12 @@ MODELS = (*OF_STEP, "llama-1b")
 # A batch this much slower than the best so far has fallen; so many in a row end the search.
 FALL, FALLS = 0.05, 2
 
-# In turn, where none is asked for, until one batch fits in memory.
+# In turn, until one batch fits in memory.
 REMAT_TRIED = ("none", "dots", "full")
 
 # JAX takes three quarters of a GPU's memory unless told otherwise; PyTorch takes it all.
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MOST_MEMORY = "0.95"
-
-# Fields of the model that a variant has of its own.
-VARIED = ("remat", "scan_unroll", "loss_chunk")
 
 # Of a measurement: what repetitions make surer, and what the search knows best.
 RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
@@ -72,14 +70,6 @@ class Config:
     """Batches to try, in ascending order; left out, 1, 2, 4 and so on."""
     most_rows: int = 1024
     """Where the search ends, if neither memory nor a fall ends it."""
-    remat: tuple[Literal[REMAT], ...] = ()  # type: ignore[valid-type]
-    """A variant each; left out, none, and dots, then full, where not one batch fits in memory."""
-    scan_unroll: tuple[int, ...] = ()
-    """A variant each: layers per iteration of the scan; left out, the model's own choice."""
-    loss_chunk: tuple[int, ...] = ()
-    """A variant each: positions of a row per tile of logits; left out, the model's own choice."""
-    xla_flags: tuple[str, ...] = ("",)
-    """A variant each: flags to add to XLA_FLAGS, without their dashes, separated by spaces."""
     rounds: int = 3
     """Repetitions at the best batch."""
     timings: int = 8
@@ -90,7 +80,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A variant that takes part with any batch.
+    """A step that takes part with any batch.
 
     Args:
       name: in the row.
@@ -108,12 +98,10 @@ class Contender:
         return self.trial.framework
 
     def facts(self) -> dict[str, Any]:
-        """What is its own of the model and of the environment."""
+        """The setting that tells it from the others of its side."""
         if self.side == "torch":
             return {"compiled": self.trial.compiled}
-        model = self.trial.model
-        flags = self.environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS"))
-        return {name: getattr(model, name) for name in VARIED} | {"xla_flags": flags}
+        return {"remat": self.trial.model.remat}
 
     def measure(self, rows: int) -> dict[str, Any]:
         """Measures a batch in a process of its own."""
@@ -128,21 +116,24 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     with refusing():
         model = make_model(config)
-        check(config, model)
+        check(config)
     # In a process of its own like the rest: a backend here would hold the device's memory.
     ask = "import jax, json; print(json.dumps(jax.default_backend()))"
     backend = trial.last_json_line([sys.executable, "-c", ask], {})
     without_torch = why_not_torch(config, model, backend)
     with tempfile.TemporaryDirectory() as programs:
         fields = {"backend": backend, "environment": environment(programs, backend)}
-        found = search_jaxtrain(jaxtrain_contenders(config, model, **fields), config)
+        found = []
+        for contender in jaxtrain_contenders(config, model, **fields):
+            found.append((contender, search(contender.measure, batches(config))))
+            if fastest(found[-1][1]):
+                break
         if without_torch is None:
             for contender in torch_contenders(config, model, **fields):
                 found.append((contender, search(contender.measure, batches(config))))
         best = repeat(best_of_each_side(found), config.rounds)
     shape = dataclasses.asdict(model)
-    for name in VARIED:
-        del shape[name]
+    del shape["remat"]
     about = {
         "model_name": config.model,
         "model": shape,
@@ -186,7 +177,7 @@ def make_model(config: Config) -> decoder.DecoderConfig:
     return dataclasses.replace(model, seq_len=config.seq_len)
 
 
-def check(config: Config, model: decoder.DecoderConfig) -> None:
+def check(config: Config) -> None:
     """Raises ValueError for what cannot be measured."""
     Policy.named(config.precision)
     least = {"most-rows": 1, "rounds": 1, "timings": 2, "calls": 1}
@@ -197,16 +188,6 @@ def check(config: Config, model: decoder.DecoderConfig) -> None:
     for rows in config.rows:
         if rows < 1:
             raise ValueError(f"--rows has {rows}: a batch has 1 row or more")
-    for unroll in config.scan_unroll:
-        if not 1 <= unroll <= model.layers:
-            raise ValueError(
-                f"--scan-unroll has {unroll}: give 1 to {model.layers}, the model's layers"
-            )
-    for chunk in config.loss_chunk:
-        if chunk < 1 or model.seq_len % chunk:
-            raise ValueError(
-                f"--loss-chunk has {chunk}: give a divisor of the {model.seq_len} tokens of a row"
-            )
 
 
 def environment(programs: str, backend: str) -> dict[str, str]:
@@ -222,28 +203,17 @@ def environment(programs: str, backend: str) -> dict[str, str]:
 
 def jaxtrain_contenders(
     config: Config, model: decoder.DecoderConfig, *, backend: str, environment: Mapping[str, str]
-) -> list[list[Contender]]:
-    """The variants of jaxtrain, in lists that differ in rematerialisation alone."""
-    lists = []
-    choices = (config.scan_unroll or (None,), config.loss_chunk or (None,), config.xla_flags)
-    for unroll, chunk, flags in itertools.product(*choices):
-        added = ["--" + flag.lstrip("-") for flag in flags.split()]
-        variables = dict(environment)
-        if added:
-            variables["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *added]).strip()
-        alike = []
-        for remat in config.remat or REMAT_TRIED:
-            name = f"jaxtrain, remat {remat}"
-            name += "" if unroll is None else f", scan unroll {unroll}"
-            name += "" if chunk is None else f", loss chunk {chunk}"
-            name += "".join(f", {flag}" for flag in added)
-            shape = {"remat": remat, "scan_unroll": unroll, "loss_chunk": chunk}
-            its_model = dataclasses.replace(model, **shape)
-            alike.append(
-                Contender(name, make_trial(config, its_model, "jaxtrain", backend), variables)
-            )
-        lists.append(alike)
-    return lists
+) -> list[Contender]:
+    """jaxtrain's step with more and more rematerialisation."""
+    models = {remat: dataclasses.replace(model, remat=remat) for remat in REMAT_TRIED}
+    return [
+        Contender(
+            f"jaxtrain, remat {remat}",
+            make_trial(config, its_model, "jaxtrain", backend),
+            environment,
+        )
+        for remat, its_model in models.items()
+    ]
 
 
 def torch_contenders(
@@ -335,19 +305,6 @@ def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> lis
         if falls == FALLS:
             break
     return results
-
-
-def search_jaxtrain(
-    lists: Sequence[Sequence[Contender]], config: Config
-) -> list[tuple[Contender, list[dict[str, Any]]]]:
-    """Searches all variants; without ``--remat``, of each list up to the first that fits."""
-    found = []
-    for alike in lists:
-        for contender in alike:
-            found.append((contender, search(contender.measure, batches(config))))
-            if not config.remat and fastest(found[-1][1]):
-                break
-    return found
 
 
 def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
