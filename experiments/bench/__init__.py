@@ -6,7 +6,6 @@ experiments (:mod:`jaxtrain.host.memory`). A row is one line of JSON; those that
 ``experiments/bench/results`` with the command that made them.
 """
 
-import contextlib
 import dataclasses
 import json
 import resource
@@ -33,12 +32,10 @@ class Variant:
     Args:
       run: does one step and waits for it.
       facts: what is worth knowing of it (memory, compile seconds: :func:`step_facts`).
-      around: a context in which it runs; entering and leaving it are not timed.
     """
 
     run: Callable[[], None]
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +89,9 @@ def interleave(
     whose = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
     for number in range(rounds + 1):
         for name, variant in variants.items():
-            with variant.around():
-                before, start = resource.getrusage(whose), time.perf_counter()
-                variant.run()
-                seconds, after = time.perf_counter() - start, resource.getrusage(whose)
+            before, start = resource.getrusage(whose), time.perf_counter()
+            variant.run()
+            seconds, after = time.perf_counter() - start, resource.getrusage(whose)
             if number > 0:
                 wall[name].append(seconds)
                 cpu[name].append(

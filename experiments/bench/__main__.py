@@ -18,7 +18,6 @@ from experiments.bench import (
     start,
     step,
     throughput,
-    trackers,
     watch,
 )
 
@@ -38,7 +37,6 @@ ROWS = {
     "torch": against_torch,
     "throughput": throughput,
     "watch": watch,
-    "trackers": trackers,
 }
 
 if __name__ == "__main__":
