@@ -26,6 +26,14 @@ MATRIX_PRODUCTS = "matrix products"
 
 
 @dataclasses.dataclass(frozen=True)
+class Rounds:
+    """Flags of every row."""
+
+    rounds: int = 15
+    """Timed rounds."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """One competitor.
 
@@ -57,6 +65,20 @@ class Work:
     formula: str
     dtype: str = "float32"
     devices: int = 1
+
+
+def row(
+    name: str,
+    config: Rounds,
+    variants: Mapping[str, Variant],
+    about: Mapping[str, Any],
+    *,
+    work: Work | None = None,
+    children: bool = False,
+) -> None:
+    """Times the variants as :func:`interleave` does, and prints them as :func:`print_row` does."""
+    results = interleave(variants, rounds=config.rounds, work=work, children=children)
+    print_row(name, config, about, results, work=work)
 
 
 def interleave(
@@ -166,14 +188,20 @@ def step_facts(train: CompiledStep) -> dict[str, Any]:
 
 
 def print_row(
-    name: str, about: Mapping[str, Any], results: Mapping[str, Any], *, work: Work | None = None
+    name: str,
+    config: Rounds,
+    about: Mapping[str, Any],
+    results: Mapping[str, Any],
+    *,
+    work: Work | None = None,
 ) -> None:
     """Prints a row: what ran, on what, by which versions, and how the variants did.
 
     Args:
       name: of the row.
-      about: what it ran: model, shapes, mesh; ``measured_peak_bytes``, where the variants ran in
-        other processes.
+      config: its flags, which the row holds.
+      about: what else it ran: model, shapes, mesh; ``measured_peak_bytes``, where the variants ran
+        in other processes.
       results: from :func:`interleave`.
       work: what that was given.
     """
@@ -181,6 +209,7 @@ def print_row(
         "row": name,
         "command": "python -m experiments.bench " + " ".join(sys.argv[1:]),
         **machine.facts(),
+        "config": dataclasses.asdict(config),
         "mesh": "one device",
         **about,
     }

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from experiments.bench import Variant, gpt_work, interleave, print_row
+from experiments.bench import Rounds, Variant, gpt_work, row
 from experiments.bench import step as ours
 from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """jaxtrain's step against PyTorch's, eager and compiled, on one device."""
 
     shape: Literal[tuple(ours.SHAPES)] = "small"  # type: ignore[valid-type]
@@ -28,7 +28,6 @@ class Config:
     precision: Literal["f32", "bf16"] = "f32"
     """bf16 keeps float32 parameters and moments on both sides."""
     rounds: int = 20
-    """Timed rounds."""
     calls: int = 5
     """Steps per round."""
 
@@ -67,16 +66,13 @@ def main(config: Config) -> None:
     about = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "shape": config.shape,
         "model": dataclasses.asdict(model),
         "batch": list(batch["tokens"].shape),
         "dtypes": str(policy),
-        "calls_per_round": config.calls,
     }
     dtype = policy.compute_dtype.name
     work = gpt_work(model, len(batch["tokens"]), steps=config.calls, dtype=dtype)
-    results = interleave(variants, rounds=config.rounds, work=work)
-    print_row("torch", about, results, work=work)
+    row("torch", config, variants, about, work=work)
 
 
 def torch_variant(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import Variant, Work, interleave, print_row
+from experiments.bench import Rounds, Variant, Work, row
 from jaxtrain.ops import attention as ops
 
 # Rows, tokens, heads, features and dtype where no flag says otherwise.
@@ -23,7 +23,7 @@ SHAPES["tpu"] = SHAPES["gpu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Attention's implementations against each other; sizes left out suit the device."""
 
     batch: int | None = None
@@ -37,7 +37,6 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of operands and gradients."""
     rounds: int = 20
-    """Timed rounds."""
     calls: int = 5
     """Forward and backward passes per round."""
 
@@ -68,10 +67,8 @@ def main(config: Config) -> None:
         "shape": {"batch": B, "seq_len": T, "heads": H, "head_dim": K},
         "dtypes": dtype,
         "auto": ops.explain_choice("auto", dtype=dtype, head_dim=K, length=T),
-        "calls_per_round": config.calls,
     }
-    results = interleave(variants, rounds=config.rounds, work=work)
-    print_row("attention", about, results, work=work)
+    row("attention", config, variants, about, work=work)
 
 
 def implementations(T: int, K: int, dtype: str) -> dict[str, Callable[..., jax.Array]]:

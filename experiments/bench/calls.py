@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments import vision
-from experiments.bench import Variant, Work, gpt_work, interleave, print_row, step_facts
+from experiments.bench import Rounds, Variant, Work, gpt_work, row, step_facts
 from experiments.bench import step as ours
 from jaxtrain.experiment import compile_loop, make_experiment_mesh, make_state, no_batches
 from jaxtrain.models import decoder
@@ -24,7 +24,7 @@ TINY = (1, 16, 2, 8, 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Several steps in one compiled call against one, on one device."""
 
     shape: Literal[("tiny", *ours.SHAPES, "convnet")] = "tiny"  # type: ignore[valid-type]
@@ -32,7 +32,6 @@ class Config:
     steps_per_call: tuple[int, ...] = (8, 32)
     """Steps in a call, besides 1."""
     rounds: int = 20
-    """Timed rounds."""
     steps: int = 64
     """Steps per round: a multiple of each."""
 
@@ -62,14 +61,11 @@ def main(config: Config) -> None:
     variants = {"1 step per call": calling(1)}
     variants |= {f"{k} steps per call": calling(k) for k in config.steps_per_call}
     about = {
-        "shape": config.shape,
         "model": experiment.config.get("model", experiment.name),
         "batch": {name: leaf.shape for name, leaf in experiment.batch.items()},
         "dtypes": str(experiment.policy),
-        "steps_per_round": config.steps,
     }
-    results = interleave(variants, rounds=config.rounds, work=work)
-    print_row("calls", about, results, work=work)
+    row("calls", config, variants, about, work=work)
 
 
 def decoder_work(config: Config) -> tuple[jt.Experiment, Work]:

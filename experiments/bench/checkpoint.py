@@ -18,7 +18,14 @@ from jax.sharding import Mesh
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
+from experiments.bench import (
+    Rounds,
+    Variant,
+    experiment_work,
+    interleave,
+    print_row,
+    step_facts,
+)
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.sharding.mesh import describe_mesh
@@ -27,13 +34,12 @@ from jaxtrain.state import local_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Steps with a save among them against steps without, on the default run."""
 
     steps: int = 12
     """Train steps in each variant and round; the save comes after the second."""
     rounds: int = 7
-    """Timed rounds."""
     directory: str | None = None
     """Where to save; left out, the system's temporary folder."""
 
@@ -59,14 +65,13 @@ def main(config: Config) -> None:
             "batch": list(experiment.batch["tokens"].shape),
             "mesh": describe_mesh(mesh),
             "optimizer": flags.optimizer.name,
-            "steps": config.steps,
             "state_bytes": local_bytes(runs[1].state),
             "step_ms": round(step, 2),
             "blocked_ms": round(blocked, 2),
             "blocked_steps": round(blocked / step, 3),
             "lost_steps": round((results["one save"]["ratio"] - 1) * config.steps, 3),
         }
-        print_row("checkpoint", about, results, work=work)
+        print_row("checkpoint", config, about, results, work=work)
         runs[1].close()
 
 

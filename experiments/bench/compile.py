@@ -11,13 +11,13 @@ import time
 import jax
 
 import jaxtrain as jt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Rounds, Variant, interleave, print_row
 from experiments.bench import step as ours
 from jaxtrain.models import decoder
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Compiling a train step of many layers against one of few."""
 
     layers: tuple[int, ...] = (12, 24, 48)
@@ -27,7 +27,6 @@ class Config:
     optimizer: str = "adamw"
     """Which update rule."""
     rounds: int = 7
-    """Timed rounds."""
 
 
 class Compilation:
@@ -74,8 +73,6 @@ def main(config: Config) -> None:
             results[name][f"{part}_ratio"] = round(statistics.median(ratios), 3)
     about = {
         "model": dataclasses.asdict(model) | {"layers": config.layers, "scan_unroll": None},
-        "unrolled": config.unrolled,
         "batch": (rows, model.seq_len),
-        "optimizer": config.optimizer,
     }
-    print_row("compile", about, results)
+    print_row("compile", config, about, results)

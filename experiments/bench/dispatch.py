@@ -11,19 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Rounds, Variant, interleave, print_row
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """A call of a compiled step against one of jax.jit, with nothing to compute."""
 
     leaves: int = 200
     """Leaves of the state."""
     calls: int = 200
     """Calls per round."""
-    rounds: int = 15
-    """Timed rounds."""
 
 
 def main(config: Config) -> None:
@@ -56,5 +54,5 @@ def main(config: Config) -> None:
         result["microseconds_per_call"] = round(1e3 * result["ms"] / config.calls, 1)
     added = results["compile_step"]["microseconds_per_call"]
     added -= results["jax.jit"]["microseconds_per_call"]
-    about = {"leaves": config.leaves, "calls_per_round": config.calls}
-    print_row("dispatch", about | {"added_microseconds_per_call": round(added, 1)}, results)
+    about = {"added_microseconds_per_call": round(added, 1)}
+    print_row("dispatch", config, about, results)

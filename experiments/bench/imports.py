@@ -5,7 +5,7 @@ import functools
 import subprocess
 import sys
 
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Rounds, Variant, row
 
 CODE = {
     "jax, flax.nnx, optax": "import jax, flax.nnx, optax",
@@ -14,11 +14,8 @@ CODE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Importing jaxtrain, against importing jax, flax.nnx and optax."""
-
-    rounds: int = 15
-    """Timed rounds."""
 
 
 def main(config: Config) -> None:
@@ -27,4 +24,4 @@ def main(config: Config) -> None:
         name: Variant(functools.partial(subprocess.run, [sys.executable, "-c", code], check=True))
         for name, code in CODE.items()
     }
-    print_row("imports", {"code": CODE}, interleave(variants, rounds=config.rounds, children=True))
+    row("imports", config, variants, {"code": CODE}, children=True)

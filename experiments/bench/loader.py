@@ -11,21 +11,19 @@ import itertools
 import jax
 
 from experiments import gpt
-from experiments.bench import Variant, experiment_work, interleave, print_row, step_facts
+from experiments.bench import Rounds, Variant, experiment_work, row, step_facts
 from jaxtrain.experiment import compile_train, make_experiment_mesh, make_state
 from jaxtrain.sharding.mesh import describe_mesh
 from jaxtrain.sharding.rules import batch_sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """The default run's step with its loader, against the same step fed with one batch, and the
     loader without a step."""
 
     calls: int = 5
     """Steps per round."""
-    rounds: int = 15
-    """Timed rounds."""
 
 
 def main(config: Config) -> None:
@@ -59,12 +57,10 @@ def main(config: Config) -> None:
             "loader": stepping(open_stream()),
             "loader alone": Variant(read),
         }
+        about = {
+            "model": experiment.config["model"],
+            "batch": jax.tree.leaves(experiment.batch)[0].shape,
+            "mesh": describe_mesh(mesh),
+        }
         work = experiment_work(experiment, steps=config.calls, devices=mesh.size)
-        results = interleave(variants, rounds=config.rounds, work=work)
-    about = {
-        "model": experiment.config["model"],
-        "batch": jax.tree.leaves(experiment.batch)[0].shape,
-        "mesh": describe_mesh(mesh),
-        "calls_per_round": config.calls,
-    }
-    print_row("loader", about, results, work=work)
+        row("loader", config, variants, about, work=work)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.bench import print_row
+from experiments.bench import Rounds, print_row
 from jaxtrain import data
 
 # What every process of a run does with the store, after its imports.
@@ -43,7 +43,7 @@ print(json.dumps(found | {"own_mib_after_batches": resident("RssAnon") - own}))
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Opening a store, and reading it at random, in a process of its own."""
 
     tokens: int = 10**9
@@ -53,7 +53,6 @@ class Config:
     batches: int = 300
     """To read, of 16 x 1024 tokens."""
     rounds: int = 5
-    """Processes."""
 
 
 def main(config: Config) -> None:
@@ -72,7 +71,8 @@ def main(config: Config) -> None:
         about = {name: len(getattr(store.corpus(), name)) for name in ("tokens", "starts")}
     medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     results = {"opened": {name: round(value, 3) for name, value in medians.items()}}
-    print_row("opening", about | {"batch": (16, 1024), "measured_peak_bytes": None}, results)
+    about |= {"batch": (16, 1024), "measured_peak_bytes": None}
+    print_row("opening", config, about, results)
 
 
 def shares(tokens: int) -> tuple[int, int]:

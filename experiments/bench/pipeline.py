@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
+from experiments.bench import Rounds, Variant, gpt_work, row, step_facts
 from jaxtrain.models import decoder
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.step import build_update
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """A pipelined step against the unpipelined one, on 8 simulated devices."""
 
     layers: int = 8
@@ -33,7 +33,6 @@ class Config:
     microbatches: int = 16
     """Microbatches per step, of 2 rows per device of the data axis."""
     rounds: int = 9
-    """Timed rounds."""
 
 
 # Name: schedule, virtual stages, remat.
@@ -61,13 +60,10 @@ def main(config: Config) -> None:
     about = {
         "model": dataclasses.asdict(model),
         "batch": shape,
-        "microbatches": config.microbatches,
         "mesh": "by variant",
     }
     # Eight devices are one CPU here, whose rate of products one of them can have to itself.
-    work = gpt_work(model, shape[0], steps=1)
-    results = interleave(variants, rounds=config.rounds, work=work)
-    print_row("pipeline", about, results, work=work)
+    row("pipeline", config, variants, about, work=gpt_work(model, shape[0], steps=1))
 
 
 def unpipelined(config: Config, model: decoder.DecoderConfig, batch: Any) -> Variant:

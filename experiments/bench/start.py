@@ -13,18 +13,17 @@ import sys
 import tempfile
 import time
 
-from experiments.bench import Variant, interleave, print_row
+from experiments.bench import Rounds, Variant, row
 from jaxtrain.host.paths import read_if_there
 
 COMMAND = [sys.executable, "-m", "experiments.gpt", "--log-every", "1"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """A first start of the default run, up to the metrics of step 1, against a later one."""
 
     rounds: int = 5
-    """Timed rounds."""
 
 
 class Start:
@@ -59,5 +58,4 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as filled:
         starts = {"empty cache": Start(), "filled cache": Start(filled)}
         variants = {name: Variant(start) for name, start in starts.items()}
-        results = interleave(variants, rounds=config.rounds, children=True)
-    print_row("start", {"run": " ".join(COMMAND[1:])}, results)
+        row("start", config, variants, {"run": " ".join(COMMAND[1:])}, children=True)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments.bench import Variant, gpt_work, interleave, print_row, step_facts
+from experiments.bench import Rounds, Variant, gpt_work, row, step_facts
 from experiments.bench import floor as hand_written
 from jaxtrain.models import decoder
 
@@ -27,13 +27,12 @@ SHAPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """jaxtrain's step against a hand-written one, on one device."""
 
     shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
     """Which model."""
     rounds: int = 30
-    """Timed rounds."""
     calls: int = 5
     """Steps per round."""
 
@@ -51,15 +50,12 @@ def main(config: Config) -> None:
         ),
     }
     about = {
-        "shape": config.shape,
         "model": dataclasses.asdict(model),
         "batch": (rows, model.seq_len),
         "dtypes": "float32",
-        "calls_per_round": config.calls,
     }
     work = gpt_work(model, rows, steps=config.calls)
-    results = interleave(variants, rounds=config.rounds, work=work)
-    print_row("step", about, results, work=work)
+    row("step", config, variants, about, work=work)
 
 
 def model_and_rows(shape: str) -> tuple[decoder.DecoderConfig, int]:

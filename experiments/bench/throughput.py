@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from experiments.bench import print_row, trial
+from experiments.bench import Rounds, print_row, trial
 from experiments.bench import step as ours
 from jaxtrain import optim
 from jaxtrain.models import decoder
@@ -55,7 +55,7 @@ FACTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """Tokens per second at the best batch, jaxtrain's step against PyTorch's, on one device."""
 
     model: Literal[MODELS] = "gpt2-124m"  # type: ignore[valid-type]
@@ -71,7 +71,6 @@ class Config:
     most_rows: int = 1024
     """Where the search ends, if neither memory nor a fall ends it."""
     rounds: int = 3
-    """Repetitions at the best batch."""
     timings: int = 8
     """Timings per process."""
     calls: int = 4
@@ -135,12 +134,8 @@ def main(config: Config) -> None:
     shape = dataclasses.asdict(model)
     del shape["remat"]
     about = {
-        "model_name": config.model,
         "model": shape,
         "dtypes": str(Policy.named(config.precision)),
-        "optimizer": config.optimizer,
-        "timings": config.timings,
-        "calls_per_timing": config.calls,
         "mem_fraction": fields["environment"].get(MEM_FRACTION),
         "flops_per_token": decoder.flops_per_token(model),
         "flops_formula": decoder.FLOPS_FORMULA,
@@ -154,7 +149,7 @@ def main(config: Config) -> None:
         ratio = best["jaxtrain"]["tokens_per_second"] / best["torch"]["tokens_per_second"]
         about["ratio"] = round(ratio, 3)
     results = {contender.name: contender.facts() | {"batches": b} for contender, b in found}
-    print_row("throughput", about, results)
+    print_row("throughput", config, about, results)
 
 
 def make_model(config: Config) -> decoder.DecoderConfig:

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from typing import Literal
 
-from experiments.bench import gpt_work, interleave, print_row
+from experiments.bench import Rounds, gpt_work, row
 from experiments.bench.step import SHAPES, initialised_variant, make_batch, model_and_rows
 from jaxtrain.models import decoder
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Rounds):
     """The step with ``make_optimizer(watch_every=)`` against the step without, on one device."""
 
     shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
@@ -18,9 +18,8 @@ class Config:
     optimizer: str = "adamw"
     """Which update rule."""
     every: int = 10
-    """Steps between two measurements."""
+    """Steps between two measurements, and of a round."""
     rounds: int = 30
-    """Timed rounds, of as many steps as lie between two measurements."""
 
 
 def main(config: Config) -> None:
@@ -34,12 +33,8 @@ def main(config: Config) -> None:
         for name, every in (("not watched", 0), ("watched", config.every))
     }
     about = {
-        "shape": config.shape,
         "model": dataclasses.asdict(model),
         "batch": (rows, model.seq_len),
         "dtypes": "float32",
-        "optimizer": config.optimizer,
-        "watch_every": config.every,
     }
-    work = gpt_work(model, rows, steps=config.every)
-    print_row("watch", about, interleave(variants, rounds=config.rounds, work=work), work=work)
+    row("watch", config, variants, about, work=gpt_work(model, rows, steps=config.every))

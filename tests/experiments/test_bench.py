@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from experiments import bench
 from experiments.bench import (
     MATRIX_PRODUCTS,
     Variant,
     Work,
     floor,
-    interleave,
     machine,
-    print_row,
     step_facts,
 )
 from experiments.bench import attention as attention_row
@@ -92,8 +91,9 @@ def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
         "quick": Variant(lambda: time.sleep(2e-3), {"temp_bytes": 7}),
         "slow": Variant(lambda: time.sleep(8e-3)),
     }
-    print_row("toy", {"batch": (4, 25)}, interleave(variants, rounds=3, work=work), work=work)
+    bench.row("toy", bench.Rounds(3), variants, {"batch": (4, 25)}, work=work)
     row = json.loads(capsys.readouterr().out)
+    assert row["config"] == {"rounds": 3}
     for name in ("commit", "versions", "backend", "driver", "device", "processor", "flags", "mesh"):
         assert name in row, name
     assert row["versions"].keys() >= {"jax", "jaxlib"}
