@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.host.memory import human_count
@@ -233,6 +233,28 @@ RULES = {
     "held_out": Rule("eval/(.*/)?loss", 0.01, "part above the best evaluation", Rising),
     "stall": Rule(None, 600.0, "seconds in which nothing has ended", None, least=1.0),
 }
+
+
+def conditions(rules: Mapping[str, Setting], name: str) -> list[tuple[str, Condition]]:
+    """New conditions on a metric, with the names of their rules."""
+    return [
+        (rule, RULES[rule].make(name, setting.level))
+        for rule, setting in rules.items()
+        if RULES[rule].metric and re.fullmatch(RULES[rule].metric, name)
+    ]
+
+
+def standing(
+    rules: Mapping[str, Setting], name: str, points: Sequence[tuple[int, float]]
+) -> list[tuple[str, str]]:
+    """What is wrong with a metric at the end of its ``(step, value)`` points: each rule with its
+    sentence. Spikes are left out, which do not last."""
+    found = []
+    for rule, condition in conditions(rules, name):
+        if not isinstance(condition, Spike):
+            text = [condition(step, value) for step, value in points][-1]
+            found += [(rule, text)] if text else []
+    return found
 
 
 def parse(texts: Iterable[str]) -> dict[str, Setting]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.run.hook import Value
-from jaxtrain.run.observe.alert_rules import REARM, RULES, Condition, Setting, Spike
+from jaxtrain.run.observe.alert_rules import REARM, Condition, Setting, Spike, conditions
 from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.report.records import read_run
 
@@ -146,11 +145,7 @@ class Alerts:
     def _watching(self, name: str) -> list[tuple[str, Condition]]:
         """The conditions on a metric, with the names of their rules."""
         if name not in self._conditions:
-            self._conditions[name] = [
-                (rule, RULES[rule].make(name, setting.level))
-                for rule, setting in self._rules.items()
-                if RULES[rule].metric and re.fullmatch(RULES[rule].metric, name)
-            ]
+            self._conditions[name] = conditions(self._rules, name)
         return self._conditions[name]
 
     def _fire(self, rule: str, step: int, text: str) -> None:

@@ -96,13 +96,19 @@ def test_a_hundred_thousand_steps_of_many_metrics_fit_into_two_megabytes_with_th
         ({"train/skipped": lambda x: np.where(np.arange(400) == 7, 1, 0)}, "1 update left out"),
         ({"train/spike": lambda x: (np.arange(400) % 9 == 8) * 1.0}, "44 updates left out"),
         ({"train/loss": lambda x: np.where(np.arange(400) == 7, np.nan, x)}, "not finite in 1 "),
-        ({"train/loss": lambda x: np.where(np.arange(400) > 350, x + 0.5, x)}, "it rises"),
-        ({"train/loss": lambda x: x[::-1] + 4}, "learned nothing"),
+        (
+            {"train/loss": lambda x: np.where(np.arange(400) > 350, x + 0.5, x)},
+            "far above its best",
+        ),
+        ({"train/loss": lambda x: np.linspace(3, 3.2, 400)}, "learned nothing"),
         (
             {"eval/loss": lambda x: np.where(np.arange(400) > 300, x + 0.4, x)},
-            "Held-out loss rises",
+            "eval/loss rises: ",
         ),
-        ({"time/tokens_per_second": lambda x: np.where(np.arange(400) > 340, 600, x)}, "by 40%"),
+        (
+            {"time/tokens_per_second": lambda x: np.where(np.arange(400) > 360, 500, 1000)},
+            "50% below its median",
+        ),
         ({"time/data_seconds": lambda x: x * 50}, "Waiting for data takes 50%"),
         ({"now": 400 + 600}, "Nothing has been logged for 10 min"),
     ],
@@ -128,6 +134,17 @@ def test_each_fault_is_named_and_a_run_without_one_is_well(what, text):
         (fault,) = [each for each in found if each.level != "good"]
         assert text in fault.text
         assert found[0] is fault
+
+
+def test_a_report_judges_by_the_levels_that_the_run_asked_its_alerts_for():
+    falling = [np.linspace(8, 4.1, 50), np.linspace(4.1, 4, 150)]
+    losses = np.concatenate([*falling, np.full(50, 5.5)])
+    record = record_of(250, {"train/loss": losses})
+    for asked, bad in ([], True), (["divergence=0.5"], False), (["divergence:off"], False):
+        config = {"steps": 300, "run.alerts": asked}
+        found = health.examine(dataclasses.replace(record, config=config), now=START + 250)
+        assert any("far above its best" in each.text for each in found) == bad
+        assert (found[0].level == "bad") == bad
 
 
 def test_what_is_cut_off_not_finite_or_hostile_is_read_as_it_is(tmp_path, capsys):

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from jaxtrain.run.observe import alert_rules
 from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.report.records import Record
 
@@ -15,11 +16,8 @@ LEVELS = ("good", "look", "bad")
 SILENT_INTERVALS, SILENT_SECONDS = 10.0, 120.0
 # The last part of a run that is compared with what came before.
 RECENT = 0.1
-# Held-out loss above its best by so much, for so many evaluations, is called rising.
-RISING, RISING_EVALUATIONS = 0.01, 2
-# Throughput that has fallen below this part of its median, and time waited for data above this part
-# of a step.
-SLOW, WAITING = 0.8, 0.2
+# Waiting for data above this part of a step's time is worth a look.
+WAITING = 0.2
 # Alerts that are more than something to look at.
 ALARMING = ("divergence", "stall")
 # Updates left out that are more than the ordinary course of things.
@@ -57,7 +55,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_loss(record),
         *_left_out(record),
         *_held_out(record),
-        *_speed(record),
+        *_waiting(record),
         *_attempts(record),
         *_alerts(record),
         *_trackers(record),
@@ -105,13 +103,10 @@ def _loss(record: Record) -> list[Finding]:
     if values.size < 20:
         return found
     n = recent(values.size)
-    last, before = values[-n:].mean(), values[-2 * n : -n].mean()
-    spread = values[-2 * n :].std() / np.sqrt(n)
+    last = values[-n:].mean()
     text = f"The loss went from {values[0]:#.4g} to {last:#.4g} (mean of the last {n:,} lines)"
     if last > values[: max(1, n // 2)].mean():
         found.append(Finding("bad", f"{text}: the run has learned nothing."))
-    elif last - before > max(4 * spread, 0.02 * abs(before)):
-        found.append(Finding("look", f"{text}: it rises, from {before:#.4g} just before."))
     else:
         found.append(Finding("good", f"{text}."))
     return found
@@ -142,18 +137,10 @@ def _positive(record: Record, name: str) -> list[int]:
 def _held_out(record: Record) -> list[Finding]:
     found = []
     for name in held_out_losses(record):
-        series = record.series[name].finite()
-        if not series.steps.size:
-            continue
-        best = int(series.values.argmin())
-        last, least, at = series.values[-1], series.values[best], series.steps[best]
-        since = series.steps.size - 1 - best
-        called = "Held-out loss" if name == "eval/loss" else f"Held-out {name[5:]}"
-        if since >= RISING_EVALUATIONS and last > least + RISING * abs(least):
-            text = f"{called} rises: {last:#.4g} now, {least:#.4g} at its best in step {at:,}."
-            found.append(Finding("look", text))
-        else:
-            found.append(Finding("good", f"{called} is {last:#.4g}; its best is {least:#.4g}."))
+        if (values := record.values(name)).size:
+            called = "Held-out loss" if name == "eval/loss" else f"Held-out {name[5:]}"
+            text = f"{called} is {values[-1]:#.4g}; its best is {values.min():#.4g}."
+            found.append(Finding("good", text))
     return found
 
 
@@ -167,21 +154,12 @@ def held_out_losses(record: Record) -> list[str]:
     return [n for n in record.series if n.startswith("eval/") and n.split("/")[-1] == "loss"]
 
 
-def _speed(record: Record) -> list[Finding]:
-    found = []
-    for name in record.series:
-        if not (name.startswith("time/") and name.endswith("_per_second")):
-            continue
-        rates = record.values(name)
-        part = 1 - np.median(rates[-recent(rates.size) :]) / np.median(rates) if rates.size else 0.0
-        if rates.size > 20 and part > 1 - SLOW:
-            item = name[5:].removesuffix("_per_second")
-            found.append(Finding("look", f"{item.capitalize()}/s fell by {part:.0%} of late."))
+def _waiting(record: Record) -> list[Finding]:
     waited, taken = record.values("time/data_seconds"), record.values("time/step_seconds")
     if waited.size and taken.size and waited.mean() > WAITING * taken.mean():
         part = waited.mean() / taken.mean()
-        found.append(Finding("look", f"Waiting for data takes {part:.0%} of a step's time."))
-    return found
+        return [Finding("look", f"Waiting for data takes {part:.0%} of a step's time.")]
+    return []
 
 
 def _attempts(record: Record) -> list[Finding]:
@@ -200,18 +178,26 @@ def _attempts(record: Record) -> list[Finding]:
 
 
 def _alerts(record: Record) -> list[Finding]:
-    """What alerts have told, rule by rule."""
-    found: dict[str, list[dict]] = {}
+    """What alerts have told, rule by rule, and what their rules say of the last lines."""
+    told: dict[str, list[dict]] = {}
     for line in record.happened("alert"):
-        found.setdefault(str(line.get("rule")), []).append(line)
-    return [
-        Finding(
-            "bad" if rule in ALARMING else "look",
+        told.setdefault(str(line.get("rule")), []).append(line)
+    texts = [
+        (
+            rule,
             f"Alert {rule}, {_count(len(lines), 'time')}, last in step {lines[-1].get('step')}: "
             f"{lines[-1].get('text')}.",
         )
-        for rule, lines in found.items()
+        for rule, lines in told.items()
     ]
+    try:
+        rules = alert_rules.parse(record.config.get("run.alerts", ()))
+    except (TypeError, ValueError):  # a config that is damaged, or another version's
+        rules = alert_rules.parse(())
+    for name, series in record.series.items():
+        points = list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        texts += [(rule, f"{text}.") for rule, text in alert_rules.standing(rules, name, points)]
+    return [Finding("bad" if rule in ALARMING else "look", text) for rule, text in texts]
 
 
 def _trackers(record: Record) -> list[Finding]:
