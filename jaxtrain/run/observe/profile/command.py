@@ -10,17 +10,8 @@ from rich.table import Table
 from jaxtrain.host.memory import human_seconds
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.observe.profile.branches import Branch, branches
+from jaxtrain.run.observe.profile import trace
 from jaxtrain.run.observe.profile.programs import IDLE, OTHER
-from jaxtrain.run.observe.profile.trace import (
-    Device,
-    Profile,
-    add_up,
-    find_trace,
-    in_directions,
-    part_of,
-    read_trace,
-)
 
 # Rows of a table at most; branches, operations that are listed one by one, and devices; and the
 # width of a whole step.
@@ -43,17 +34,17 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions, rest: list[str]) -> int:
     """Prints the tables."""
     del rest
-    folder = find_trace(as_path(options.run_dir), options.trace)
+    folder = trace.find_trace(as_path(options.run_dir), options.trace)
     if folder is None:
         raise ValueError(
             f"{options.run_dir} has no trace: start the run with --profile-steps 20:25, or send "
             "SIGUSR1 to its process (the pid in its heartbeat.json) while it goes on"
         )
-    draw(read_trace(folder), terminal.make_console())
+    draw(trace.read_trace(folder), terminal.make_console())
     return 0
 
 
-def draw(profile: Profile, console: Console) -> None:
+def draw(profile: trace.Profile, console: Console) -> None:
     """Prints a profile."""
     devices, steps = len(profile.devices), profile.steps
     per = "" if steps is None else f" per step, mean of {steps}" if steps > 1 else " of one step"
@@ -64,37 +55,37 @@ def draw(profile: Profile, console: Console) -> None:
         console.print(make(profile))
 
 
-def _kinds(profile: Profile) -> Table:
+def _kinds(profile: trace.Profile) -> Table:
     table = _table(
         "by kind of operation", "time", "share", *(["in flight"] * any(profile.in_flight))
     )
-    for kind, seconds in _shown(add_up(profile, lambda operation: operation.kind)):
+    for kind, seconds in _shown(trace.add_up(profile, lambda operation: operation.kind)):
         going = profile.in_flight.get(kind)
         _row(table, profile, kind, seconds, *([human_seconds(going)] if going else []))
     return _closed(table, profile)
 
 
-def _parts(profile: Profile) -> Table:
-    sums, used = in_directions(profile)
+def _parts(profile: trace.Profile) -> Table:
+    sums, used = trace.in_directions(profile)
     table = _table("by part of the model", "time", "share", *used)
-    for part, seconds in _shown(add_up(profile, part_of)):
+    for part, seconds in _shown(trace.add_up(profile, trace.part_of)):
         found = [sums[part, direction] for direction in used]
         _row(table, profile, part, seconds, *(human_seconds(x) if x else "" for x in found))
     return _closed(table, profile)
 
 
-def _widest(profile: Profile) -> Table:
+def _widest(profile: trace.Profile) -> Table:
     """The flame graph of the report, in lines: its widest branches, each within its own."""
     table = _table("widest branches", "time", "share", "")
     table.columns[0].no_wrap, table.columns[3].justify = True, "left"
-    rows: list[tuple[int, Branch]] = []
+    rows: list[tuple[int, trace.Branch]] = []
 
-    def walk(branch: Branch, depth: int) -> None:
+    def walk(branch: trace.Branch, depth: int) -> None:
         rows.append((depth, branch))
         for each in branch.inner:
             walk(each, depth + 1)
 
-    walk(branches(profile), 0)
+    walk(trace.branches(profile), 0)
     # What is within another is no wider and comes later, so none is shown without it.
     shown = sorted(range(len(rows)), key=lambda i: -rows[i][1].seconds)[:BRANCHES]
     for depth, branch in (rows[i] for i in sorted(shown)):
@@ -103,22 +94,22 @@ def _widest(profile: Profile) -> Table:
     return table
 
 
-def _longest(profile: Profile) -> Table:
+def _longest(profile: trace.Profile) -> Table:
     table = _table("longest operations", "time", "share", "kind", "part")
     table.columns[0].no_wrap = True
     for column in table.columns[3:]:
         column.justify = "left"
     known = [(each, s) for each, s in profile.shares.items() if each.name]
     for each, seconds in sorted(known, key=lambda row: -row[1])[:LONGEST]:
-        part = " ".join(filter(None, (part_of(each), each.direction)))
+        part = " ".join(filter(None, (trace.part_of(each), each.direction)))
         _row(table, profile, each.name, seconds, each.kind, part)
     return table
 
 
-def _devices(profile: Profile) -> Table:
+def _devices(profile: trace.Profile) -> Table:
     table = _table("device", "computes", "waits for others", "idle", "longest gap")
 
-    def waits(device: Device) -> float:
+    def waits(device: trace.Device) -> float:
         return device.exposed + device.idle
 
     shown = profile.devices
@@ -151,10 +142,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _row(table: Table, profile: Profile, name: str, seconds: float, *cells: str) -> None:
+def _row(table: Table, profile: trace.Profile, name: str, seconds: float, *cells: str) -> None:
     table.add_row(name, human_seconds(seconds), f"{seconds / profile.seconds:.1%}", *cells)
 
 
-def _closed(table: Table, profile: Profile) -> Table:
+def _closed(table: Table, profile: trace.Profile) -> Table:
     table.add_row("all", human_seconds(profile.seconds), "100.0%", style="bold")
     return table

@@ -5,8 +5,8 @@ import collections
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -32,6 +32,8 @@ CORE, MEANWHILE, MODULES = "XLA Ops", "Async XLA Ops", "XLA Modules"
 # Of a part of the model, so many names from the outermost on.
 DEPTH = 3
 DIRECTIONS = (FORWARD, RECOMPUTED, BACKWARD)
+# Branches that take less than this part of a step are told together.
+SMALL = 0.002
 
 Programs = Mapping[str, Mapping[str, Operation]]
 
@@ -76,6 +78,15 @@ class Profile:
     shares: Mapping[Operation, float]
     in_flight: Mapping[str, float]
     devices: tuple[Device, ...]
+
+
+class Branch(NamedTuple):
+    """A part of a step, in seconds, and what it is made of, the longest first; the branches within
+    one take its time together."""
+
+    name: str
+    seconds: float
+    inner: tuple["Branch", ...]
 
 
 def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | None:
@@ -182,6 +193,39 @@ def in_directions(profile: Profile) -> tuple[Mapping[tuple[str, str], float], li
     for operation, seconds in profile.shares.items():
         sums[part_of(operation), operation.direction] += seconds
     return sums, [each for each in DIRECTIONS if any(each == there for _, there in sums)]
+
+
+def branches(profile: Profile) -> Branch:
+    """A step as a tree: parts of the model, in each the direction, in that kinds of work."""
+    return _branch("step", profile.shares.items(), 0, SMALL * profile.seconds)
+
+
+def _branch(
+    name: str, shares: Iterable[tuple[Operation, float]], depth: int, least: float
+) -> Branch:
+    shares = list(shares)
+    groups: dict[str | None, list] = {}
+    for operation, seconds in shares:
+        path = _path(operation)
+        groups.setdefault(path[depth] if depth < len(path) else None, []).append(
+            (operation, seconds)
+        )
+    total = sum(seconds for _, seconds in shares)
+    if None in groups:
+        return Branch(name, total, ())
+    sizes = {each: sum(seconds for _, seconds in inner) for each, inner in groups.items()}
+    large = sorted((each for each in groups if sizes[each] >= least), key=lambda x: -sizes[x])
+    inner = [_branch(each, groups[each], depth + 1, least) for each in large]
+    if len(small := groups.keys() - {*large}) and (rest := sum(sizes[each] for each in small)):
+        inner.append(Branch(f"{len(small)} shorter", rest, ()))
+    return Branch(name, total, tuple(inner))
+
+
+def _path(operation: Operation) -> tuple[str, ...]:
+    if operation.kind == IDLE:
+        return (IDLE,)
+    within = (operation.direction,) if operation.direction else ()
+    return (*(operation.scopes or (OTHER,)), *within, operation.kind)
 
 
 def _devices(data: Any, xspace: bytes) -> dict[str, list[list[Event]]]:

@@ -6,16 +6,7 @@ from typing import Any
 from etils import epath
 
 from jaxtrain.host.paths import as_path, listed, look
-from jaxtrain.run.observe.profile.branches import Branch, branches
-from jaxtrain.run.observe.profile.trace import (
-    FILES,
-    Profile,
-    add_up,
-    find_trace,
-    in_directions,
-    part_of,
-    read_trace,
-)
+from jaxtrain.run.observe.profile import trace
 from jaxtrain.run.observe.report.records import significant
 
 
@@ -27,10 +18,10 @@ def traced(run_dir: epath.PathLike) -> dict[str, Any] | None:
     """
     folder = None
     try:
-        folder = find_trace(as_path(run_dir))
+        folder = trace.find_trace(as_path(run_dir))
         if folder is None:
             return None
-        written = tuple((str(path), look(path)) for path in listed(folder, FILES))
+        written = tuple((str(path), look(path)) for path in listed(folder, trace.FILES))
         return _read(str(folder), written)
     except (ValueError, OSError) as error:
         return {"name": folder.name if folder else "the trace", "failed": str(error)}
@@ -39,14 +30,14 @@ def traced(run_dir: epath.PathLike) -> dict[str, Any] | None:
 @functools.lru_cache(maxsize=16)
 def _read(folder: str, written: tuple) -> dict[str, Any]:
     del written  # What is written anew is read anew.
-    return drawn(read_trace(as_path(folder)))
+    return drawn(trace.read_trace(as_path(folder)))
 
 
-def drawn(profile: Profile) -> dict[str, Any]:
+def drawn(profile: trace.Profile) -> dict[str, Any]:
     """Returns ``name``, ``steps``, ``devices``, ``ms``; the rows of ``kinds`` (name, time, time in
     flight or None) and of ``parts`` (name, time, and by each of ``directions``); and ``flame``, the
     step as nodes (name, time, nodes)."""
-    sums, used = in_directions(profile)
+    sums, used = trace.in_directions(profile)
     return {
         "name": profile.name,
         "steps": profile.steps,
@@ -54,18 +45,18 @@ def drawn(profile: Profile) -> dict[str, Any]:
         "ms": _ms(profile.seconds),
         "kinds": [
             [kind, _ms(s), _ms(profile.in_flight[kind]) if kind in profile.in_flight else None]
-            for kind, s in add_up(profile, lambda operation: operation.kind)
+            for kind, s in trace.add_up(profile, lambda operation: operation.kind)
         ],
         "directions": used,
         "parts": [
             [part, _ms(s), *(_ms(sums[part, direction]) for direction in used)]
-            for part, s in add_up(profile, part_of)
+            for part, s in trace.add_up(profile, trace.part_of)
         ],
-        "flame": _node(branches(profile)),
+        "flame": _node(trace.branches(profile)),
     }
 
 
-def _node(branch: Branch) -> list:
+def _node(branch: trace.Branch) -> list:
     return [branch.name, _ms(branch.seconds), [_node(each) for each in branch.inner]]
 
 
