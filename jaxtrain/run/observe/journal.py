@@ -103,7 +103,7 @@ class Journal:
         self.attempt = 1 + len(starts)
         if starts:
             self.identity = _identity(starts[0])
-        self._file = GrowingFile(path, text, time.monotonic)
+        self._file = GrowingFile(path, text)
         if text and not text.endswith(b"\n"):  # A line was being written when it was killed.
             self._file.append(b"\n")
         if last and _of(last) not in map(_of, states(before, {})):

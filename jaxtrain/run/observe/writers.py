@@ -64,7 +64,7 @@ class Writer(Protocol):
         ...
 
 
-class _FileWriter:
+class FileWriter:
     """A writer of one file."""
 
     _file: "GrowingFile"
@@ -74,16 +74,15 @@ class _FileWriter:
         self._file.close()
 
 
-class JSONLWriter(_FileWriter):
+class JSONLWriter(FileWriter):
     """One JSON object per line: ``{"step": 10, "time": "2026-01-31T12:00:00.000+00:00",
     "train/loss": 2.5}``; times are in UTC.
 
     Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
-    strings ``"nan"``, ``"inf"`` and ``"-inf"``. On a disk each line is there when ``write``
-    returns; in a bucket, and where storage fails, as :class:`GrowingFile` says.
+    strings ``"nan"``, ``"inf"`` and ``"-inf"``. When a line is there :class:`GrowingFile` says.
 
     Args:
-      path: the file, on a disk or in a bucket.
+      path: on a disk or in a bucket.
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
       stamp: more entries of every line, such as the attempt that writes it.
       clock: seconds, monotonic.
@@ -128,12 +127,11 @@ class JSONLWriter(_FileWriter):
         self._file.append((json.dumps(own | named) + "\n").encode())
 
 
-class TensorBoardWriter(_FileWriter):
+class TensorBoardWriter(FileWriter):
     """Scalars for TensorBoard, in an event file of its own; an array is one for each of its entries
     (``train/load/0``).
 
-    On a disk a step is there when ``write`` returns; in a bucket, and where storage fails, as
-    :class:`GrowingFile` says.
+    When a step is there :class:`GrowingFile` says.
 
     Args:
       directory: where its event files go, on a disk or in a bucket.
@@ -209,7 +207,9 @@ class GrowingFile:
       clock: seconds, monotonic.
     """
 
-    def __init__(self, path: epath.Path, content: bytes, clock: Callable[[], float]):
+    def __init__(
+        self, path: epath.Path, content: bytes, clock: Callable[[], float] = time.monotonic
+    ):
         self._path, self._clock = path, clock
         self._failing = False
         self._file: BinaryIO | None = None
@@ -323,20 +323,14 @@ def make_writers(
 ) -> Fanout:
     """Opens ``log.jsonl`` and ``tensorboard/`` in a run's folder; in the first process only.
 
-    Args:
-      run_dir: the folder.
-      resume_step: the step that a resumed run goes on from; what was logged after it is dropped.
-      stamp: more entries of every line of ``log.jsonl``.
+    What was logged after ``resume_step``, which a resumed run goes on from, is dropped; every line
+    of ``log.jsonl`` has the entries of ``stamp`` too.
     """
     if jax.process_index() != 0:
         return Fanout(())
     run_dir = epath.Path(run_dir)
-    return Fanout(
-        (
-            JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step, stamp=stamp),
-            TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step),
-        )
-    )
+    log = JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step, stamp=stamp)
+    return Fanout((log, TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step)))
 
 
 def flat(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.trackers import queued
-from jaxtrain.run.observe.trackers.about import About
 from jaxtrain.run.observe.trackers.csv_file import CSVWriter
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
 from jaxtrain.run.observe.trackers.queued import Queued
-from jaxtrain.run.observe.trackers.services import MLflowWriter, TrackioWriter, WandbWriter
+from jaxtrain.run.observe.trackers.services import About, MLflowWriter, TrackioWriter, WandbWriter
 from jaxtrain.run.observe.writers import Writer
 
 CSV, PROMETHEUS = "metrics.csv", "metrics.prom"

@@ -2,20 +2,19 @@
 
 import csv
 import io
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there, write_whole
 from jaxtrain.run.hook import Value
-from jaxtrain.run.observe.writers import GrowingFile, flat
+from jaxtrain.run.observe.writers import FileWriter, GrowingFile, flat
 
 HEADER = ("step", "name", "value")
 
 
-class CSVWriter:
+class CSVWriter(FileWriter):
     """Rows of step, name and value; an array has a row for each entry (``train/load/0``).
 
     ``pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`` has a
@@ -24,19 +23,12 @@ class CSVWriter:
     Args:
       path: the file, on a disk or in a bucket.
       resume_step: keep the rows up to this step and append; None starts anew.
-      clock: seconds, monotonic.
 
     Raises:
       StorageError: the rows there can neither be read nor replaced.
     """
 
-    def __init__(
-        self,
-        path: epath.PathLike,
-        *,
-        resume_step: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, path: epath.PathLike, *, resume_step: int | None = None):
         path = epath.Path(path)
 
         def start() -> bytes:
@@ -45,16 +37,12 @@ class CSVWriter:
             write_whole(path, text)
             return text.encode()
 
-        self._file = GrowingFile(path, storage.retrying(start, f"the table {path}"), clock)
+        self._file = GrowingFile(path, storage.retrying(start, f"the table {path}"))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a row for each number."""
         rows = [(step, name, repr(value)) for name, value in flat(values)]
         self._file.append(_text(rows).encode())
-
-    def close(self) -> None:
-        """Writes what is pending and lets go."""
-        self._file.close()
 
 
 def _text(rows) -> str:

@@ -32,7 +32,6 @@ class PrometheusWriter:
       path: the file, for the textfile collector of node_exporter; replaced whole each time.
       run: the label.
       address: (host, port) to answer at; port 0 for a free one, None for no server.
-      clock: seconds, monotonic.
 
     Attributes:
       port: that is answered at; None without a server.
@@ -41,15 +40,8 @@ class PrometheusWriter:
       OSError: the port is not free.
     """
 
-    def __init__(
-        self,
-        path: epath.PathLike,
-        *,
-        run: str,
-        address: tuple[str, int] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._path, self._run, self._clock = epath.Path(path), run, clock
+    def __init__(self, path: epath.PathLike, *, run: str, address: tuple[str, int] | None = None):
+        self._path, self._run = epath.Path(path), run
         self._gauges: dict[tuple[str, str], float] = {}
         self._text, self._written_at, self._server = "", float("-inf"), None
         self.port = None
@@ -68,7 +60,7 @@ class PrometheusWriter:
             self._gauges[metric_name(name)] = value
         self._text = exposition(self._gauges, self._run)
         seconds = REMOTE_FILE_SECONDS if is_remote(self._path) else FILE_SECONDS
-        if self._clock() - self._written_at >= seconds:
+        if time.monotonic() - self._written_at >= seconds:
             self._write_file()
 
     def close(self) -> None:
@@ -79,7 +71,7 @@ class PrometheusWriter:
         self._write_file()
 
     def _write_file(self) -> None:
-        self._written_at = self._clock()
+        self._written_at = time.monotonic()
         write_whole(self._path, self._text)
 
 

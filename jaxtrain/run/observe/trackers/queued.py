@@ -81,23 +81,15 @@ class Queued:
             self._waiting.put((step, values))
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Has the thread write what waits, close the writer and end; returns at once.
-
-        Args:
-          error: what has ended the run; None where it is complete.
-        """
+        """Has the thread write what waits, close the writer and end; returns at once. ``error`` is
+        what has ended the run, if it is not complete."""
         if not self._closing:
             self._closing, self._error = True, error
             self._waiting.put(None)
 
     def close(self, *, until: float | None = None) -> dict[str, Any]:
-        """Finishes, waits for that, and says what was dropped.
-
-        Args:
-          until: the time (``time.monotonic()``) to wait for; None for ``CLOSE_SECONDS`` from now.
-
-        Returns:
-          ``tracker``, ``written``, ``dropped`` and, where lines were, ``why``.
+        """Finishes, waits for that until a time of ``time.monotonic()`` (None: ``CLOSE_SECONDS``
+        from now), and returns ``tracker``, ``written``, ``dropped`` and, where lines were, ``why``.
         """
         self.finish()
         until = time.monotonic() + CLOSE_SECONDS if until is None else until

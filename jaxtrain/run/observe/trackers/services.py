@@ -5,15 +5,18 @@ Where a service lies and how it is spoken to is for its own environment variable
 are written down with the run. A resumed run goes on with what it has begun there.
 """
 
+import dataclasses
 import os
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
 
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.host.paths import is_remote
 from jaxtrain.run.hook import Value
-from jaxtrain.run.observe.trackers.about import About
 from jaxtrain.run.observe.writers import flat
 
 # What one request of MLflow may hold.
@@ -21,15 +24,33 @@ _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_TEXT = 1000, 100, 6000
 _MLFLOW_TAG = "jaxtrain.identity"
 
 
+@dataclasses.dataclass(frozen=True)
+class About:
+    """One run, as a tracker knows it.
+
+    Args:
+      experiment: its name, which groups runs.
+      name: of the run, for people.
+      identity: of the run, the same in all its attempts and of no other run: hexadecimal digits.
+      config: its flags by dotted name.
+      run_dir: its folder.
+      resume_step: the step that it goes on from; None for a new run.
+    """
+
+    experiment: str
+    name: str
+    identity: str
+    config: Mapping[str, Any]
+    run_dir: epath.Path
+    resume_step: int | None = None
+
+
 class WandbWriter:
     """A run of Weights & Biases, whose x axis is ``step``: what a resumed run does again is drawn
     over.
 
-    Args:
-      about: the run. ``WANDB_PROJECT`` names the project; by default the experiment does.
-
-    Attributes:
-      error: what has ended the run.
+    ``WANDB_PROJECT`` names the project; by default the experiment does. ``error`` is what has ended
+    the run.
     """
 
     def __init__(self, about: About):
@@ -58,11 +79,8 @@ class WandbWriter:
 class MLflowWriter:
     """A run of MLflow, found again by a tag.
 
-    Args:
-      about: the run. ``MLFLOW_EXPERIMENT_NAME`` names the experiment; by default ours does.
-
-    Attributes:
-      error: what has ended the run.
+    ``MLFLOW_EXPERIMENT_NAME`` names the experiment; by default ours does. ``error`` is what has
+    ended the run.
     """
 
     def __init__(self, about: About):
@@ -108,8 +126,7 @@ class MLflowWriter:
 class TrackioWriter:
     """A run of trackio, on this machine unless its environment says otherwise.
 
-    Args:
-      about: the run. ``TRACKIO_PROJECT`` names the project; by default the experiment does.
+    ``TRACKIO_PROJECT`` names the project; by default the experiment does.
     """
 
     def __init__(self, about: About):
