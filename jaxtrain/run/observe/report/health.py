@@ -9,8 +9,8 @@ from jaxtrain.run.observe import alert_rules
 from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.report.records import Record
 
-# From the least to the most serious.
-LEVELS = ("good", "look", "bad")
+# The most serious first.
+LEVELS = ("bad", "look", "good")
 
 # A run is told to be silent after so many of its own intervals between lines, and so many seconds.
 SILENT_INTERVALS, SILENT_SECONDS = 10.0, 120.0
@@ -26,27 +26,15 @@ LEFT_OUT = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Args:
-      level: one of ``LEVELS``.
-      text: a sentence.
-    """
+    """One thing that was looked at: how serious it is, of ``LEVELS``, and a sentence."""
 
     level: str
     text: str
 
 
 def examine(record: Record, *, now: float | None = None) -> list[Finding]:
-    """Looks at one run.
-
-    Args:
-      record: the run.
-      now: seconds since 1970; None for the clock's.
-
-    Returns:
-      What was found, the worst first; at least one finding.
-    """
+    """Looks at one run at a time in seconds since 1970 (None: now); returns what was found, the
+    worst first, and at least one finding."""
     if not record.times.steps.size:
         return [Finding("look", "Nothing has been logged yet.")]
     now = time.time() if now is None else now
@@ -64,7 +52,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         is_ = "is" if record.unreadable == 1 else "are"
         text = f"{_count(record.unreadable, 'line')} of the log {is_} damaged."
         found.append(Finding("look", text))
-    return sorted(found, key=lambda each: -LEVELS.index(each.level))
+    return sorted(found, key=lambda each: LEVELS.index(each.level))
 
 
 def _progress(record: Record, now: float) -> Finding:
@@ -95,7 +83,7 @@ def _loss(record: Record) -> list[Finding]:
         return []
     found, values = [], record.values("train/loss")
     # A step that was left out has no loss, and is told elsewhere.
-    left_out = set(_positive(record, "train/skipped"))
+    left_out = set(record.above_zero("train/skipped"))
     broken = [s for s in series.steps[~np.isfinite(series.values)].tolist() if s not in left_out]
     if broken:
         text = f"The loss is not finite in {_count(len(broken), 'logged step')}, first in step "
@@ -115,28 +103,16 @@ def _loss(record: Record) -> list[Finding]:
 def _left_out(record: Record) -> list[Finding]:
     found = []
     for name, what in (("train/skipped", "was not finite"), ("train/spike", "was a spike")):
-        steps = _positive(record, name)
-        if not steps:
-            continue
-        many = len(steps) > LEFT_OUT * record.step
-        found.append(
-            Finding(
-                "bad" if many else "look",
-                f"{_count(len(steps), 'update')} left out because a step {what}, last step "
-                f"{steps[-1]:,}.",
-            )
-        )
+        if steps := record.above_zero(name):
+            many = len(steps) > LEFT_OUT * record.step
+            text = f"{_count(len(steps), 'update')} left out because a step {what}, last step "
+            found.append(Finding("bad" if many else "look", f"{text}{steps[-1]:,}."))
     return found
-
-
-def _positive(record: Record, name: str) -> list[int]:
-    series = record.series.get(name)
-    return [] if series is None else series.steps[series.values > 0].tolist()
 
 
 def _held_out(record: Record) -> list[Finding]:
     found = []
-    for name in held_out_losses(record):
+    for name in record.held_out_losses:
         if (values := record.values(name)).size:
             called = "Held-out loss" if name == "eval/loss" else f"Held-out {name[5:]}"
             text = f"{called} is {values[-1]:#.4g}; its best is {values.min():#.4g}."
@@ -147,11 +123,6 @@ def _held_out(record: Record) -> list[Finding]:
 def recent(lines: int) -> int:
     """How many of so many lines are the last part of a run."""
     return max(min(5, -(-lines // 4)), int(RECENT * lines))
-
-
-def held_out_losses(record: Record) -> list[str]:
-    """The names of the held-out losses that a run has logged."""
-    return [n for n in record.series if n.startswith("eval/") and n.split("/")[-1] == "loss"]
 
 
 def _waiting(record: Record) -> list[Finding]:

@@ -22,11 +22,7 @@ def of_one_layer(name: str) -> bool:
 
 
 def maps(record: Record, *, runs: int) -> list[dict[str, Any]]:
-    """Returns the maps of a run; none where it has watched nothing.
-
-    Args:
-      record: the run.
-      runs: on the page, which share its cells.
+    """Returns the maps of a run, one of so many on a page; none where it has watched nothing.
 
     Returns:
       For each map: ``title``; ``rows``, pairs of a name and the number of its layers (0 for a
@@ -48,8 +44,7 @@ def maps(record: Record, *, runs: int) -> list[dict[str, Any]]:
         ]
         total = sum(layers or 1 for _, layers in rows)
         columns = CELLS // (len(MAPS) * runs * min(total, ROWS))
-        columns = min(COLUMNS, max(1, columns))
-        x, cells = _cells(list(series.values()), columns)
+        x, cells = _cells(list(series.values()), min(COLUMNS, max(1, columns)))
         drawn.append(
             {
                 "title": title,

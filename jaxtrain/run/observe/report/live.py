@@ -20,7 +20,7 @@ from rich.text import Text
 from jaxtrain.host.memory import human_count
 from jaxtrain.host.paths import as_path, is_folder, listed
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.observe.report.health import LEVELS, examine, held_out_losses, recent
+from jaxtrain.run.observe.report.health import LEVELS, Finding, examine, recent
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.records import Record, downsample, holds_run, read
 
@@ -150,10 +150,9 @@ def table(records: Sequence[Record]) -> Table:
     for name in ("step", "loss", "held-out", "per second", "curve"):
         rows.add_column(name, no_wrap=True)
     for record in records:
-        losses, held_out = record.values("train/loss"), held_out_losses(record)
-        held = record.values(held_out[0]) if held_out else np.zeros(0)
-        rates = [n for n in record.series if n.startswith("time/") and n.endswith("_per_second")]
-        rate = record.values(rates[0]) if rates else np.zeros(0)
+        losses = record.values("train/loss")
+        held = record.values(next(iter(record.held_out_losses), ""))
+        rate = record.values(next(iter(record.rates), ""))
         n = recent(losses.size)
         rows.add_row(
             Text(record.name, style="bold"),
@@ -166,11 +165,10 @@ def table(records: Sequence[Record]) -> Table:
     return rows
 
 
-def verdicts(records: Sequence[Record], *, now: float | None = None) -> Text:
+def verdicts(found: Sequence[tuple[Record, Finding]]) -> Text:
     """A line for each run: the worst that was found."""
     lines = Text()
-    for record in records:
-        worst = examine(record, now=now)[0]
+    for record, worst in found:
         lines.append(f"{record.name}: ", style="bold")
         lines.append(f"{worst.text}\n", style=STYLES[worst.level])
     return lines
@@ -211,19 +209,17 @@ def _print_tables(look: Callable[[], list[Record]], every: float, *, once: bool)
     console: Console = terminal.make_console()
     while True:
         began = time.monotonic()
-        records = sorted(look(), key=_worst_first)
+        found = [(record, examine(record)[0]) for record in look()]
+        found.sort(key=lambda each: LEVELS.index(each[1].level))
+        records = [record for record, _ in found]
         if console.is_terminal and not once:
             console.clear()
         console.print(table(records))
         console.print()
         if len(records) == 1:
             console.print(_drawing(records[0], console.width))
-        console.print(verdicts(records), soft_wrap=True)
+        console.print(verdicts(found), soft_wrap=True)
         sys.stdout.flush()
         if once:
             return
         time.sleep(max(every, (time.monotonic() - began) / SHARE))
-
-
-def _worst_first(record: Record) -> int:
-    return -LEVELS.index(examine(record)[0].level)

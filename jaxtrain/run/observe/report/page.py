@@ -1,9 +1,11 @@
 """The page: what is drawn of one or several runs, as data for the hand-kept script of page.html."""
 
+import dataclasses
 import datetime
 import html
 import importlib.resources
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe.goodput import account, spent
 from jaxtrain.run.observe.report import heat, surroundings
 from jaxtrain.run.observe.report.flame import traced
-from jaxtrain.run.observe.report.health import LEVELS, duration, examine, held_out_losses, recent
+from jaxtrain.run.observe.report.health import duration, examine, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
 from jaxtrain.run.observe.throughput import PARTS
 
@@ -46,7 +48,7 @@ def make_page(
     each = sum(not heat.of_one_layer(n) for record in records for n in record.series) * 4 or 1
     buckets = int(np.clip(NUMBERS // each, *BUCKETS))
     shared: dict[tuple, int] = {}
-    made = datetime.datetime.now(datetime.UTC) if now is None else _utc(now)
+    made = datetime.datetime.fromtimestamp(time.time() if now is None else now, datetime.UTC)
     data = {
         "every": every,
         "made": f"{made:%Y-%m-%d %H:%M} UTC",
@@ -65,10 +67,6 @@ def make_page(
     return page.replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", text)
 
 
-def _utc(seconds: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-
-
 def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[str, Any]:
     findings = examine(record, now=now)
     series = {
@@ -85,23 +83,25 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
     return {
         "name": record.name,
         "path": record.path,
-        "verdict": max((f.level for f in findings), key=LEVELS.index),
-        "findings": [{"level": f.level, "text": f.text} for f in findings],
+        "verdict": findings[0].level,
+        "findings": [dataclasses.asdict(each) for each in findings],
         "tiles": _tiles(record),
         "series": {name: each for name, each in series.items() if each["n"]},
         "marks": {
-            "not finite": _marks(record, "train/skipped"),
-            "spike": _marks(record, "train/spike"),
+            "not finite": _thinned(record.above_zero("train/skipped")),
+            "spike": _thinned(record.above_zero("train/spike")),
             "alert": _thinned([e["step"] for e in record.happened("alert") if _is_step(e)]),
         },
         "histogram": _histogram(record),
-        "goodput": _goodput(record),
+        "goodput": [
+            [name, significant(x)] for name, x in account(record.attempts).items() if x > 0
+        ],
         "profile": traced(record.path),
         "landscape": surroundings.found(record.path),
         "memory": _memory(record),
         "checkpoints": [e["step"] for e in record.happened("checkpoint") if _is_step(e)][-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
-        "conclusion": "\n".join(_conclusion(record)),
+        "conclusion": "\n".join(map(str, _last(record, "conclusion", "lines", list))),
         "changes": [
             {"step": step, "name": name, "then": _word(then), "now": _word(new)}
             for step, name, then, new in record.changes
@@ -130,10 +130,11 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
     return [at, f"{line.get('attempt', '')}", f"{line.get('host', '')}", told[name]]
 
 
-def _conclusion(record: Record) -> list[str]:
-    told = record.happened("conclusion")
-    lines = told[-1].get("lines") if told else None
-    return [str(each) for each in lines] if isinstance(lines, list) else []
+def _last(record: Record, event: str, key: str, kind: type) -> Any:
+    """What the last event of a kind says; empty where there is none, or it is damaged."""
+    told = record.happened(event)
+    found = told[-1].get(key) if told else None
+    return found if isinstance(found, kind) else kind()
 
 
 def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str, Any]:
@@ -142,11 +143,6 @@ def _packed(series: Series, buckets: int, shared: dict[tuple, int]) -> dict[str,
     steps = tuple(points.pop("x").tolist())
     packed = {name: [significant(v) for v in values] for name, values in points.items()}
     return {"n": len(steps), "x": shared.setdefault(steps, len(shared)), **packed}
-
-
-def _marks(record: Record, name: str) -> list[int]:
-    series = record.series.get(name)
-    return _thinned([] if series is None else series.steps[series.values > 0].tolist())
 
 
 def _thinned(steps: list[int]) -> list[int]:
@@ -165,18 +161,17 @@ def _tiles(record: Record) -> list[dict[str, str]]:
         n = recent(losses.size)
         note = f"mean of {n:,} lines" if n > 1 else ""
         tiles.append({"name": "loss", "value": f"{losses[-n:].mean():#.4g}", "note": note})
-    for name in held_out_losses(record):
+    for name in record.held_out_losses:
         if (values := record.values(name)).size:
             best = f"best {values.min():#.4g}"
             value = f"{values[-1]:#.4g}"
             tiles.append({"name": f"held-out {name[5:]}", "value": value, "note": best})
-    for name in record.series:
-        if name.startswith("time/") and name.endswith("_per_second"):
-            rates = record.values(name)
-            item = name[5:].removesuffix("_per_second")
-            note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
-            value = human_count(float(rates[-1])) if rates.size else "-"
-            tiles.append({"name": f"{item}/s", "value": value, "note": note})
+    for name in record.rates:
+        rates = record.values(name)
+        item = name[5:].removesuffix("_per_second")
+        note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
+        value = human_count(float(rates[-1])) if rates.size else "-"
+        tiles.append({"name": f"{item}/s", "value": value, "note": note})
     if times := account(record.attempts):
         part = times.get("step", 0.0) / sum(times.values())
         note = f"of {duration(sum(times.values()))}"
@@ -211,11 +206,6 @@ def _histogram(record: Record) -> dict[str, list] | None:
     }
 
 
-def _goodput(record: Record) -> list[list]:
-    times = account(record.attempts)
-    return [[name, significant(seconds)] for name, seconds in times.items() if seconds > 0]
-
-
 def _memory(record: Record) -> dict[str, Any] | None:
     """The memory that the last attempt was compiled for, and what was measured; None where it has
     not told. Of each part its name, its layers, and bytes of parameters, optimizer state,
@@ -245,8 +235,8 @@ def _memory(record: Record) -> dict[str, Any] | None:
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What is drawn, in order; a chart without a series in any run is left out."""
     names = sorted({n for record in records for n in record.series if not heat.of_one_layer(n)})
-    held_out = sorted({name for record in records for name in held_out_losses(record)})
-    rates = [name for name in names if name.startswith("time/") and name.endswith("_per_second")]
+    held_out = sorted({name for record in records for name in record.held_out_losses})
+    rates = sorted({name for record in records for name in record.rates})
     charts = [
         _chart("Loss", ["train/loss", *held_out], wide=True, smooth=True, marks=True),
         _chart("Gradient norm", ["train/grad_norm"], log=True, smooth=True, marks=True),
@@ -289,7 +279,8 @@ def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
     sections = []
     for title, flat in (
         ("Configuration", [record.config for record in records]),
-        ("Environment", [_facts(record) | record.environment for record in records]),
+        # With what the header of the last attempt said, such as the memory that was compiled for.
+        ("Environment", [_last(r, "ready", "facts", dict) | r.environment for r in records]),
     ):
         names = dict.fromkeys(name for each in flat for name in each)
         rows = [[name, *(_word(each.get(name, "-")) for each in flat)] for name in names]
@@ -297,13 +288,6 @@ def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
         order = sorted(range(len(rows)), key=lambda i: not differs[i])
         sections.append({"title": title, "rows": [rows[i] for i in order], "differ": sum(differs)})
     return [section for section in sections if section["rows"]]
-
-
-def _facts(record: Record) -> dict[str, Any]:
-    """What the header of the last attempt said, such as the memory that was compiled for."""
-    ready = record.happened("ready")
-    facts = ready[-1].get("facts") if ready else None
-    return facts if isinstance(facts, dict) else {}
 
 
 def _word(value: Any) -> str:

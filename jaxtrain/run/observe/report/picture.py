@@ -5,26 +5,22 @@ from collections.abc import Sequence
 from etils import epath
 
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.run.observe.report.health import held_out_losses
 from jaxtrain.run.observe.report.records import Record, downsample
 
 BUCKETS = 1000
 
 
 def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
-    """Draws losses, gradient norm, learning rate and throughput.
-
-    Args:
-      records: the runs, overlaid in this order.
-      path: the file, on a disk or in a bucket.
+    """Draws losses, gradient norm, learning rate and throughput of runs, overlaid in this order,
+    into a file on a disk or in a bucket.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
     figure = new_figure(11, 6.5)
     loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
-    rates = sorted({n for r in records for n in r.series if n.endswith("_per_second")})
-    held_out = sorted({name for record in records for name in held_out_losses(record)})
+    rates = sorted({name for record in records for name in record.rates})
+    held_out = sorted({name for record in records for name in record.held_out_losses})
     panels = [
         (loss, "loss", ["train/loss", *held_out]),
         (small[0], "gradient norm", ["train/grad_norm"]),

@@ -91,9 +91,24 @@ class Record:
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
 
+    @property
+    def held_out_losses(self) -> list[str]:
+        """The names of the held-out losses that it has logged."""
+        return [n for n in self.series if n.startswith("eval/") and n.split("/")[-1] == "loss"]
+
+    @property
+    def rates(self) -> list[str]:
+        """The names of its throughput, such as ``time/tokens_per_second``."""
+        return [n for n in self.series if n.startswith("time/") and n.endswith("_per_second")]
+
     def happened(self, event: str) -> list[dict[str, Any]]:
         """The lines of the journal that tell of an event."""
         return [line for line in self.events if line.get("event") == event]
+
+    def above_zero(self, name: str) -> list[int]:
+        """The steps in which a metric is above 0, such as ``train/skipped``."""
+        series = self.series.get(name)
+        return [] if series is None else series.steps[series.values > 0].tolist()
 
     def values(self, name: str) -> np.ndarray:
         """The finite values of a metric; none where it is not logged."""

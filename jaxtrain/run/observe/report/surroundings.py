@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -36,7 +36,7 @@ def found(run_dir: epath.PathLike) -> list[dict[str, Any]]:
 
 def _line(record: Mapping[str, Any]) -> dict[str, Any]:
     title = f"Held-out loss around checkpoint {int(record['step'])}"
-    return _chart(title, "random direction", record)
+    return _chart(title, "random direction", record["coordinates"], record["losses"])
 
 
 def _plane(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,25 +53,19 @@ def _between(record: Mapping[str, Any]) -> dict[str, Any]:
     title = f"Held-out loss from checkpoint {start} to {end}"
     barrier = record["barrier"]
     by = str(record["to"]["run"]) if barrier is None else f"barrier {float(barrier):.3g}"
-    return _chart(title, by, record)
+    return _chart(title, by, record["coordinates"], record["losses"])
 
 
 def _sharpness(record: Mapping[str, Any]) -> dict[str, Any]:
-    each = {name: [x[name] for x in record["checkpoints"]] for name in ("step", "value")}
-    record = {"coordinates": each["step"], "losses": each["value"]}
-    return _chart("Largest eigenvalue of the Hessian", "step", record)
+    steps, values = ([x[name] for x in record["checkpoints"]] for name in ("step", "value"))
+    return _chart("Largest eigenvalue of the Hessian", "step", steps, values)
 
 
-_KINDS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "line": _line,
-    "plane": _plane,
-    "between": _between,
-    "sharpness": _sharpness,
-}
+_KINDS = {"line": _line, "plane": _plane, "between": _between, "sharpness": _sharpness}
 
 
-def _chart(title: str, by: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    x, y = _numbers(record["coordinates"]), _numbers(record["losses"])
+def _chart(title: str, by: str, x: list, y: list) -> dict[str, Any]:
+    x, y = _numbers(x), _numbers(y)
     if len(x) != len(y) or len(x) > NUMBERS or None in x:
         raise ValueError("each place has a value")
     return {"title": title, "by": by, "x": x, "y": y}
