@@ -26,18 +26,14 @@ class Profiling(Hook):
     times are left out of the throughput. An evaluation would be in it too, and perhaps its
     compilation, so a trace ends before one. A trace that fails is said, and the run goes on.
 
-    It is to come after all other hooks, and its :attr:`ending` before those that evaluate.
-
-    Args:
-      run: the run.
-
-    Attributes:
-      ending: the hook that ends a trace.
+    It is to come after all other hooks, and its :attr:`ending`, the hook that ends a trace, before
+    those that evaluate.
     """
 
     def __init__(self, run: Run):
         self.run = run
-        self.ending = _Ending(self)
+        self.ending = Hook()
+        self.ending.on_step = self.end
         process = jax.process_index()
         named = None if process else run.options.profiled
         self._named = named and between_evaluations(*named, every=run.options.eval_every)
@@ -121,11 +117,6 @@ class Profiling(Hook):
     @property
     def _kept(self) -> epath.Path:
         return self.run.owner.path / "tensorboard"
-
-
-class _Ending(Hook):
-    def __init__(self, profiling: Profiling):
-        self.on_step = profiling.end
 
 
 def between_evaluations(first: int, last: int, *, every: int) -> tuple[int, int]:

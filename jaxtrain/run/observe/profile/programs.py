@@ -22,10 +22,7 @@ TRANSFERS, CONTROL, OTHER, IDLE = "transfers", "loops and branches", "other", "i
 LOOPS = frozenset(["while", "conditional", "call"])
 MULTIPLYING = frozenset(["dot", "ragged-dot", "convolution"])
 ASYNCHRONOUS = frozenset(
-    [
-        *("copy-start", "copy-done", "send", "send-done", "recv", "recv-done"),
-        *("infeed", "outfeed"),
-    ]
+    ["copy-start", "copy-done", "send", "send-done", "recv", "recv-done", "infeed", "outfeed"]
 )
 MOVES = frozenset(
     [
@@ -210,24 +207,25 @@ def kind_of(
 
 def _fields(data: Iterable[int]) -> Iterator[tuple[int, int | memoryview]]:
     data, at = memoryview(data), 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
     while at < len(data):
-        tag = number()
+        tag, at = _number(data, at)
         if tag & 7 == 0:
-            yield tag >> 3, number()
+            value, at = _number(data, at)
+            yield tag >> 3, value
             continue
-        size = number() if tag & 7 == 2 else {1: 8, 5: 4}[tag & 7]
+        size, at = _number(data, at) if tag & 7 == 2 else ({1: 8, 5: 4}[tag & 7], at)
         yield tag >> 3, data[at : at + size]
         at += size
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """The number that is written from ``at`` on, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            return value, at
 
 
 def _all(fields: Iterable[tuple[int, int | memoryview]], number: int) -> Iterator:
@@ -242,11 +240,8 @@ def _numbers(packed: int | memoryview) -> list[int]:
     """A repeated number, which may be written one by one or all together."""
     if isinstance(packed, int):
         return [packed]
-    values, shift = [0], 0
-    for byte in packed:
-        values[-1] |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            values.append(0)
-            shift = 0
-    return values[:-1]
+    values, at = [], 0
+    while at < len(packed):
+        value, at = _number(packed, at)
+        values.append(value)
+    return values

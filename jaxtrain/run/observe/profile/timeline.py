@@ -56,13 +56,8 @@ def divide(
 ) -> tuple[dict[Hashable, float], list[Event]]:
     """Divides the time from ``begin`` to ``end`` among what happens, so that the parts add up.
 
-    Of what happens at once, the lowest rank hides the others; what has the same rank shares
-    equally.
-
-    Args:
-      lines: what happens one after the other, or at once, on each.
-      begin, end: events are cut off there.
-      rank: of what happens.
+    Of what happens at once, on one line or several, the lowest rank hides the others; what has the
+    same rank shares equally. Events are cut off at the ends.
 
     Returns:
       The time of each thing that happens, None for nothing; and when nothing does.

@@ -141,13 +141,9 @@ def read_trace(folder: epath.Path) -> Profile:
 def make_profile(
     name: str, steps: int | None, timelines: Mapping[str, Sequence[Sequence[Event]]]
 ) -> Profile:
-    """Divides the time of devices among their operations.
-
-    Args:
-      name, steps: see :class:`Profile`.
-      timelines: by the device's name its lines, whose events are of
-        :class:`~jaxtrain.run.observe.profile.programs.Operation`; in nanoseconds.
-    """
+    """Divides the time of devices among their operations: ``timelines`` has by the device's name
+    its lines, whose events, in nanoseconds, are of
+    :class:`~jaxtrain.run.observe.profile.programs.Operation`."""
     events = [event for lines in timelines.values() for line in lines for event in line]
     begin, end = min(e.start for e in events), max(e.end for e in events)
     scale = 1e-9 / (steps or 1)
