@@ -52,6 +52,8 @@ MESSAGE_BYTES = 1 << 20
 GREETING_BYTES = 1000
 GREETING_SECONDS = 5.0
 MOST_STRANGERS = 100
+# What to do where hosts do not reach each other.
+ADVICE = "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
 
 
 class Lifeline:
@@ -120,9 +122,6 @@ class Lifeline:
 
         Called by each after every step that it has dispatched. Once a stop is wanted, all stop at
         the first step that none of them has gone on from.
-
-        Args:
-          step: the number of the step that was just dispatched.
         """
         self._agree(step)
         agreed = [self._stop_at, self._ended and self._ended[0]]
@@ -220,8 +219,7 @@ class Lifeline:
     def _bye(self, sender: int, reason: str | None, code: int) -> None:
         self._peers.pop(sender).close()
         if reason is not None:
-            sentence = f"{self._name(sender)} has ended with {reason}"
-            self._leave_in(ERROR_SECONDS, sentence, code)
+            self._leave_in(ERROR_SECONDS, f"{self._name(sender)} has ended with {reason}", code)
 
     def _lose(self, process: int, how: str) -> None:
         self._leave_in(0, f"{self._name(process)} has died: {how}", PEER_LOST)
@@ -302,10 +300,7 @@ class Lifeline:
 def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
     """Connects the processes of the run; with one process there is nothing to connect.
 
-    Args:
-      connect: False leaves them unconnected: then they cannot agree on a step to stop at, and
-        their lifelines hear of no stop.
-
+    Without ``connect`` they cannot agree on a step to stop at, and their lifelines hear of no stop.
     All processes call it alike. Leaving it with an error tells the others, who then end too; where
     the error is of a collective, a lost process explains it.
 
@@ -332,8 +327,7 @@ def _connect() -> Lifeline:
     if process == 0:
         peers, hosts, failure = _accept(processes)
     else:
-        call = json.loads(broadcast_text(""))
-        peers, hosts, failure = _call(process, call)
+        peers, hosts, failure = _call(process, json.loads(broadcast_text("")))
     failures = multihost_utils.process_allgather(np.bool_(failure is not None))
     if failures.any():
         for peer in peers.values():
@@ -342,7 +336,7 @@ def _connect() -> Lifeline:
         raise OSError(
             failure
             or f"process {missing} could not connect to process 0 to keep watch over each other: "
-            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
+            + ADVICE
         )
     return Lifeline(process, processes, peers, hosts)
 
@@ -354,12 +348,8 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
     hosts: dict[int, str] = {}
     server, addresses = _listen(processes)
     with server, selectors.DefaultSelector() as selector:
-        call = {
-            "token": token,
-            "port": server.getsockname()[1],
-            "addresses": addresses,
-            "host": socket.gethostname(),
-        }
+        call = {"token": token, "port": server.getsockname()[1]}
+        call |= {"addresses": addresses, "host": socket.gethostname()}
         broadcast_text(json.dumps(call))
         selector.register(server, selectors.EVENT_READ)
         deadline = time.monotonic() + JOIN_SECONDS
@@ -403,7 +393,7 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
         failure = (
             f"process {', '.join(map(str, missing))} did not connect to process 0 on "
             f"{' or '.join(call['addresses'])}, port {call['port']}, within {JOIN_SECONDS:.0f} s: "
-            "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
+            + ADVICE
         )
     return peers, hosts, failure
 
@@ -468,27 +458,17 @@ def _call(
             peer = socket.create_connection((address, call["port"]), timeout=5.0)
             try:
                 peer.sendall((json.dumps(hello) + "\n").encode())
-                if _read_line(peer)["welcome"]:
-                    return {0: peer}, {0: call["host"]}, None
+                with peer.makefile("rb", buffering=0) as file:  # reads no byte behind the line
+                    if _message(file.readline(GREETING_BYTES))["welcome"]:
+                        return {0: peer}, {0: call["host"]}, None
             except (OSError, ValueError, KeyError):
                 peer.close()
         time.sleep(random.uniform(0.05, 0.2))
     failure = (
         f"process {process} cannot connect to process 0 on {' or '.join(call['addresses'])}, "
-        f"port {call['port']}: let the hosts reach each other by TCP, or turn this off with "
-        "`watch_peers=False`"
+        f"port {call['port']}: {ADVICE}"
     )
     return {}, {}, failure
-
-
-def _read_line(peer: socket.socket) -> dict[str, Any]:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = peer.recv(1)
-        if not byte or len(line) > GREETING_BYTES:
-            raise ValueError("no greeting")
-        line += byte
-    return _message(line)
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -521,9 +501,8 @@ def _addresses() -> list[str]:
     with contextlib.suppress(OSError):
         found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
-        way_out.connect(
-            ("192.0.2.1", 9)
-        )  # of TEST-NET-1 (RFC 5737); a datagram socket sends nothing
+        # Of TEST-NET-1 (RFC 5737); a datagram socket sends nothing.
+        way_out.connect(("192.0.2.1", 9))
         found.append(way_out.getsockname()[0])
     found.append("127.0.0.1")
     return [address for address in dict.fromkeys(found) if ":" not in address]
