@@ -222,18 +222,14 @@ method='deactivate')
     if merged["processes"] == 1:
         return None
     _check_complete(merged)
-    by_environ = set(by_flag.values()) == {None}
+    by_environ, ids = set(by_flag.values()) == {None}, environ.get(LOCAL_DEVICE_IDS)
+    shared = getattr(cluster, "local_device_ids", ())
     return Cluster(
         f"{PROCESSES} in the environment" if by_environ else "the flags",
         **merged,
-        local_device_ids=_local_ids(environ) or getattr(cluster, "local_device_ids", ()),
+        local_device_ids=tuple(map(int, ids.split(","))) if ids else shared,
         method=_NOTHING_TO_DETECT,
     )
-
-
-def _local_ids(environ: Mapping[str, str]) -> tuple[int, ...]:
-    ids = environ.get(LOCAL_DEVICE_IDS)
-    return tuple(map(int, ids.split(","))) if ids else ()
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

@@ -22,8 +22,6 @@ class Run:
     """What the built-in hooks of one run share.
 
     Args:
-      experiment, options: what is trained, and how it is reported.
-      mesh: where.
       owner: the claim to the run's folder, ``owner.path``.
       peers: joins the processes.
       watchdog: is told of everything that has ended.
@@ -32,7 +30,6 @@ class Run:
       alerts: look at what is logged; they want things done.
       progress: the line of progress, and notes above it.
       rate: times the steps.
-      sampling: reads sensors.
     """
 
     experiment: Experiment

@@ -7,6 +7,7 @@ still end.
 """
 
 import datetime
+import functools
 import json
 import logging
 import os
@@ -49,11 +50,7 @@ class Superseded(Ended):
 
 
 class Ownership:
-    """The claim of this start to a run's folder; see :func:`claim_run_dir`.
-
-    Attributes:
-      path: the folder.
-    """
+    """The claim of this start to a run's folder, ``path``; see :func:`claim_run_dir`."""
 
     def __init__(self, path: epath.Path, token: str):
         self.path, self._token = path, token
@@ -204,7 +201,6 @@ def claim_run_dir(
     there the one that comes last has it, and the other stops before it saves anything.
 
     Args:
-      run_dir: the folder.
       name: the experiment's, where the folder was numbered: if another start has taken that number
         since, the next free one is made.
       resumes: it holds a run to resume.
@@ -214,7 +210,6 @@ def claim_run_dir(
     Raises:
       FileExistsError: another start was faster.
     """
-
     path, token = run_dir, secrets.token_hex(8)
     made = created = False  # by a try before, which storage failed
 
@@ -230,7 +225,7 @@ def claim_run_dir(
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         owner = {"token": token, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
         owner["start"] = os.environ.get(distributed.START)
-        begun = not resumes and (overwrite or OVERWRITING in _owner(path))
+        begun = not resumes and (overwrite or is_half_deleted(path))
         if not (begun or resumes or created or paths.is_remote(path)):
             try:
                 with open(path / OWNER, "x"):
@@ -251,15 +246,10 @@ def claim_run_dir(
 
 
 def has_checkpoint(directory: epath.Path) -> bool:
-    """Whether the first process sees a step's folder, good or bad; all processes call it alike.
-
-    A run that was killed before its first checkpoint has none.
-    """
-
+    """Whether the first process sees a step's folder, good or bad; all processes call it alike."""
+    look = functools.partial(_holds_step, directory)
     what = f"the listing of {directory}"
-    return distributed.from_first_process(
-        lambda: storage.retrying(lambda: _holds_step(directory), what)
-    )
+    return distributed.from_first_process(lambda: storage.retrying(look, what))
 
 
 def _holds_step(directory: epath.Path) -> bool:

@@ -84,15 +84,8 @@ class LaunchOptions:
 def run_launch(
     options: LaunchOptions, command: list[str], *, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """Runs the command until it is over.
-
-    Args:
-      options: how many processes, and how often to start them again.
-      command: what each of them runs.
-      sleep: waits so many seconds before a restart.
-
-    Returns:
-      The exit status, by :func:`jaxtrain.host.exit_codes.of_run`.
+    """Runs the command until it is over; returns the exit status, by
+    :func:`jaxtrain.host.exit_codes.of_run`.
 
     Raises:
       ValueError: for options that do not fit each other or this host.
@@ -135,7 +128,8 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
             "jaxtrain launch --processes 8 -- python -m experiments.gpt"
         )
     least = {"processes": 1, "hosts": 1, "max_restarts": 0, "grace_seconds": 0}
-    for name, low in (least | {"simulate_devices_per_process": 0}).items():
+    least["simulate_devices_per_process"] = 0
+    for name, low in least.items():
         if getattr(options, name) < low:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {getattr(options, name)}: give at least {low}")
@@ -223,12 +217,8 @@ def free_port() -> int:
 
 
 class _Signals:
-    """Passes SIGTERM, SIGINT and SIGHUP on to a group while it is open.
-
-    Attributes:
-      came: the signals that have come.
-      group: to which they go.
-    """
+    """Passes SIGTERM, SIGINT and SIGHUP on to a group while it is open, and keeps in ``came`` which
+    have come."""
 
     def __init__(self):
         self.came: list[int] = []

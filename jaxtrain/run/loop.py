@@ -464,10 +464,8 @@ def _train(
 def _finish(
     run: Run, state: TrainState, end: Ending | None, evaluation: Evaluation, saving: Saving
 ) -> dict[str, Value]:
-    """Evaluates and saves the last state; returns its means.
-
-    Args:
-      end: how the run ends before its last step; None where it has come to that.
+    """Evaluates and saves the last state; returns its means. ``end`` is how the run ends before its
+    last step, None where it has come to that.
 
     Raises:
       Preempted, Diverged: the run was interrupted.

@@ -289,8 +289,8 @@ def main(
         if not experiment.may_change:
             experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
         try:
-            plugs = {"hooks": hooks, "writers": writers}
-            result = fit(experiment, config.run, **plugs, began=process_began())
+            given = {"hooks": hooks, "writers": writers, "began": process_began()}
+            result = fit(experiment, config.run, **given)
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None
@@ -299,13 +299,8 @@ def main(
 
 
 def parse(config_type: type, arguments: Sequence[str] | None = None, *, default: Any = None) -> Any:
-    """Reads a config from the command line and simulates devices where it asks for them.
-
-    Args:
-      config_type: the config's.
-      arguments: the flags; by default, those of the process.
-      default: a config that has what the flags leave out.
-    """
+    """Reads a config from the flags, by default those of the process, and simulates devices where
+    it asks for them; ``default`` is a config that has what the flags leave out."""
     arguments = sys.argv[1:] if arguments is None else arguments
     typed = {word.partition("=")[0] for word in arguments}
     if {"--epochs", "--steps"} <= typed:
@@ -410,11 +405,8 @@ def load_experiment(
 
 
 def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
-    """Imports an experiment's module and reads its config from the flags.
-
-    Args:
-      module_name, flags, command: as for :func:`load_experiment`.
-    """
+    """Imports an experiment's module and reads its config from the flags; the arguments are those
+    of :func:`load_experiment`."""
     module = experiment_module(module_name)
     refuse_aliases(module.Config, flags)
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")

@@ -136,12 +136,7 @@ class RunOptions:
             )
         alert_rules.parse(self.alerts)
         trackers.parse(self.trackers)
-        if self.profile_steps is not None:
-            first, _, last = self.profile_steps.partition(":")
-            if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-                raise ValueError(
-                    f"profile_steps is {self.profile_steps!r}: give FIRST:LAST, such as 20:25"
-                )
+        _ = self.profiled  # refuses what cannot be read
 
     @property
     def profiled(self) -> tuple[int, int] | None:
@@ -149,6 +144,10 @@ class RunOptions:
         if self.profile_steps is None:
             return None
         first, _, last = self.profile_steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ValueError(
+                f"profile_steps is {self.profile_steps!r}: give FIRST:LAST, such as 20:25"
+            )
         return int(first), int(last)
 
     @property
@@ -325,7 +324,9 @@ def make_optimizer(
             raise ValueError(f"base_batch is {options.base_batch}: {given}")
         ratio = global_batch * options.accumulate / options.base_batch
         peak *= ratio if options.batch_scaling == "linear" else ratio**0.5
-    passed_on = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    done = {"name", "learning_rate", "schedule", "warmup_steps", "base_batch", "batch_scaling"}
+    names = [f.name for f in dataclasses.fields(options) if f.name not in done]
+    passed_on = {name: getattr(options, name) for name in names}
     taken = keywords(optim.schedules.SCHEDULES[options.schedule])
     of_shape = {n for n in SHAPE_OPTIONS if n in taken or n not in RULE_OPTIONS}
     rate = optim.make_schedule(
@@ -335,15 +336,6 @@ def make_optimizer(
         warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
         **{name: passed_on.pop(name) for name in of_shape},
     )
-    for name in (
-        "name",
-        "learning_rate",
-        "schedule",
-        "warmup_steps",
-        "base_batch",
-        "batch_scaling",
-    ):
-        del passed_on[name]
     for name in ("rate_multipliers", "decay_multipliers"):
         texts = passed_on[name]
         passed_on[name] = [_pair(name, text, "=", _factor, "^head/=0.1") for text in texts]

@@ -61,14 +61,9 @@ _ABSENT = "(none)"
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One thing that a resumed run has otherwise.
-
-    Args:
-      name: as ``--accept-changes`` takes it.
-      then: what the run had.
-      now: what it would go on with.
-      meaning: for the steps to come; None where they would be of neither run.
-    """
+    """One thing that a resumed run has otherwise: its name, as ``--accept-changes`` takes it, what
+    the run had then and would go on with now, and what that means for the steps to come (None where
+    they would be of neither run)."""
 
     name: str
     then: Any
@@ -119,14 +114,8 @@ def commit(path: str) -> str | None:
 
 
 def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:
-    """Reads what a run went on with last: the last line of its changes, or else its config.
-
-    Args:
-      run_dir: the run's folder.
-      before_step: for the run as it came to this step.
-
-    Returns:
-      The record, None where there is none.
+    """Reads what a run went on with last, or with which it came to a step: the last line of its
+    changes, or else its config; None where there is neither.
 
     Raises:
       ValueError: it is damaged.

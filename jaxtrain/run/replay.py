@@ -41,7 +41,6 @@ def load_run(
     """Rebuilds the experiment of a run from the flags that are stored with it.
 
     Args:
-      run_dir: the run's folder.
       module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
         decide: what is imported is for the caller to say.
       step: as the run came to this step; None for its last start.
@@ -73,12 +72,8 @@ def load_run(
 
 
 def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examination:
-    """Runs a run up to a step and examines that step; nothing in its folder changes.
-
-    Args:
-      run_dir: the run's folder.
-      step: from 1, as the logs count.
-      module: its experiment's, as for :func:`load_run`.
+    """Runs a run up to a step, from 1, and examines that step; nothing in its folder changes. The
+    module is its experiment's, as for :func:`load_run`.
 
     Raises:
       ValueError: for a step that the run does not have, and as :func:`load_run`.

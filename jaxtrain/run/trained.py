@@ -42,7 +42,6 @@ def load(
     """Reads a run's model, parameters and tokenizer, which a model of images has not.
 
     Args:
-      run: the run's folder.
       step: which checkpoint; by default the best one.
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
 
@@ -87,9 +86,8 @@ def model(run: str) -> Model:
     Raises:
       ValueError: its checkpoints have none.
     """
-    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
-        where = f"the config of a checkpoint in {checkpoints.directory}"
-        return read_model(checkpoints.config(), where=where)
+    where = f"the config of a checkpoint in {as_path(run) / 'checkpoints'}"
+    return read_model(stored(run), where=where)
 
 
 def kept_file(run: RunOptions, name: str) -> os.PathLike | None:

@@ -23,11 +23,8 @@ _PARTS = ("state", f"manifest/{_JSON_FILE}", "config")
 
 
 class StepFolders:
-    """Finds and reads the step folders of one directory; all processes call it alike.
-
-    Args:
-      directory: where they are, local or remote.
-    """
+    """Finds and reads the step folders of one directory, local or remote; all processes call it
+    alike."""
 
     def __init__(self, directory: epath.Path):
         self.directory = directory
@@ -54,7 +51,7 @@ class StepFolders:
         def read() -> list[tuple[int, dict[str, float]]]:
             whole = []
             for step, path in sorted(self._paths().items()):
-                if all(exists(path / part) for part in _PARTS):
+                if _is_complete(path):
                     with contextlib.suppress(DamagedCheckpointError):
                         whole.append((step, self._metrics(step)))
             return whole
@@ -117,7 +114,7 @@ class StepFolders:
 
         def read() -> list[int]:
             steps = self._paths().items()
-            return [s for s, path in steps if not all(exists(path / part) for part in _PARTS)]
+            return [step for step, path in steps if not _is_complete(path)]
 
         return self._from_first(read, f"the listing of {self.directory}", seconds)
 
@@ -149,6 +146,10 @@ class StepFolders:
         return json.loads(
             from_first_process(lambda: json.dumps(storage.retrying(read, what, seconds=seconds)))
         )
+
+
+def _is_complete(path: epath.Path) -> bool:
+    return all(exists(path / part) for part in _PARTS)
 
 
 def _is_step(name: str) -> bool:

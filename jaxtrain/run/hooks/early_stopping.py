@@ -17,9 +17,6 @@ class EarlyStopping(Hook):
     What it counts are the evaluations every ``eval_every`` steps. They are in the run's log, from
     which a resumed run takes them, so that it ends with the step that it would have ended with.
     Means are the same in all processes, so that all come to the same end without a word.
-
-    Args:
-      run: the run.
     """
 
     def __init__(self, run: Run):

@@ -28,10 +28,7 @@ class Evaluation(Hook):
     """Evaluates every so many steps and when asked; compiled when first needed.
 
     Between batches it listens for a request to stop: all processes leave it before the same batch.
-
-    Args:
-      run: the run.
-      hooks: told of the means.
+    ``hooks`` receive the means.
     """
 
     def __init__(self, run: Run, hooks: Sequence[Hook]):
@@ -46,12 +43,8 @@ class Evaluation(Hook):
                 self.at(step, state, after=max(step - 1, 0))
 
     def at(self, step: int, state: TrainState, *, after: int) -> dict[str, Value]:
-        """Returns the means at ``step``, evaluated once.
-
-        Args:
-          step: the step.
-          state: the state after it.
-          after: the step after which this process was last asked where to stop.
+        """Returns the means of the state after ``step``, evaluated once; ``after`` is the step
+        after which this process was last asked where to stop.
 
         Raises:
           Interrupted: the run is to stop.

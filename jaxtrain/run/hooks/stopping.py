@@ -16,14 +16,9 @@ from jaxtrain.run.survive.lifeline import Lifeline
 
 
 def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) -> Ending | None:
-    """How the loop ends with ``step``, if it does; all processes ask alike and are answered alike.
-
-    Args:
-      step: the one that was just dispatched.
-      hooks: of the user's; the wish of one in any process becomes the agreement of all.
-      peers: joins the processes; hears of signals too.
-      alerts: of the first process, which may have asked for the stop.
-    """
+    """How the loop ends with ``step``, just dispatched, if it does; all processes ask alike and are
+    answered alike. The wish of one hook of the user's, in any process, becomes the agreement of
+    all, as does that of a signal or of an alert in the first process."""
     for hook in hooks:
         if answer := hook.stops(step):
             named = f"{type(hook).__name__} asked for it"
@@ -37,13 +32,8 @@ def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) ->
 
 
 def stopped_before(run_dir: epath.Path, step: int, *, go_on: bool) -> Ending | None:
-    """Returns how a run was stopped on purpose after this very step, and says so.
-
-    Args:
-      run_dir: the run's folder.
-      step: the one that its newest checkpoint is of.
-      go_on: forgets it, and returns None.
-    """
+    """Returns how a run was stopped on purpose after this very step, that of its newest checkpoint,
+    and says so; with ``go_on`` forgets it, and returns None."""
 
     def read() -> dict | None:
         path = run_dir / STOPPED

@@ -9,6 +9,7 @@ spike moves neither.
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 import statistics
@@ -210,21 +211,15 @@ class Rising:
         )
 
 
-def _norm_spike(name: str, level: float) -> Spike:
-    return Spike(name, level, logarithmic=True)
-
-
 RULES = {
-    "loss_spike": Rule(
-        "train/loss",
-        10.0,
-        "robust standard deviations above the median",
-        Spike,
-    ),
+    "loss_spike": Rule("train/loss", 10.0, "robust standard deviations above the median", Spike),
     "divergence": Rule("train/loss", 0.2, "part above the best median", Divergence),
     "plateau": Rule("train/loss", None, "steps without an improvement", Plateau, on=False, least=1),
     "grad_norm": Rule(
-        "train/grad_norm", 10.0, "robust standard deviations of its logarithm", _norm_spike
+        "train/grad_norm",
+        10.0,
+        "robust standard deviations of its logarithm",
+        functools.partial(Spike, logarithmic=True),
     ),
     "memory": Rule("memory/peak_fraction", 0.95, "part of a device's memory", Above),
     "host_memory": Rule("host/memory_fraction", 0.95, "part of a host's memory", Above),

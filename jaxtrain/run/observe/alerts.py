@@ -41,11 +41,9 @@ class Alerts:
 
     Args:
       rules: those that are on; none in all processes but the first.
-      journal: takes the event ``alert``.
       note: prints a line.
       stop: ends the run for a reason.
       idle: seconds since anything has ended, and what it was.
-      run_dir: the run's folder.
       webhook: where alerts are posted as JSON; None for nowhere.
 
     Attributes:

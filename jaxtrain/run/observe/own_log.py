@@ -14,13 +14,8 @@ from jaxtrain.run.survive.lifeline import Lifeline
 
 
 class OwnLog:
-    """The logs, while the folder is this start's own; then it asks for the end instead.
-
-    Args:
-      log: the logs.
-      owner: of the folder that they lie in.
-      peers: stop together, after which the last save finds the same.
-    """
+    """The logs, while the folder is this start's own; then it has all processes stop together,
+    after which the last save finds the same."""
 
     # A bucket takes long enough to answer for the devices to wait.
     LOOK_SECONDS = 10.0

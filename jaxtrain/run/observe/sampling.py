@@ -14,7 +14,6 @@ class Sampling:
     Args:
       sources: makes what is read; called in the thread.
       seconds: between two readings; 0 for none.
-      peers: joins the processes.
     """
 
     def __init__(self, sources: Callable[[], Sequence[Source]], *, seconds: float, peers: Lifeline):
@@ -37,13 +36,13 @@ class Sampling:
         Called when :meth:`Pace.report` has been, so without a collective.
         """
         newest = self._newest
-        if not newest or self._peers.processes == 1:
-            return of_all({0: newest})
-        self._peers.share(readings=newest)
-        if self._peers.process:
-            return of_all({0: newest})
-        shared = dict(self._peers.shared)
-        return of_all({n: of["readings"] for n, of in shared.items() if "readings" in of})
+        found = {0: newest}
+        if newest and self._peers.processes > 1:
+            self._peers.share(readings=newest)
+            if self._peers.process == 0:
+                shared = dict(self._peers.shared)
+                found = {n: of["readings"] for n, of in shared.items() if "readings" in of}
+        return of_all(found)
 
     def _sample(self) -> None:
         sources = self._sources()

@@ -23,12 +23,8 @@ from jaxtrain.state import TrainState, host_bytes, local_bytes
 def header_facts(
     experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, str]:
-    """What the header says will run, name to text.
-
-    Args:
-      experiment, mesh, state: what runs, where, and from which state.
-      programs: of the train step, by the number of steps in a call; that of most calls first.
-    """
+    """What the header says will run, name to text; ``programs`` are of the train step, by the
+    number of steps in a call, that of most calls first."""
     train = next(iter(programs.values()))
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     left = experiment.steps - int(state.step)
@@ -37,6 +33,8 @@ def header_facts(
     split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
     accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
     epochs = experiment.steps_per_epoch and left / experiment.steps_per_epoch
+    away = host_bytes(state)
+    on_host = f"; {memory.human_bytes(away)} of its optimizer state on the host" if away else ""
     return {
         **experiment.facts,
         "parameters": f"{parameters:,}",
@@ -50,7 +48,7 @@ def header_facts(
         "dtypes": str(experiment.policy),
         **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
-        f"{memory.human_bytes(local_bytes(state))}, the rest for the step){_on_host(state)}",
+        f"{memory.human_bytes(local_bytes(state))}, the rest for the step){on_host}",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
         + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
         **train.told,
@@ -60,10 +58,8 @@ def header_facts(
 def memory_facts(
     experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, Any]:
-    """What a compiled step's memory is made of, for the report.
-
-    Args:
-      experiment, mesh, state, programs: as for :func:`header_facts`.
+    """What a compiled step's memory is made of, for the report; the arguments are those of
+    :func:`header_facts`.
 
     Returns:
       Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of what
@@ -80,11 +76,6 @@ def memory_facts(
     layers = by_layer.layers_per_device(experiment, state, mesh)
     parts = [dataclasses.asdict(part) for part in by_layer.parts_of(state, kept, layers)]
     return {"peak": train.memory_bytes, "parts": parts}
-
-
-def _on_host(state: TrainState) -> str:
-    size = host_bytes(state)
-    return f"; {memory.human_bytes(size)} of its optimizer state on the host" if size else ""
 
 
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:

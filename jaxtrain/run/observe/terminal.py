@@ -56,8 +56,6 @@ class Progress:
       start: steps done already.
       item: what throughput counts.
       steps_per_epoch: how many steps an epoch has; None where unknown.
-      console: where to print.
-      clock: seconds, monotonic.
     """
 
     def __init__(

@@ -27,11 +27,8 @@ from jaxtrain.tree import PyTree, named_leaves
 
 
 class Diverged(RuntimeError):
-    """Too many steps in a row were skipped; the state is saved, and the message names the cause.
-
-    Attributes:
-      step: the last of the skipped steps.
-    """
+    """Too many steps in a row were skipped, the last of them ``step``; the state is saved, and the
+    message names the cause."""
 
     def __init__(self, step: int, message: str):
         super().__init__(message)
@@ -77,13 +74,8 @@ class Examination:
 
 
 def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Examination:
-    """Computes the loss and gradients of a step without leaving out what is not finite.
-
-    Args:
-      experiment: whose step it is.
-      mesh: the mesh that ``state`` lies on.
-      state: from before the step; it is left alone.
-      batch: of the step.
+    """Computes the loss and gradients of a step without leaving out what is not finite; ``state``
+    is that before the step, and is left alone.
 
     Under a pipeline the batch is taken in one piece and the randomness of a step (dropout) is
     another than in training; otherwise both are as in training.
@@ -150,17 +142,12 @@ def _counts(found: Mapping[str, Any], tree: PyTree) -> dict[str, tuple[int, int]
 def diagnose(
     experiment: Experiment, mesh: Mesh, state: TrainState, *, step: int, skips: int, run_dir: str
 ) -> Diverged:
-    """Returns the error that ends a run of skipped steps.
+    """Returns the error that ends a run of so many skipped steps, up to ``step``, whose batch is
+    computed once more.
 
-    Args:
-      experiment: what was trained.
-      mesh: the mesh that ``state`` lies on.
-      state: after the skipped steps, which have not changed its parameters; with several steps per
-        call it may be some finite steps further on, so that what is found is of those parameters
-        (``jaxtrain replay`` has the very ones).
-      step: the last of them; its batch is computed once more.
-      skips: how many there were in a row.
-      run_dir: the run's folder.
+    The skipped steps have not changed the parameters of ``state``; with several steps per call it
+    may be some finite steps further on, so that what is found is of those parameters (``jaxtrain
+    replay`` has the very ones).
     """
     with experiment.train_batches(step - 1, batch_sharding(mesh)) as batches:
         batch = next(batches)

@@ -12,10 +12,6 @@ class Pace:
 
     Processes that compute one step together take equally long over it, whoever holds them up; a
     process that waits long for its own data is the one that does.
-
-    Args:
-      peers: joins the processes.
-      clock: seconds, monotonic.
     """
 
     def __init__(self, peers: Lifeline, *, clock: Callable[[], float] = time.perf_counter):
@@ -24,22 +20,15 @@ class Pace:
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Passes batches on, and measures how long each was waited for."""
-        batches = iter(batches)
-        while True:
-            start = self._clock()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        start = self._clock()
+        for batch in batches:
             self._waited += self._clock() - start
             self._batches += 1
             yield batch
+            start = self._clock()
 
     def report(self, step_seconds: float) -> dict[str, float]:
-        """Tells the others how fast this process is, and returns what is known of all.
-
-        Args:
-          step_seconds: of this process, of late.
+        """Tells the others how fast this process is of late, and returns what is known of all.
 
         Returns:
           ``time/data_seconds``: waited for a batch, the mean since the last report. In process 0 of

@@ -10,12 +10,8 @@ from jaxtrain.run.survive.lifeline import Lifeline
 
 
 class Preempted(Ended):
-    """Ends the process with ``PREEMPTED`` where nobody catches it: the state is saved.
-
-    Attributes:
-      step: the last step that was done, the one saved.
-      run_dir: the run's folder.
-    """
+    """Ends the process with ``PREEMPTED`` where nobody catches it: the state of ``step``, the last
+    that was done, is saved in ``run_dir``."""
 
     def __init__(self, step: int, run_dir: str):
         super().__init__(
@@ -55,9 +51,7 @@ def stopping_at_signals(
 ) -> contextlib.AbstractContextManager:
     """While this lasts, SIGTERM and SIGINT ask all processes to stop, at a step they agree on.
 
-    Args:
-      peers: joins the processes.
-      handle_signals: False leaves signals alone here; another process may still ask for a stop.
+    Without ``handle_signals`` they are left alone here; another process may still ask for a stop.
     """
 
     def ask(number: int) -> None:

@@ -23,7 +23,6 @@ class Watchdog(Hook):
     Args:
       seconds: without a beat after which the process ends; 0 for no end.
       run_dir: where the stacks are written besides standard error; None for nowhere.
-      process: this process's number, for the message.
     """
 
     def __init__(self, seconds: float, *, run_dir: epath.Path | None = None, process: int = 0):
