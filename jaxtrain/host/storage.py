@@ -116,11 +116,8 @@ def why(error: BaseException) -> str:
 
 
 def retrying(call: Callable[[], T], what: str, **patience) -> T:
-    """Returns ``call()``, tried again as long as it raises what passes by itself.
-
-    Args:
-      call: may be called any number of times.
-      what, patience: as for :func:`iterating`, which says what is raised as well.
+    """Returns ``call()``, tried again as long as it raises what passes by itself; :func:`iterating`
+    says what is raised, and explains the other arguments.
 
     >>> answers = iter([OSError(errno.EIO, "Input/output error"), "read"])
     >>> def read():

@@ -284,11 +284,7 @@ def runs() -> Iterator[epath.Path]:
 
 
 def newest_run(name: str) -> epath.Path:
-    """The run of an experiment with the highest number.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
+    """The run of an experiment with the highest number; raises FileNotFoundError without any."""
     for path in runs():
         if path.name.rpartition("-")[0] == name:
             return path

@@ -269,11 +269,7 @@ class Group:
         self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts all, or none where one cannot be started.
-
-        Raises:
-          OSError: for a command that is not there.
-        """
+        """Starts all, or none; raises OSError where one cannot be started."""
         mark = secrets.token_hex(16)
         self._guard = subprocess.Popen(
             [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={mark}"],

@@ -356,11 +356,8 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
 
 
 def experiment_module(name: str) -> types.ModuleType:
-    """Imports the module of an experiment.
-
-    Raises:
-      ValueError: there is none of that name, or it has no ``Config`` and ``build(config)``.
-    """
+    """Imports the module of an experiment; raises ValueError where there is none of that name, or
+    it has no ``Config`` and ``build(config)``."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -172,11 +172,7 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0
 
 
 def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -> None:
-    """Refuses the changes that would break the run, unless they are accepted.
-
-    Raises:
-      ValueError: they are not.
-    """
+    """Raises ValueError for the changes that would break the run, unless they are accepted."""
     accepted = set(map(_typed, accepted))
     broken = [c for c in changes if c.meaning is None and not {c.name, "all"} & accepted]
     if broken:
@@ -188,11 +184,8 @@ def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -
 
 
 def check_accepted(accepted: Iterable[str], *records: Any) -> None:
-    """Refuses a name in ``accept_changes`` that neither a run nor its resumption has.
-
-    Raises:
-      ValueError: for the first of them.
-    """
+    """Raises ValueError for a name in ``accept_changes`` that neither a run nor its resumption
+    has."""
     flat = (flatten(record.get(part, {})) for record in records for part in ("flags", "provenance"))
     names = {"stopped", "all"}.union(*(map(_short, each) for each in flat))
     for name in map(_typed, accepted):

@@ -68,11 +68,8 @@ def load(
 
 
 def open_checkpoints(run: str) -> Checkpointer:
-    """Opens a run's checkpoints, the best of which is what the run has taken for it.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
+    """Opens a run's checkpoints, the best of which is what the run has taken for it; raises
+    FileNotFoundError where there is none."""
     directory = as_path(run) / "checkpoints"
     with Checkpointer(directory) as found:
         best = flatten(found.config()).get("provenance.best", "eval/loss min")
@@ -81,11 +78,7 @@ def open_checkpoints(run: str) -> Checkpointer:
 
 
 def model(run: str) -> Model:
-    """Returns a run's model.
-
-    Raises:
-      ValueError: its checkpoints have none.
-    """
+    """Returns a run's model; raises ValueError where its checkpoints have none."""
     where = f"the config of a checkpoint in {as_path(run) / 'checkpoints'}"
     return read_model(stored(run), where=where)
 
@@ -118,11 +111,8 @@ def beside(folder: str) -> dict[str, str]:
 
 
 def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
-    """Makes the model's sizes of what a checkpoint's config says.
-
-    Raises:
-      ValueError: where that is no model's.
-    """
+    """Makes a model's sizes of what a checkpoint's config says; raises ValueError where it says
+    none."""
     sizes, form = stored.get("model"), stored.get("form", "decoder")
     if form not in FORMS:
         raise ValueError(f"{where} has a model of the form {form!r}: known are {', '.join(FORMS)}")

@@ -22,11 +22,8 @@ with epy.lazy_imports():  # a fifth of ``import jaxtrain``
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by the names of their paths.
-
-    Raises:
-      ValueError: a leaf has no path, or two have the same.
-    """
+    """Returns the leaves of a tree by the names of their paths; raises ValueError where a leaf has
+    no path, or two have the same."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)

@@ -38,11 +38,8 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
-    """Returns what was sealed; content without a seal, of older checkpoints, passes.
-
-    Raises:
-      ValueError: the content is not what was sealed.
-    """
+    """Returns what was sealed, or raises ValueError where the content is another; content without a
+    seal, of older checkpoints, passes."""
     if not isinstance(sealed, dict):
         raise ValueError(f"it is a {type(sealed).__name__} and no JSON object")
     content = {key: value for key, value in sealed.items() if key != _SEAL}
@@ -52,11 +49,7 @@ def unseal(sealed: Any) -> dict[str, Any]:
 
 
 def check(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a manifest's content, having made sure that it has the form of one.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """Returns a manifest's content; raises ValueError where it lacks the form of one."""
     leaves, metrics = content.get("leaves"), content.get("metrics")
     if not isinstance(leaves, dict) or not isinstance(metrics, dict):
         raise ValueError("it has no leaves and metrics")
@@ -222,11 +215,8 @@ def is_left_out(entry: Mapping[str, Any]) -> bool:
 
 
 def describe(name: str, leaf: Any) -> dict[str, Any]:
-    """Returns the manifest entry of a leaf, concrete or abstract, without its checksum.
-
-    Raises:
-      TypeError: the leaf is neither a Python number nor an array of numbers or keys.
-    """
+    """Returns the manifest entry of a leaf, concrete or abstract, without its checksum; raises
+    TypeError for what is neither a Python number nor an array of numbers or keys."""
     if is_number(leaf):
         return {"python": type(leaf).__name__, "value": encode(leaf)}
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -261,11 +251,7 @@ def agree(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 def difference(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, whole: bool) -> str | None:
     """Says how saved entries differ from the wanted ones, by their first path; None if they agree.
-
-    Args:
-      saved, wanted: entries by path.
-      whole: whether all that is saved must be wanted.
-    """
+    With ``whole`` all that is saved must be wanted."""
     other = [name for name in wanted if name not in saved or not agree(saved[name], wanted[name])]
     other += [name for name in saved if whole and name not in wanted]
     if not other:
@@ -307,11 +293,8 @@ def decode(entry: Mapping[str, Any]) -> bool | int | float:
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of ``config`` as JSON reads it back, safe from later changes.
-
-    Raises:
-      TypeError: an entry cannot be written as JSON.
-    """
+    """Returns a copy of ``config`` as JSON reads it back, safe from later changes; raises TypeError
+    for an entry that cannot be written as JSON."""
     plain = {}
     for key, value in config.items():
         try:

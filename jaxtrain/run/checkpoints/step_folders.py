@@ -33,10 +33,8 @@ class StepFolders:
         self._read: dict[int, tuple[Any, dict[str, float]]] = {}
 
     def found(self, *, seconds: float | None = None) -> list[int]:
-        """Returns the steps with a folder under a final name, whatever is in it, in order.
-
-        Args:
-          seconds: how long to retry where storage fails; None for the usual.
+        """Returns the steps with a folder under a final name, whatever is in it, in order; where
+        storage fails it is tried again for so many seconds, None for the usual.
 
         Raises:
           StorageError: it went on failing.

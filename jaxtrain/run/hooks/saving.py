@@ -147,11 +147,7 @@ class Saving(Hook):
         return True
 
     def _counted(self, error: StorageError) -> bool:
-        """Counts a failed save; always true, for there will be another try.
-
-        Raises:
-          ValueError: there will not.
-        """
+        """Counts a failed save; true, for there will be another try, or else a ValueError."""
         self.lasting = self.lasting + 1 if isinstance(error, SaveError) and error.lasts else 0
         if self.lasting >= LASTING_TRIES:
             raise ValueError(

@@ -62,23 +62,15 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A rule as it is asked for.
-
-    Args:
-      level: where it fires.
-      actions: what is done then; "warn", which says it, is always among them.
-    """
+    """A rule as it is asked for: the level where it fires, and what is done then; "warn", which
+    says it, is always among the actions."""
 
     level: float
     actions: tuple[str, ...] = ("warn",)
 
 
 class Spike:
-    """A value far above the median of the lines before it.
-
-    Attributes:
-      limit: the least value that is one now.
-    """
+    """A value above ``limit``, which is far above the median of the lines before it."""
 
     def __init__(self, name: str, level: float, *, logarithmic: bool = False):
         self._name, self._level, self._log = name, level, logarithmic

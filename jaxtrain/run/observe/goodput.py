@@ -125,12 +125,8 @@ class Attempt:
 
 
 def attempts(states: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Returns the attempts of a run.
-
-    Args:
-      states: the last state that each has written (``Journal``), in order; a damaged one is passed
-        over.
-    """
+    """Returns the attempts of a run, from the last state that each has written (``Journal``), in
+    order; a damaged one is passed over."""
     found = []
     for state in states:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):

@@ -110,11 +110,8 @@ class Lifeline:
         return None if self._ended is None else self._ended[1]
 
     def want_stop(self, reason: str | None = None) -> None:
-        """Asks all processes to stop, at a step that they will agree on; from any thread.
-
-        Args:
-          reason: why the run shall end on purpose; None interrupts it, which comes before that.
-        """
+        """Asks all processes, from any thread, to stop at a step that they will agree on: for a
+        reason, which ends the run on purpose, or for none, which interrupts it before that."""
         self._handle(self.process, {"stop": reason})
 
     def stops(self, step: float) -> bool:
@@ -472,11 +469,7 @@ def _call(
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """A message from its line.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """A message from its line; raises ValueError where it is none."""
     try:
         message = json.loads(line)
     except RecursionError:

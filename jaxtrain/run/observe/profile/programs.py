@@ -62,14 +62,8 @@ def rank(operation: Operation) -> int:
 
 
 def read_programs(xspace: bytes) -> dict[str, dict[str, Operation]]:
-    """Reads the programs that a trace holds.
-
-    Args:
-      xspace: a ``.xplane.pb`` file.
-
-    Returns:
-      By the program's name (``jit_step(9)``), its operations by the instruction's name.
-    """
+    """Reads the programs that a trace, a ``.xplane.pb`` file, holds: by the program's name
+    (``jit_step(9)``), its operations by the instruction's name."""
     programs = {}
     for plane in _all(_fields(memoryview(xspace)), 1):
         fields = list(_fields(plane))

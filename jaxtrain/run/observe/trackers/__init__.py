@@ -22,10 +22,8 @@ Opening = Callable[[About], Writer]
 
 
 def parse(texts: Iterable[str]) -> dict[str, Opening]:
-    """Reads which trackers are asked for: NAME, ``prometheus=PORT`` or ``prometheus=HOST:PORT``.
-
-    Returns:
-      What opens each, by name.
+    """Reads which trackers are asked for: NAME, ``prometheus=PORT`` or ``prometheus=HOST:PORT``;
+    returns what opens each, by name.
 
     Raises:
       ValueError: there is no such tracker, or it is named twice.
@@ -52,11 +50,7 @@ def parse(texts: Iterable[str]) -> dict[str, Opening]:
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Sees that the packages of trackers are there.
-
-    Raises:
-      ImportError: one is not.
-    """
+    """Raises ImportError for a tracker whose package is missing."""
     for name in names:
         if name in SERVICES and importlib.util.find_spec(name) is None:
             raise ImportError(
