@@ -44,14 +44,8 @@ MOST_MEMORY = "0.95"
 
 # Of a measurement: what repetitions make surer, and what the search knows best.
 RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
-FACTS = (
-    "rows",
-    "compiled_bytes",
-    "temp_bytes",
-    "measured_peak_bytes",
-    "host_peak_bytes",
-    "compile_seconds",
-)
+FACTS = ("rows", "compiled_bytes", "temp_bytes", "measured_peak_bytes", "host_peak_bytes")
+FACTS += ("compile_seconds",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,40 +71,6 @@ class Config(Rounds):
     """Steps per timing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """A step that takes part with any batch.
-
-    Args:
-      name: in the row.
-      trial: what is measured, but for its rows.
-      environment: variables of its processes.
-    """
-
-    name: str
-    trial: trial.Trial
-    environment: Mapping[str, str]
-
-    @property
-    def side(self) -> str:
-        """jaxtrain or torch."""
-        return self.trial.framework
-
-    def facts(self) -> dict[str, Any]:
-        """The setting that tells it from the others of its side."""
-        if self.side == "torch":
-            return {"compiled": self.trial.compiled}
-        return {"remat": self.trial.model.remat}
-
-    def measure(self, rows: int) -> dict[str, Any]:
-        """Measures a batch in a process of its own."""
-        result = trial.run(dataclasses.replace(self.trial, rows=rows), self.environment)
-        rate = result.get("tokens_per_second")
-        found = "out of memory" if rate is None else f"{rate:,} tokens/s"
-        print(f"{self.name}, {rows} rows: {found}", file=sys.stderr, flush=True)
-        return result
-
-
 def main(config: Config) -> None:
     """Runs the row and prints it."""
     with refusing():
@@ -121,22 +81,28 @@ def main(config: Config) -> None:
     backend = trial.last_json_line([sys.executable, "-c", ask], {})
     without_torch = why_not_torch(config, model, backend)
     with tempfile.TemporaryDirectory() as programs:
-        fields = {"backend": backend, "environment": environment(programs, backend)}
-        found = []
-        for contender in jaxtrain_contenders(config, model, **fields):
-            found.append((contender, search(contender.measure, batches(config))))
-            if fastest(found[-1][1]):
+        variables, found = environment(programs, backend), []
+
+        def tried(step: trial.Trial) -> list[dict[str, Any]]:
+            found.append(
+                (step, search(lambda rows: measure(step, rows, variables), batches(config)))
+            )
+            return found[-1][1]
+
+        for remat in REMAT_TRIED:
+            its_model = dataclasses.replace(model, remat=remat)
+            if fastest(tried(make_trial(config, its_model, "jaxtrain", backend))):
                 break
-        if without_torch is None:
-            for contender in torch_contenders(config, model, **fields):
-                found.append((contender, search(contender.measure, batches(config))))
-        best = repeat(best_of_each_side(found), config.rounds)
+        for compiled in (False, True) if without_torch is None else ():
+            step = make_trial(config, model, "torch", backend)
+            tried(dataclasses.replace(step, compiled=compiled))
+        best = repeat(best_of_each_side(found), config.rounds, variables)
     shape = dataclasses.asdict(model)
     del shape["remat"]
     about = {
         "model": shape,
         "dtypes": str(Policy.named(config.precision)),
-        "mem_fraction": fields["environment"].get(MEM_FRACTION),
+        "mem_fraction": variables.get(MEM_FRACTION),
         "flops_per_token": decoder.flops_per_token(model),
         "flops_formula": decoder.FLOPS_FORMULA,
         "mfu_formula": "flops_per_token x tokens_per_second / products_flops_per_second, the "
@@ -148,7 +114,7 @@ def main(config: Config) -> None:
     if len(best) == 2:
         ratio = best["jaxtrain"]["tokens_per_second"] / best["torch"]["tokens_per_second"]
         about["ratio"] = round(ratio, 3)
-    results = {contender.name: contender.facts() | {"batches": b} for contender, b in found}
+    results = {step.name: {"batches": measured} for step, measured in found}
     print_row("throughput", config, about, results)
 
 
@@ -175,11 +141,9 @@ def make_model(config: Config) -> decoder.DecoderConfig:
 def check(config: Config) -> None:
     """Raises ValueError for what cannot be measured."""
     Policy.named(config.precision)
-    least = {"most-rows": 1, "rounds": 1, "timings": 2, "calls": 1}
-    for name, value in least.items():
-        given = getattr(config, name.replace("-", "_"))
-        if given < value:
-            raise ValueError(f"--{name} is {given}: give {value} or more")
+    for name, low in {"most_rows": 1, "rounds": 1, "timings": 2, "calls": 1}.items():
+        if (given := getattr(config, name)) < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {given}: give {low} or more")
     for rows in config.rows:
         if rows < 1:
             raise ValueError(f"--rows has {rows}: a batch has 1 row or more")
@@ -196,39 +160,10 @@ def environment(programs: str, backend: str) -> dict[str, str]:
     return variables
 
 
-def jaxtrain_contenders(
-    config: Config, model: decoder.DecoderConfig, *, backend: str, environment: Mapping[str, str]
-) -> list[Contender]:
-    """jaxtrain's step with more and more rematerialisation."""
-    models = {remat: dataclasses.replace(model, remat=remat) for remat in REMAT_TRIED}
-    return [
-        Contender(
-            f"jaxtrain, remat {remat}",
-            make_trial(config, its_model, "jaxtrain", backend),
-            environment,
-        )
-        for remat, its_model in models.items()
-    ]
-
-
-def torch_contenders(
-    config: Config, model: decoder.DecoderConfig, *, backend: str, environment: Mapping[str, str]
-) -> list[Contender]:
-    """PyTorch, eager and compiled."""
-    # JAX is there to make the parameters, and must leave the device alone.
-    variables = {**environment, "JAX_PLATFORMS": "cpu"}
-    eager = make_trial(config, model, "torch", backend)
-    compiled = dataclasses.replace(eager, compiled=True)
-    return [
-        Contender("torch, eager", eager, variables),
-        Contender("torch, compiled", compiled, variables),
-    ]
-
-
 def make_trial(
     config: Config, model: decoder.DecoderConfig, framework: str, backend: str
 ) -> trial.Trial:
-    """What a contender's processes measure, at one row."""
+    """What processes of a framework measure, at one row."""
     return trial.Trial(
         framework=framework,
         model=model,
@@ -278,6 +213,17 @@ def batches(config: Config) -> Iterator[int]:
     return itertools.takewhile(lambda rows: rows <= config.most_rows, doubled)
 
 
+def measure(step: trial.Trial, rows: int, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Measures a batch in a process of its own."""
+    # Beside PyTorch JAX makes the parameters alone, and must leave the device to it.
+    own = {"JAX_PLATFORMS": "cpu"} if step.framework == "torch" else {}
+    result = trial.run(dataclasses.replace(step, rows=rows), {**variables, **own})
+    rate = result.get("tokens_per_second")
+    found = "out of memory" if rate is None else f"{rate:,} tokens/s"
+    print(f"{step.name}, {rows} rows: {found}", file=sys.stderr, flush=True)
+    return result
+
+
 def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> list[dict[str, Any]]:
     """Measures batches until memory runs out or two in a row are 5 % slower than the best.
 
@@ -309,22 +255,17 @@ def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def best_of_each_side(
-    found: Sequence[tuple[Contender, list[dict[str, Any]]]],
-) -> list[tuple[Contender, Mapping[str, Any]]]:
-    """The fastest variant of each side that fitted, with its best batch."""
-    best: dict[str, tuple[Contender, Mapping[str, Any]]] = {}
-    for contender, measured in found:
-        result = fastest(measured)
-        if result is None:
-            continue
-        _, so_far = best.get(contender.side, (None, {"tokens_per_second": 0}))
-        if result["tokens_per_second"] > so_far["tokens_per_second"]:
-            best[contender.side] = contender, result
-    return list(best.values())
+    found: Sequence[tuple[trial.Trial, list[dict[str, Any]]]],
+) -> list[tuple[trial.Trial, Mapping[str, Any]]]:
+    """The fastest step of each framework that fitted, with its best batch."""
+    fitted = [(step, result) for step, measured in found if (result := fastest(measured))]
+    fitted.sort(key=lambda each: each[1]["tokens_per_second"])
+    best = {step.framework: (step, result) for step, result in fitted}  # the last of each
+    return [best[name] for name in ("jaxtrain", "torch") if name in best]
 
 
 def repeat(
-    best: Sequence[tuple[Contender, Mapping[str, Any]]], rounds: int
+    best: Sequence[tuple[trial.Trial, Mapping[str, Any]]], rounds: int, variables: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Measures each side's best batch again, turn by turn.
 
@@ -334,28 +275,26 @@ def repeat(
     Raises:
       SystemExit: where a batch that fitted before does not now.
     """
-    again: dict[str, list[dict[str, Any]]] = {contender.side: [] for contender, _ in best}
+    again: dict[str, list[dict[str, Any]]] = {step.framework: [] for step, _ in best}
     for _ in range(rounds):
-        for contender, result in best:
-            again[contender.side].append(contender.measure(result["rows"]))
-            if "tokens_per_second" not in again[contender.side][-1]:
+        for step, result in best:
+            again[step.framework].append(measure(step, result["rows"], variables))
+            if "tokens_per_second" not in again[step.framework][-1]:
                 raise SystemExit(
-                    f"{contender.name} ran out of memory with {result['rows']} rows, which fitted "
+                    f"{step.name} ran out of memory with {result['rows']} rows, which fitted "
                     "before: leave that batch out of --rows"
                 )
     summary = {}
-    for contender, result in best:
-        measured = again[contender.side]
-        summary[contender.side] = {"variant": contender.name}
-        summary[contender.side] |= {name: result[name] for name in FACTS if name in result}
+    for step, result in best:
+        told = {"variant": step.name} | {name: result[name] for name in FACTS if name in result}
         for name in RATES:
-            of_rounds = [each[name] for each in measured]
-            summary[contender.side][name] = statistics.median(of_rounds)
-            summary[contender.side][f"{name}_rounds"] = of_rounds
+            of_rounds = [each[name] for each in again[step.framework]]
+            told |= {name: statistics.median(of_rounds), f"{name}_rounds": of_rounds}
+        summary[step.framework] = told
     return summary
 
 
-def largest_peak(found: Sequence[tuple[Contender, list[dict[str, Any]]]]) -> float | None:
+def largest_peak(found: Sequence[tuple[trial.Trial, list[dict[str, Any]]]]) -> float | None:
     """The most device memory of any process; None where it is not counted."""
     peaks = [r.get("measured_peak_bytes") for _, measured in found for r in measured]
     return max((peak for peak in peaks if peak is not None), default=None)

@@ -57,6 +57,13 @@ class Trial:
     calls: int
     timings: int
 
+    @property
+    def name(self) -> str:
+        """What the row calls it."""
+        if self.framework == "torch":
+            return f"torch, {'compiled' if self.compiled else 'eager'}"
+        return f"jaxtrain, remat {self.model.remat}"
+
     @classmethod
     def from_json(cls, text: str) -> "Trial":
         """Reads what :meth:`to_json` wrote."""
