@@ -28,7 +28,6 @@ from jaxtrain.models.generate import generate_step, prompts
 from jaxtrain.run.options import make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import TrainState
 
@@ -196,11 +195,6 @@ def of_preferences(
     )
 
 
-def stack_of(config: Config, model: decoder.DecoderConfig) -> Stack:
-    """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
-    return language.stack_of(config, model, data.packed_shapes(1, model.seq_len))
-
-
 def conclude(
     config: Config,
     model: decoder.DecoderConfig,
@@ -212,10 +206,10 @@ def conclude(
     """Says what the loss is in bits per byte, next to a byte model's, and shows a sample."""
     lines = []
     for name, (train, held_out) in texts.items() if jax.process_index() == 0 else ():
-        of = f"{name}/" if name else ""
+        of, source = (f"{name}/", f"{name}: ") if name else ("", "")
         if held_out.pairs:
             lines.append(
-                f"{name + ': ' if name else ''}held-out loss {means[f'{of}loss']:.3f} nats per "
+                f"{source}held-out loss {means[f'{of}loss']:.3f} nats per "
                 f"preference, of which {means[f'{of}accuracy']:.1%} are as the text has them"
             )
             continue
@@ -224,8 +218,8 @@ def conclude(
         bits = nats * counted / math.log(2) / held_out.num_bytes
         if held_out.counts is not None:
             lines.append(
-                f"{name + ': ' if name else ''}held-out loss {nats:.3f} nats per token of the "
-                f"assistant's, {held_out.counts.sum():,} of {counted:,}"
+                f"{source}held-out loss {nats:.3f} nats per token of the assistant's, "
+                f"{held_out.counts.sum():,} of {counted:,}"
             )
             continue
         counts = data.first_texts(train.documents(tokenizer), BASELINE_BYTES)
@@ -234,8 +228,8 @@ def conclude(
         )
         verdict = "beats" if bits < baseline else "does not beat"
         lines.append(
-            f"{name + ': ' if name else ''}held-out loss {bits:.3f} bits per byte, which {verdict} "
-            f"the order-2 byte model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
+            f"{source}held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte "
+            f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
         asked = [prompt_of(held_out, model.seq_len // 2) for _, held_out in texts.values()]
@@ -281,10 +275,9 @@ def sample(
         temperature=0.8,
         top_p=0.95,
     )
-    layout = {"stack": stack_of(config, model), "rules": Rules(decoder.RULES)}
-    write = language.compile_writer(
-        generate_step(model, max_new_tokens=count), params, batch, **layout
-    )
+    stack = language.stack_of(config, model, data.packed_shapes(1, model.seq_len))
+    step, rules = generate_step(model, max_new_tokens=count), Rules(decoder.RULES)
+    write = language.compile_writer(step, params, batch, stack=stack, rules=rules)
     return tokenizer.decode([*prompt, *write(batch)[0].tolist()]).splitlines()
 
 
