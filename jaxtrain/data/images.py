@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,6 @@ class Images:
             "mask": np.float32(1),
         }
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return (self[i] for i in range(len(self)))
-
 
 @dataclasses.dataclass(frozen=True)
 class Normalized:
@@ -77,9 +74,6 @@ class Normalized:
         row = self.rows[index]
         mean, std = (np.asarray(x, np.float32) for x in (self.mean, self.std))
         return row | {"image": (row["image"] - mean) / std}
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclasses.dataclass(frozen=True)

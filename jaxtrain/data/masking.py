@@ -83,9 +83,6 @@ class Fragments:
             return row
         return row | {"label": self._labels[self._document[index]], "mask": np.float32(1)}
 
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
 
 def predictions(seq_len: int, rate: float) -> int:
     """Returns M, the most that are predicted of a row of T tokens.

@@ -26,10 +26,6 @@ def _check_width(family: str, config: DecoderConfig) -> dict[str, Any]:
     return {}
 
 
-def _write_llama(config: DecoderConfig) -> dict[str, Any]:
-    return _check_width("llama", config) | write_rope(config)
-
-
 def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, and a window of all layers, of some or of none."""
     used, window = theirs.pop("use_sliding_window", False), theirs.pop("sliding_window", 4096)
@@ -59,20 +55,12 @@ def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
     return found | read_rope(theirs, 10000.0)
 
 
-def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
-    return _check_width("gemma2", config) | write_kinds(config) | write_rope(config)
-
-
 def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
     """A window of all layers but every sixth, and rotary positions of both kinds of layers."""
     every = positive(theirs, "sliding_window_pattern", 6)
     slides = [(l + 1) % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
     found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
     return read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
-
-
-def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
-    return _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
 
 
 GPT2_ROWS = (
@@ -174,7 +162,7 @@ LLAMA = Family(
     ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
     fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
     read=lambda theirs: read_rope(theirs, 10000.0),
-    write=_write_llama,
+    write=lambda config: _check_width("llama", config) | write_rope(config),
     buffers=r"rotary_emb\.inv_freq$",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
@@ -232,7 +220,7 @@ GEMMA2 = dataclasses.replace(
     ours=LLAMA.ours | {"norm_offset": True, "norm_position": "sandwich", "embed_scale": True},
     fixed={"attention_bias": False, "is_encoder_decoder": False},
     read=_read_gemma2,
-    write=_write_gemma2,
+    write=lambda config: _check_width("gemma2", config) | write_kinds(config) | write_rope(config),
 )
 
 GEMMA3 = dataclasses.replace(
@@ -245,7 +233,9 @@ GEMMA3 = dataclasses.replace(
     # Which transformers does not read there.
     fixed=GEMMA2.fixed | {"attn_logit_softcapping": None},
     read=_read_gemma3,
-    write=_write_gemma3,
+    write=lambda config: (
+        _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
+    ),
 )
 
 DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)

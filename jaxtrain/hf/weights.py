@@ -402,7 +402,7 @@ def _head(config: ModelConfig) -> tuple[Any, ...]:
 def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by the names of the table: some files leave a prefix out of all, some have the one
     table of a tied model as that of the head alone, and old ones name norms as TensorFlow does."""
-    found = {_NORMS.sub(_norm_name, name): tensor for name, tensor in tensors.items()}
+    found = {_NORMS.sub(lambda x: _NORM_NAMES[x[0]], name): x for name, x in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
         bare -= {row.theirs.split(".")[0] for row in family.rows}
@@ -417,10 +417,7 @@ def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -
 
 
 _NORMS = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
-
-
-def _norm_name(old: re.Match) -> str:
-    return {"gamma": "weight", "beta": "bias"}[old[0]]
+_NORM_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 def _check_new(folder: Path) -> None:
