@@ -325,21 +325,14 @@ def outline(
       stored: more of what a checkpoint's config says.
       **given: more arguments of :class:`jaxtrain.Experiment`.
     """
-    module, source = config.models, config.source
-    stack = stack_of(config, model, batch)
-    stages = dataclasses.replace(module.stages(model), stacked=stack)
-    pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
-    del pipeline["balance"]
-    start, begun = {}, {}
+    source, stack = config.source, stack_of(config, model, batch)
+    begun = {}
     if source is not None:
-        start = {"params": lambda: source.weights(model, stack)}
         begun = {name: source.told(name) for name in ("family", "special_tokens")}
         if model.positions == "rope":
             begun["context"] = source.context
     return config.experiment(
         name,
-        init_fn=lambda rng: stack.cut(module.init(model, rng)),
-        loss_fn=loss_from_stages(stages),
         optimizer=make_optimizer(
             config.optimizer,
             steps=config.steps,
@@ -349,15 +342,29 @@ def outline(
         ),
         batch=batch,
         train_batches=no_batches,
-        gather="model",
-        stages=stages,
-        pipeline=pipeline,
         may_change=MAY_CHANGE,
         item="tokens",
-        flops_formula=module.FLOPS_FORMULA,
+        flops_formula=config.models.FLOPS_FORMULA,
         config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
-        **{"rules": Rules(module.RULES), "derived": perplexity} | start | given,
+        **of_layers(config, model, stack) | {"derived": perplexity} | given,
     )
+
+
+def of_layers(config: Any, model: Any, stack: Stack) -> dict[str, Any]:
+    """The arguments of an experiment that are its model, stacked by layer, and its first weights."""
+    module, source = config.models, config.source
+    stages = dataclasses.replace(module.stages(model), stacked=stack)
+    pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
+    del pipeline["balance"]
+    return {
+        "init_fn": lambda rng: stack.cut(module.init(model, rng)),
+        "params": None if source is None else lambda: source.weights(model, stack),
+        "loss_fn": loss_from_stages(stages),
+        "rules": Rules(module.RULES),
+        "gather": "model",
+        "stages": stages,
+        "pipeline": pipeline,
+    }
 
 
 def perplexity(means: Mapping[str, Any]) -> dict[str, float]:

@@ -30,7 +30,6 @@ from jaxtrain.models import convnet, layers, vit
 from jaxtrain.run import options
 from jaxtrain.run.provenance import SAME
 from jaxtrain.sharding.rules import Rules
-from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import TrainState
 
 HELD_OUT_EVERY = 5
@@ -221,36 +220,27 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
         raise ValueError(
             f"--mesh.tensor {config.mesh.tensor} does not divide {model.heads} heads: use a divisor"
         )
-    pipeline = dataclasses.asdict(config.pipeline)
-    del pipeline["balance"]
     row = {
         "image": jax.ShapeDtypeStruct((1, *model.image), np.float32),
         "label": jax.ShapeDtypeStruct((1,), np.int32),
         "mask": jax.ShapeDtypeStruct((1,), np.float32),
     }
     stack = language.stack_of(config, model, row)
-    stages = dataclasses.replace(vit.stages(model), stacked=stack)
     uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
-    prints, start = fingerprints(images), {}
+    prints = fingerprints(images)
     if source is not None:
-        start = {"params": lambda: source.weights(model, stack)}
         prints["pretrained_model"] = hashlib.sha256(repr(source.model).encode()).hexdigest()
     stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}
     stored |= {"special_tokens": label_fields(images.classes)}
-    return start | {
+    return language.of_layers(config, model, stack) | {
         "fingerprints": prints,
         "config": stored | {"pixels": source and source.told("pixels")},
-        "init_fn": lambda rng: stack.cut(vit.init(model, rng)),
-        "loss_fn": loss_from_stages(stages),
         "show": functools.partial(
             confusion,
             images,
             lambda state, batch: vit.logits(model, stack.natural(state.params), batch),
         ),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
-        "gather": "model",
-        "stages": stages,
-        "pipeline": pipeline | {"virtual": stack.virtual},
         "optimizer": optimizer_of(config, stacked=stack.axes),
     }
 

@@ -93,10 +93,8 @@ def make_variants(
 ) -> dict[str, Experiment]:
     """Builds the experiments of all combinations of values, by name.
 
-    Args:
-      module_name: the experiment's module.
-      vary: a flag and its values each, such as ``"precision=f32,bf16"``.
-      flags: those that all variants share.
+    Each of ``vary`` is a flag and its values, such as ``"precision=f32,bf16"``; all variants share
+    ``flags``.
 
     Raises:
       ValueError: for a flag that is not the experiment's, a value that it does not take, and what

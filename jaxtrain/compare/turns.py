@@ -89,8 +89,8 @@ def compare(
 
     Args:
       variants: experiments by name.
-      rounds: timed ones, at least 2, after one that is not timed.
-      block_steps: train steps of a variant in each round.
+      rounds: timed ones, at least 2, after one that is not timed; of ``block_steps`` train steps
+        each.
       held_out_batches: to evaluate in the end; 0 for none.
 
     Raises:

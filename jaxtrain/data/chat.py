@@ -234,12 +234,10 @@ def load_template(name: str) -> ChatTemplate:
 def encode_marked(
     documents: Sequence[Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yields the ids of each document, and which of them count; None where all do.
+    """Yields the ids of each document, a text or a conversation, and which of them count; None
+    where all do.
 
-    Args:
-      documents: texts, or conversations. A token that lies partly in a span that counts does
-        count, as in `transformers`.
-      tokenizer: what encodes them.
+    A token that lies partly in a span that counts does count, as in `transformers`.
     """
     cut = [list(_cut(document)) for document in documents]
     begun = iter(tokenizer.encode_batch([parts[0] for parts in cut]))

@@ -190,12 +190,7 @@ class BatchStream(Iterator[Batch]):
     An error of ``make`` is raised by the `next` of that very step, noted with the step, and closes
     the stream. Closing (also by ``with``) waits for the batch in the making, and no thread is left.
     grain's own prefetching does neither: after an error it goes on with the step after, and its
-    ``close`` leaves the thread running.
-
-    Args:
-      make: the batch of a step.
-      start_step: the first step.
-      prefetch: batches ready or in the making, at least 1.
+    ``close`` leaves the thread running. At least 1 batch is ready or in the making (``prefetch``).
     """
 
     def __init__(self, make: Callable[[int], Batch], start_step: int = 0, *, prefetch: int = 2):
@@ -307,15 +302,10 @@ def _in_order(
 def addressable_rows(
     name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> np.ndarray:
-    """Returns which rows of an array devices of this process hold: bool [shape[0]].
-
-    Args:
-      name: of the array, for the error.
-      shape: of the global array.
-      sharding: its layout.
+    """Returns which rows of an array of this shape devices of this process hold: bool [shape[0]].
 
     Raises:
-      ValueError: if `sharding` does not divide `shape`.
+      ValueError: if `sharding` does not divide `shape`; it names the array.
     """
     try:
         sharding.shard_shape(shape)

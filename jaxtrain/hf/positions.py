@@ -88,10 +88,8 @@ def read_two_ropes(
 ) -> dict[str, Any]:
     """Rotary positions of layers without a window, which may be scaled, and of those with one.
 
-    Args:
-      theirs: the fields, of which those that are read are taken out.
-      found: of :func:`read_kinds`.
-      thetas: names of older fields, for layers without a window and with one, and their defaults.
+    What is read of ``theirs`` is taken out. ``found`` is of :func:`read_kinds`, and ``thetas`` has
+    the names of older fields, for layers without a window and with one, and their defaults.
     """
     both = theirs.pop("rope_parameters", None) or {}
     if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:

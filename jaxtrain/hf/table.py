@@ -104,13 +104,9 @@ def norm(ours: str, theirs: str) -> tuple[Row, Row]:
 def assemble(
     rows: Sequence[Row], layers: Sequence[np.ndarray], vocab_size: int | None
 ) -> np.ndarray:
-    """Returns a tensor of theirs: the inverse of :meth:`Row.read`.
-
-    Args:
-      rows: those that are parts of it, in order.
-      layers: one layer of our parameter of each.
-      vocab_size: how much of a padded axis is theirs.
-    """
+    """Returns a tensor of theirs, the inverse of :meth:`Row.read`: of the rows that are parts of
+    it, in order, and one layer of our parameter of each; ``vocab_size`` is how much of a padded
+    axis is theirs."""
     whole = np.concatenate(layers, axis=-1) if len(rows) > 1 else np.asarray(layers[0])
     row = rows[0]
     if row.vocab is not None:

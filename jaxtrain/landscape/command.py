@@ -127,11 +127,7 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
 
 
 class View:
-    """An experiment on its mesh, and the held-out batches that its loss is taken of.
-
-    Args:
-      experiment: the run's.
-      count: how many batches.
+    """An experiment on its mesh, and ``count`` held-out batches that its loss is taken of.
 
     Raises:
       ValueError: it has none.

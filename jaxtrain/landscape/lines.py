@@ -24,12 +24,7 @@ from jaxtrain.tree import PyTree, map_named, named_leaves, widen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """A state, and the directions in which to leave it.
-
-    Args:
-      state: its parameters and model state are the centre; it needs no optimizer state.
-      directions: K of them.
-    """
+    """A state, which needs no optimizer state, and the K directions in which to leave it."""
 
     state: TrainState
     directions: tuple[PyTree, ...]

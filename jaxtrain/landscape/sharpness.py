@@ -20,13 +20,8 @@ from jaxtrain.tree import PyTree, combine, named_leaves, partition
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Curvature:
-    """A state, a vector, and the Hessian's product with it, summed over batches.
-
-    Args:
-      state: where the Hessian is taken; it needs no optimizer state.
-      vector: like the parameters that train, None in place of the others.
-      product: like ``vector``; zeros to begin with.
-    """
+    """A state, which needs no optimizer state, a vector, and the Hessian's product with it, summed
+    over batches: both like the parameters that train, with None in place of the others."""
 
     state: TrainState
     vector: PyTree

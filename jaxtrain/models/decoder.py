@@ -90,10 +90,6 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
 
     The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
 
-    Args:
-      config: the shape of the model.
-      rng: a key.
-
     Returns:
       A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
 
@@ -128,12 +124,8 @@ def loss_fn(config: DecoderConfig) -> Callable[[Params, Batch, jax.Array | None]
 
 
 def stages(config: DecoderConfig, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it: :func:`embed`, :func:`block`, :func:`head_loss`.
-
-    Args:
-      config: the model.
-      virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
-    """
+    """Returns the model as a pipeline takes it, its layers' parameters in ``virtual`` chunks
+    (:class:`jaxtrain.Stack`)."""
     return layers.stages(config, embed=embed, head_loss=head_loss, stacked=Stack(virtual=virtual))
 
 
@@ -145,13 +137,8 @@ def logits(
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns float32 logits [B, T, vocab_size] of the next token.
-
-    Args:
-      config, params: the model.
-      tokens_BT: int32.
-      segments, positions: [B, T] int32, as in a batch.
-    """
+    """Returns float32 logits [B, T, vocab_size] of the next token; arrays are [B, T] int32, as in a
+    batch."""
     batch = {"tokens": tokens_BT, "segments": segments, "positions": positions}
     batch = {name: value for name, value in batch.items() if value is not None}
     x_BTD = run_layers(stages(config), params, embed(config, params, batch), batch, None)
@@ -163,9 +150,8 @@ def embed(
 ) -> jax.Array:
     """First stage: tokens (and learned positions) to the residual stream [B, T, D].
 
-    Args:
-      params: the whole model's, or any dict with ``embed``.
-      rng: the step's key, as given to :func:`blocks`; None means no dropout.
+    ``params`` is the whole model's, or any dict with ``embed``; ``rng`` is the step's key, and None
+    means no dropout.
 
     Raises:
       ValueError: for rows longer than a table of learned positions.
@@ -203,10 +189,8 @@ def head_loss(
 ) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy.
 
-    With ``config.z_loss`` its part of the loss is a metric of its own.
-
-    Args:
-      params: the whole model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
+    With ``config.z_loss`` its part of the loss is a metric of its own. ``params`` is the whole
+    model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
     """
     total, correct, z_total = losses.cross_entropy(
         _final_norm(config, params, x_BTD),
@@ -224,12 +208,8 @@ def head_loss(
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-    """Last stage of losses that are no sum over tokens: each target's log-probability, [B, T].
-
-    Args:
-      params, x_BTD: as for :func:`head_loss`.
-      batch: ``targets``.
-    """
+    """Last stage of losses that are no sum over tokens: the log-probability of each of the batch's
+    ``targets``, [B, T]; other arguments are those of :func:`head_loss`."""
     return losses.log_probs(
         _final_norm(config, params, x_BTD),
         _head_kernel(config, params),

@@ -330,13 +330,8 @@ def stages(config: EncoderConfig) -> Stages:
 def encode(
     config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns hidden states [B, T, D], in the dtype of the parameters.
-
-    Args:
-      config, params: the model.
-      batch: ``tokens``, and what else of a batch the layers read.
-      rng: key for dropout; None means none.
-    """
+    """Returns hidden states [B, T, D], in the dtype of the parameters, of a batch's ``tokens`` and
+    what else of it the layers read; ``rng`` None means no dropout."""
     x_BTD = embed(config, params, batch, rng)
     return _final_norm(config, params, run_layers(stages(config), params, x_BTD, batch, rng))
 
@@ -381,8 +376,8 @@ def head_loss(
 ) -> WeightedLoss:
     """Last stage: the head, and the cross-entropy of what it predicts.
 
-    Args:
-      params: the whole model's, or any dict with ``head``, ``embed`` and, pre-norm, ``final_norm``.
+    ``params`` is the whole model's, or any dict with ``head``, ``embed`` and, pre-norm,
+    ``final_norm``.
     """
     module, mask = _head(config, params), batch["mask"]
     x_BTD = _final_norm(config, params, x_BTD)
@@ -406,12 +401,8 @@ def head_loss(
 
 
 def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:
-    """The cross-entropy of the classes of rows, weighted by their ``mask``, and their accuracy.
-
-    Args:
-      logits_BC: float32.
-      batch: ``label`` int32 and ``mask`` [B].
-    """
+    """The cross-entropy of float32 logits of the classes of rows against ``label`` int32 [B],
+    weighted by ``mask`` [B], and their accuracy."""
     log_p_BC = jax.nn.log_softmax(logits_BC)
     mask_B = batch["mask"].astype(log_p_BC.dtype)
     nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
@@ -431,15 +422,10 @@ FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B), the head at predicted toke
 
 
 def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> int:
-    """Floating-point operations of a forward and backward pass over a row.
+    """Floating-point operations of a forward and backward pass over a row of ``length`` tokens.
 
     The model FLOPs of :func:`jaxtrain.models.decoder.flops_per_token`, where a head's parameters
     count for what they are multiplied by: ``predictions`` tokens, or the one that is classified.
-
-    Args:
-      config: the model.
-      length: tokens of the row.
-      predictions: tokens that are predicted; 1 with a head for classes.
 
     >>> flops_per_row(bert_base(), length=128, predictions=20)
     70021393920

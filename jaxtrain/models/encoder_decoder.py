@@ -250,12 +250,8 @@ def loss_fn(config: T5Config) -> Callable[[Params, Batch, jax.Array | None], Wei
 
 
 def stages(config: T5Config, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it, with both stacks.
-
-    Args:
-      config: the model.
-      virtual: in how many chunks the layers' parameters are cut (:class:`jaxtrain.Stack`).
-    """
+    """Returns the model as a pipeline takes it, its layers' parameters in ``virtual`` chunks
+    (:class:`jaxtrain.Stack`)."""
     return layers.stages(
         config,
         embed=embed,
@@ -270,13 +266,8 @@ def stages(config: T5Config, *, virtual: int = 1) -> Stages:
 def logits(
     config: T5Config, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns float32 logits [B, T, vocab_size] of the next target token.
-
-    Args:
-      config, params: the model.
-      batch: without ``targets`` and ``mask``.
-      rng: key for dropout; None means none.
-    """
+    """Returns float32 logits [B, T, vocab_size] of the next target token of a batch, which needs no
+    ``targets`` and ``mask``; ``rng`` None means no dropout."""
     parts = stages(config)
     x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
     x = parts.enter(1, params, x, batch, rng)
@@ -321,16 +312,8 @@ def encode(
     rng: jax.Array | None = None,
     index: Any = None,
 ) -> dict[str, jax.Array]:
-    """One layer of the encoder.
-
-    Args:
-      layer: its parameters, without the leading axis.
-      shared: any dict with ``distance``.
-      x: the residual stream.
-      batch: ``source_segments`` is read, where present.
-      rng: the key of the layer; None means no dropout.
-      index: not read.
-    """
+    """One layer of the encoder, whose parameters ``layer`` have no leading axis; ``shared`` is any
+    dict with ``distance``, ``rng`` the key of the layer, and ``index`` is not read."""
     del index
     S, segments = x["source"].shape[1], batch.get("source_segments")
     bias_HO = distance_bias(config, shared, "encoder", S)
@@ -410,14 +393,8 @@ def head_logits(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array
 
 
 def distance_bias(config: T5Config, params: Params, stack: str, length: int) -> jax.Array:
-    """Returns [H, 2 length - 1], what rows of that length add to the scores, by distance.
-
-    Args:
-      config: the model.
-      params: any dict with ``distance``.
-      stack: ``"encoder"`` or ``"decoder"``.
-      length: positions of a row.
-    """
+    """Returns [H, 2 length - 1], what rows of that length add to the scores of the encoder or the
+    decoder, by distance; ``params`` is any dict with ``distance``."""
     table = layers.apply(DistanceBias, config, params["distance"][stack])
     buckets_O = bucket(
         np.arange(1 - length, length),

@@ -123,10 +123,6 @@ def generate_step(
 ) -> Callable[[Any, Prompts], jax.Array]:
     """Builds ``step(state, batch) -> tokens``, which is what :func:`generate` computes.
 
-    Args:
-      config: the model.
-      max_new_tokens: how many.
-
     Returns:
       A pure function of a train state (or :class:`Weights`), of which it reads ``params``, and of
       what :func:`prompts` returns. On a mesh their rows divide over ``data`` x ``fsdp``; the tokens
@@ -143,15 +139,7 @@ def prompts(
     prompt_lengths: Any = None,
     **sampling: Any,
 ) -> Prompts:
-    """Checks the arguments of :func:`generate`, and makes a batch of them.
-
-    Args:
-      config, prompt_tokens, max_new_tokens, prompt_lengths: as there.
-      **sampling: its other arguments.
-
-    Raises:
-      ValueError: as there.
-    """
+    """Checks the arguments of :func:`generate`, with its errors, and makes a batch of them."""
     tokens_BP, lengths_B = check_rows(
         config.vocab_size, prompt_tokens, prompt_lengths, "prompt_tokens"
     )
@@ -230,12 +218,8 @@ def mark(seen_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def cached(k_BTGK: jax.Array, heads: int) -> jax.Array:
-    """Keys or values as a cache holds them: every device those of its own query heads.
-
-    Args:
-      k_BTGK: as a layer makes them.
-      heads: H, of the queries.
-    """
+    """Keys or values as a cache holds them, of those that a layer makes: every device has those of
+    its own query heads, of ``heads`` in all."""
     G, (_, parts) = k_BTGK.shape[2], split_over("heads")
     if heads % parts == 0:
         k_BTGK = jnp.repeat(k_BTGK, math.lcm(G, parts) // G, axis=2)
@@ -367,12 +351,10 @@ def write(
 
     Args:
       read: ``(cache, tokens_B, step) -> (logits_BV, cache)``; new token 0 is read at step 1.
-      count: how many.
-      logits_BV: of the first.
+      count, logits_BV: how many, and the logits of the first.
       cache: what ``read`` begins with.
       seen_BV: which tokens the repetition penalty is for already.
-      rng: a key; None where nothing is drawn.
-      sampling: how tokens are chosen.
+      rng, sampling: a key, None where nothing is drawn; and how tokens are chosen.
     """
     B = logits_BV.shape[0]
     eod = -1 if sampling.eod is None else sampling.eod

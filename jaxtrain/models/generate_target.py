@@ -105,15 +105,7 @@ def sources(
     source_lengths: Any = None,
     **sampling: Any,
 ) -> Prompts:
-    """Checks the arguments of :func:`generate`, and makes a batch of them.
-
-    Args:
-      config, source, max_new_tokens, source_lengths: as there.
-      **sampling: its other arguments.
-
-    Raises:
-      ValueError: as there.
-    """
+    """Checks the arguments of :func:`generate`, with its errors, and makes a batch of them."""
     source_BS, lengths_B = check_rows(config.vocab_size, source, source_lengths, "source")
     sampling, rng = choose_sampling(
         config.vocab_size, max_new_tokens=max_new_tokens, **{"eod": 1} | sampling

@@ -183,13 +183,8 @@ def stages(config: ViTConfig) -> Stages:
 def encode(
     config: ViTConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns normed hidden states [B, T, D], in the dtype of the parameters.
-
-    Args:
-      config, params: the model.
-      batch: ``image``.
-      rng: key for dropout; None means none.
-    """
+    """Returns normed hidden states [B, T, D], in the dtype of the parameters, of a batch's
+    ``image``; ``rng`` None means no dropout."""
     x_BTD = run_layers(stages(config), params, embed(config, params, batch, rng), {}, rng)
     return layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
 

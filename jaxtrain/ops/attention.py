@@ -212,11 +212,8 @@ def choose(
 
 
 def explain_choice(implementation: str, **shape) -> str:
-    """Returns what :func:`choose` returns, and why where it is not the platform's fused kernel.
-
-    Args:
-      implementation: as for :func:`choose`.
-      **shape: the other arguments of :func:`choose`.
+    """Returns what :func:`choose` returns, whose arguments these are, and why where it is not the
+    platform's fused kernel.
 
     >>> explain_choice("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=100)
     'xla (splash needs rows whose length is a multiple of 128, and it is 100)'

@@ -212,12 +212,9 @@ def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:
 
 
 def copies(kernel: Any, count: int, *, axes: Axes) -> Any:
-    """Returns a kernel so many times, stacked: one for each shard of the batch.
+    """Returns a kernel [..., D, F] ``count`` times, stacked: one for each shard of the batch.
 
-    Args:
-      kernel: [..., D, F], an array or a :class:`Kernel`.
-      count: how many.
-      axes: the logical axes of the whole; what they leave out is gathered.
+    ``axes`` are the logical axes of the whole; what they leave out is gathered.
     """
     rules = _rules_of("", kernel, axes)
 

@@ -33,12 +33,8 @@ def not_taken_over() -> set[str]:
 
 
 def obstacle(rows: int, heads: int) -> str | None:
-    """Says what of the ambient mesh keeps a kernel from running, as the end of "splash needs ...".
-
-    Args:
-      rows: of the batch, B.
-      heads: of the queries, H.
-    """
+    """Says what of the ambient mesh keeps a kernel from running on so many rows of a batch and
+    query heads, as the end of "splash needs ..."."""
     if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
         return "whole rows on every device, and mesh axis 'context' splits them"
     for size, logical, name in ((rows, "batch", "rows"), (heads, "heads", "query heads")):

@@ -34,14 +34,12 @@ def rematerialise(name: str, block: Callable[..., Any], *, prevent_cse: bool) ->
     """Returns ``block`` with a backward pass that keeps what the policy says.
 
     Args:
-      name: one of :data:`REMAT`.
+      name: one of :data:`REMAT`, but for none.
       block: any function, whose attention is :func:`jaxtrain.ops.attention.attention` and whose
         dense layers are :class:`jaxtrain.models.layers.Dense`.
       prevent_cse: False where forward and backward pass are in different loops, and no common
         subexpression can undo the rematerialisation.
     """
-    if name == "none":
-        return block
 
     def known(*args: Any) -> Any:
         with rematerialised(True):

@@ -93,12 +93,8 @@ def rotary_frequencies(
 
 
 def rotary_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of ``position * frequency``, [B, T, K/2] in the latter's dtype.
-
-    Args:
-      positions_BT: int32 positions; leading dimensions may be any.
-      frequencies: [K/2], of :func:`rotary_frequencies`.
-    """
+    """Returns cosines and sines of ``position * frequency``, [B, T, K/2] in the dtype of the
+    frequencies [K/2], of int32 positions, whose leading dimensions may be any."""
     angles = positions_BT.astype(frequencies.dtype)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

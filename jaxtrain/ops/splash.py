@@ -16,11 +16,8 @@ BLOCK = 512
 
 
 def obstacle(*, length: int | None, **_) -> str | None:
-    """Says what keeps the kernel from running, as the end of a sentence "splash needs ...".
-
-    Args:
-      length: positions of a row, T; None leaves them unchecked.
-    """
+    """Says what keeps the kernel from running, as the end of a sentence "splash needs ..."; rows of
+    ``length`` None stay unchecked."""
     if length is not None and length % LANES:
         return f"rows whose length is a multiple of {LANES}, and it is {length}"
     return None

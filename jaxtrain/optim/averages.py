@@ -78,13 +78,11 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
 
 def averaged(state: TrainState) -> TrainState:
-    """Returns the state with the averages that :func:`ema` keeps in place of its parameters.
+    """Returns the state, which may be traced, with the averages that :func:`ema` keeps in place of
+    its parameters.
 
     A parameter without one (a frozen one), and a state without any, stays as it is. The averages
     come in the dtypes of the parameters, and lie as the optimizer state does.
-
-    Args:
-      state: a train state; traced is fine.
     """
     kept = nodes(state.opt_state, lambda node: isinstance(node, AverageState))
     average = {name: x for node in kept for name, x in named_leaves(on_devices(node.ema)).items()}

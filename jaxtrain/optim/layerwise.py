@@ -61,12 +61,8 @@ def per_layer(
 
 
 def add_decayed_weights(strengths: Any) -> optax.GradientTransformation:
-    """Adds to each update the parameter times its own strength.
-
-    Args:
-      strengths: tree of numbers, or of arrays that broadcast against the parameters; False for no
-        decay.
-    """
+    """Adds to each update the parameter times its own strength: a tree of numbers, or of arrays
+    that broadcast against the parameters; False for no decay."""
 
     def leaf(_, strength, u, x):
         return u if strength is False else u + strength * x
@@ -75,14 +71,11 @@ def add_decayed_weights(strengths: Any) -> optax.GradientTransformation:
 
 
 def scale_by_lamb_trust_ratio(trust: Any, *, stacked: Stacked = ()) -> optax.GradientTransformation:
-    """Scales each layer's update ``u`` by ``|x| / |u|``, 1 where either norm is 0.
+    """Scales each layer's update ``u`` by ``|x| / |u|``, 1 where either norm is 0 or ``trust``
+    False.
 
     The layerwise step of LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962, with the identity
     for its phi); ``u`` already holds the decayed weights.
-
-    Args:
-      trust: tree of bools; where False the update passes unscaled.
-      stacked: which leading axes index layers.
     """
 
     def leaf(n, scaled, u, x):
@@ -99,14 +92,9 @@ def scale_by_lars_trust_ratio(
     """Adds decayed weights and scales each layer by the local learning rate of LARS.
 
     ``r * (g + b * w)`` with ``r = trust_coefficient * |w| / (|g| + b * |w|)``, 1 where numerator or
-    denominator is 0 (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1).
-    ``optax.lars`` divides by ``|g + b * w|`` instead, which is the same only without weight decay.
-
-    Args:
-      trust: tree of bools; where False r is 1.
-      strengths: tree of b, the weight decay of each parameter; False for none.
-      trust_coefficient: the paper's eta.
-      stacked: which leading axes index layers.
+    denominator is 0 (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1), and where
+    ``trust`` is False. ``strengths`` has b of each parameter; False for none. ``optax.lars``
+    divides by ``|g + b * w|`` instead, which is the same only without weight decay.
     """
 
     def leaf(n, scaled, strength, g, w):
@@ -136,17 +124,11 @@ def scale_by_muon(
     The last axis is the output and the others (beside the stacked ones) together the input, as
     Flax's Dense and Conv have it. ``muon_scale="rms"`` multiplies by ``0.2 * sqrt(max(in, out))``,
     so that the update has the size of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982);
-    ``"width"`` by ``sqrt(max(1, out / in))`` (Jordan 2024, https://kellerjordan.github.io/posts/muon).
+    ``"width"`` by ``sqrt(max(1, out / in))`` (Jordan 2024,
+    https://kellerjordan.github.io/posts/muon).
 
-    Args:
-      hidden: tree of bools, True only at rank 2 or more per layer; where False the update passes
-        untouched.
-      momentum: decay of the running mean of gradients.
-      nesterov: look one step ahead.
-      ns_steps: Newton-Schulz iterations.
-      muon_scale: ``"rms"`` or ``"width"``.
-      moment_dtype: dtype of the stored mean; None means the parameter's.
-      stacked: which leading axes index layers.
+    Where ``hidden``, a tree of bools that are True only at rank 2 or more per layer, is False, the
+    update passes untouched. The other arguments are options of the rule.
     """
 
     def dimensions_of(n, u):

@@ -44,13 +44,8 @@ _MULTI_HEAD = re.compile(r"(^|/)multi_?head(_?\d+)?(/|$)", re.IGNORECASE)
 
 
 def by_path(patterns: Sequence[str]) -> Callable[[Any], Any]:
-    """Returns a callable ``params -> mask``, True where any of ``patterns`` matches the path.
-
-    Args:
-      patterns: regexes, matched with ``re.search`` against paths such as ``blocks/attn/q/kernel``.
-
-    Returns:
-      A callable from a parameter tree to a tree of bools of its structure.
+    """Returns a callable ``params -> mask`` of bools, True where any of ``patterns`` is found
+    (``re.search``) in the path, such as ``blocks/attn/q/kernel``.
 
     Raises:
       ValueError: if ``patterns`` is a lone string or holds a regex that does not compile.
@@ -69,14 +64,7 @@ def decay_mask(params: Any, *, stacked: Stacked = ()) -> Any:
 
     A parameter decays unless its rank per layer is below 2, or a word of its path says norm
     (``norm1``, ``attn_norm``, ``LayerNorm_0``, ``ln_f``, ...), or its path ends in ``bias`` or
-    ``scale``. Embeddings decay.
-
-    Args:
-      params: tree of arrays, or of anything with a shape.
-      stacked: which leading axes index layers and so do not count as rank; see the module.
-
-    Returns:
-      A tree of bools of the same structure.
+    ``scale``. Embeddings decay. Stacked axes do not count as rank; see the module.
 
     >>> params = {"blocks": {"w": jnp.ones((4, 8, 8)), "b": jnp.ones((4, 8))}}
     >>> decay_mask(params, stacked=(r"^blocks/",))
@@ -121,14 +109,12 @@ def is_table(name: str) -> bool:
 
 
 def stacked_axes(params: Any, stacked: Stacked) -> Any:
-    """Returns a tree of ints: how many leading axes of each parameter index layers.
+    """Returns a tree of ints like ``params``: how many leading axes of each parameter index layers,
+    0 where no pattern matches.
 
     Args:
       params: tree of arrays.
       stacked: regexes, or a mapping from regex to the number of axes; the first match decides.
-
-    Returns:
-      A tree of the structure of ``params``, 0 where no pattern matches.
 
     Raises:
       ValueError: if a parameter has fewer axes than its pattern says, or ``stacked`` is malformed.
@@ -234,8 +220,7 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
       given: pairs of a path regex and a factor, of which the first that matches decides (1 where
         none does), or a function from path to factor. A factor is a number of at least 0; that of a
         stacked parameter may be an array with one number for each layer.
-      params: tree of arrays.
-      stacked: which leading axes index layers.
+      params, stacked: a tree of arrays, and which of their leading axes index layers.
 
     Raises:
       ValueError: if a pattern matches no parameter, or a factor is negative or has another shape.

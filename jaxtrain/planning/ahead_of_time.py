@@ -115,7 +115,8 @@ def plan(
     target = parse_target(target, slices=slices) if isinstance(target, str) else target
     devices = target.devices()
     if mesh is None:
-        mesh = _mesh_of(state)
+        places = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+        mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
     if mesh is None:
         raise ValueError("the state lies on no mesh: give mesh=, such as mesh={'data': -1}")
     if not isinstance(mesh, Mesh) or list(mesh.devices.flat) != devices:
@@ -198,7 +199,8 @@ def plan_step(
         dumped = [path.read_text() for path in listed(Path(folder), "*.after_optimizations.txt")]
     flops = count_jaxpr(traced)
     estimated, unread = _walk(traced, state, batch, mesh, how.get("rules"), kind=target.chip.kind)
-    notes = list(dict.fromkeys(str(w.message) for w in caught if _is_ours(w)))
+    ours = (w for w in caught if issubclass(w.category, TRACE_WARNINGS))
+    notes = list(dict.fromkeys(str(w.message) for w in ours))
     notes += [*_flops_notes(flops), *unread]
     if steps_per_call > 1:
         notes.append(f"memory is of a call of {steps_per_call} steps, with all their batches")
@@ -271,10 +273,7 @@ def read_compiled(
 ) -> tuple[Program, str, tuple[str, ...]]:
     """The program, its text, and what is to be said where XLA's text says nothing.
 
-    Args:
-      compiled: by JAX.
-      mesh: that it is for.
-      text: of the program, as its compiler wrote it; without it JAX is asked.
+    ``text`` is the program as its compiler wrote it; without it JAX is asked.
     """
     try:
         text = text or compiled.as_text()
@@ -317,10 +316,7 @@ def split_memory(
 ) -> Memory:
     """Divides a compiled step's peak into what it is made of; see :class:`Memory`.
 
-    Args:
-      train, state, batch: what was compiled, for what.
-      chip: of what.
-      kept_bytes: what loops keep for the backward pass, by the traced step.
+    ``kept_bytes`` is what loops keep for the backward pass, by the traced step.
     """
     shapes = jax.eval_shape(lambda tree: tree, batch)
     parts = {"parameters": 0, "optimizer_state": 0, "other_state": local_bytes(state)}
@@ -391,15 +387,6 @@ def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(move, state)
-
-
-def _mesh_of(state: PyTree) -> Mesh | None:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-
-
-def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return issubclass(warning.category, TRACE_WARNINGS)
 
 
 def _peak(flops: Flops, chip: Chip) -> float | None:

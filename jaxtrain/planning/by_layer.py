@@ -63,8 +63,7 @@ def parts_of(
     """Divides a train state, and what is kept, among the parts of the model, the largest first.
 
     Args:
-      state: a :class:`jaxtrain.TrainState` or its shapes, with shardings; of another there are no
-        parts.
+      state: shapes with shardings; one that is no :class:`jaxtrain.TrainState` has no parts.
       kept: bytes by part, from :func:`kept_by_part`.
       layers: how many layers a device has, by the key of their parameters.
     """
@@ -121,12 +120,7 @@ def kept_by_part(kept: Mapping[Buffer, tuple[Any, Any]]) -> dict[str, int]:
 
 
 def table(parts: tuple[Part, ...], memory: Any) -> Table:
-    """Draws parts with what there is besides, which together are the peak.
-
-    Args:
-      parts: from :func:`parts_of`.
-      memory: the plan's, :class:`jaxtrain.planning.report.Memory`.
-    """
+    """Draws the parts of a plan with what there is besides, which together are the peak."""
     rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for i, name in enumerate(
         ("", "layers", "parameters", "optimizer", "gradients", "kept", "all", "")

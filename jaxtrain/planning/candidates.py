@@ -107,11 +107,6 @@ def make_placements(config: Any, mesh: Mapping[str, int], target: Target) -> lis
     there is a part for each slice or host; or those that the config itself says. On hosts devices
     may also follow each other in the mesh's order, which needs no flag.
 
-    Args:
-      config: the experiment's.
-      mesh: sizes of its axes.
-      target: the devices.
-
     Returns:
       Parts by the names that :func:`jaxtrain.make_mesh` has for them, such as ``{"dcn_data": 2}``;
       none where no axes divide so.
@@ -176,8 +171,7 @@ def make_candidates(
     stream is split over tensor before it is whole, unless the config has it whole.
 
     Args:
-      config: the experiment's.
-      mesh: sizes of its axes.
+      config, mesh: the experiment's, and the sizes of its axes.
       gathers: when weights that fsdp splits may be gathered; none leaves it to the config.
       schedules: of a pipeline, each with its chunks (:func:`open_schedules`).
     """
@@ -208,12 +202,8 @@ def make_candidates(
 def open_schedules(
     config: Any, typed: Collection[str] = ()
 ) -> Sequence[tuple[str | None, int | None]]:
-    """The schedules and chunks that a config leaves open: all, but for what it or a flag says.
-
-    Args:
-      config: the experiment's. What differs from its default is said.
-      typed: names of flags that are said too.
-    """
+    """The schedules and chunks that the search may vary: all, except what a flag in ``typed`` or a
+    field that differs from its default fixes."""
     options = getattr(config, "pipeline", None)
     if not (hasattr(options, "schedule") and hasattr(options, "virtual")):
         return ((None, None),)

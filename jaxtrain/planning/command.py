@@ -29,12 +29,9 @@ def run_plan(
     """Plans an experiment, looks for a change where it does not fit, and prints the result.
 
     Args:
-      load: builds the experiment from its flags.
-      flags: those flags.
+      load, flags: what builds the experiment, and the flags that it builds it from.
       target: what for.
-      as_json: prints one JSON object instead of the tables.
-      save_hlo: also saves the compiled program's text there.
-      show_parts: prints which part of the model has which memory, too.
+      as_json, save_hlo, show_parts: the command's own flags.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
     """
     if save_hlo is not None:
@@ -58,14 +55,10 @@ def run_plan(
     if as_json:
         print(json.dumps(plan.to_json(), allow_nan=False, default=str))
     else:
-        console = Console(highlight=False, width=_width())
+        # Wide enough for the tables where the output is no terminal.
+        console = Console(highlight=False, width=None if Console().is_terminal else 100)
         plan.draw(console)
         if show_parts and plan.memory is not None:
             console.print("\nmemory per device, by part", style="bold")
             console.print(by_layer.table(plan.parts, plan.memory))
     return plan
-
-
-def _width() -> int | None:
-    # Wide enough for the tables where the output is no terminal.
-    return None if Console().is_terminal else 100

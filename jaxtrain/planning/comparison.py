@@ -26,8 +26,7 @@ def compare_with_run(
 
     Args:
       programs: of the train step, by the number of steps in a call; the first is compared.
-      mesh: where.
-      experiment: what it is a step of.
+      mesh, experiment: what it is a step of, and where.
       seconds_per_step: as measured, evaluation and checkpoints left out; None where nothing was.
 
     Returns:

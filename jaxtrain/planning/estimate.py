@@ -194,15 +194,8 @@ def estimate_traced(
     *,
     kind: str = "tpu",
 ) -> Estimate:
-    """Estimates a traced step: the arguments of :func:`jaxtrain.compile_step`, as shapes.
-
-    Args:
-      traced: from :func:`trace_step`.
-      state: shapes with shardings on ``mesh``.
-      batch: shapes.
-      mesh: a mesh of devices, or one from :func:`abstract_mesh`.
-      rules: as for :func:`jaxtrain.compile_step`.
-      kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+    """Estimates a step that :func:`trace_step` has traced, by the arguments of
+    :func:`jaxtrain.compile_step`, as shapes; the mesh is one of devices, or :func:`abstract_mesh`.
     """
     batch = shapes_on(batch, batch_shardings(batch, mesh, rules))
     leaves = jax.tree.leaves(state)
@@ -234,11 +227,8 @@ def abstract_mesh(
 ) -> AbstractMesh:
     """Makes the mesh that :func:`jaxtrain.make_mesh` would, without devices.
 
-    Args:
-      sizes: of mesh axes, by name.
-      devices: how many there are.
-      kind: ``"tpu"``, ``"gpu"`` or ``"cpu"``: what is traced on the mesh takes the forms that it
-        takes there; None takes those of JAX's default backend.
+    What is traced on it takes the forms that it takes on chips of that kind, ``"tpu"``, ``"gpu"``
+    or ``"cpu"``; None takes those of JAX's default backend.
 
     Raises:
       ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` (or that
@@ -263,11 +253,8 @@ def predict(
 ) -> Prediction | None:
     """Predicts the time of a step (:mod:`.roofline`); None where the chip's peaks are not known.
 
-    Args:
-      estimated: of the same number of devices.
-      target: what it would run on.
-      wires: bytes that one device sends by a compiled program, and those of them that cross the
-        slow network, by kind and axes; in place of what the estimate says.
+    ``wires`` are the bytes that one device sends by a compiled program, and those of them that
+    cross the slow network, by kind and axes, in place of what the estimate says.
     """
     chip, cost = target.chip, estimated.cost
     if chip.hbm_bytes_per_s is None:
@@ -311,13 +298,8 @@ def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
 def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree) -> Estimate:
     """Takes ticks of a pipeline for as long as their slowest device has work.
 
-    The walk counts a forward and a backward unit in every tick, of the most layers that a stage
-    has and with the loss; a tick of the warm-up has one of them, and the last stage alone the loss.
-
-    Args:
-      estimated: of the experiment's step.
-      experiment: read where the mesh has an axis ``pipe``.
-      params: shapes of its parameters.
+    The walk counts a forward and a backward unit in every tick, of the most layers that a stage has
+    and with the loss; a tick of the warm-up has one of them, and the last stage alone the loss.
     """
     pipeline, devices = experiment.pipeline, estimated.mesh.get("pipe", 1)
     if devices == 1 or "microbatches" not in pipeline:

@@ -88,12 +88,8 @@ class _Timeline:
         self.named = {c.name: c for c in self.program.collectives}
 
     def run(self, computation: Computation, times: int = 1, trips: int = 0) -> None:
-        """Runs a computation, whose waits count so many times.
-
-        Args:
-          computation: the whole program, the body of a loop, or a branch.
-          times: how often it is run just so.
-          trips: of the loop whose body it is: a stack of so many layers is read layer by layer.
+        """Runs a computation (the whole program, the body of a loop, or a branch), whose waits
+        count ``times`` over; of a loop's body, a stack of ``trips`` layers is read layer by layer.
         """
         under_way: dict[str, tuple[str, float]] = {}
         for instruction in computation.instructions.values():

@@ -166,7 +166,8 @@ def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
         return f"does not divide: {family_of(str(error))}"
     if target.chip.memory_bytes is not None and state > target.chip.memory_bytes:
         times = state / target.chip.memory_bytes
-        return f"parameters and optimizer state alone are {_rough(times)} x the memory"
+        rough = f"{times:.1f}" if times < 10 else f"{times:.0f}"
+        return f"parameters and optimizer state alone are {rough} x the memory"
     return None
 
 
@@ -311,14 +312,8 @@ def make_row(
     placements: Sequence[Mapping[str, int]],
     rejections: Rejections,
 ) -> Row:
-    """The row of a layout that fits, where it crosses the slow network in the best of some ways.
-
-    Args:
-      candidate, experiment, estimated: the layout, and what it needs.
-      target: where.
-      placements: how its mesh may lie there (:func:`.candidates.make_placements`).
-      rejections: get all ways but the best.
-    """
+    """The row of a layout that fits, in the placement that crosses the slow network best; the
+    others are counted among the rejections."""
     priced = [(predict(placed(estimated, parts), target), parts) for parts in placements]
     # Of equal ones the one that takes less if nothing is hidden.
     prediction, parts = min(priced, key=lambda x: (x[0].step_seconds, x[0].step_seconds_apart))
@@ -347,7 +342,3 @@ def family_of(sentence: str) -> str:
     clause = re.sub(r"(--mesh\.\w+) \d+", r"\1", clause)
     clause = re.sub(r"(mesh ax[ei]s '[\w ]+') of size \d+", r"\1", clause)
     return re.sub(r"(of size|be cut into \w+=|over|into) \d+", r"\1 some", clause)
-
-
-def _rough(times: float) -> str:
-    return f"{times:.1f}" if times < 10 else f"{times:.0f}"

@@ -80,10 +80,6 @@ def parse_slices(attributes: str, mesh: Mesh | None) -> list[tuple[int, ...]] | 
     That is written as lists of device ids, as ``id->id``, or as ``{slices}x{devices of each}``,
     where slices count from 1.
 
-    Args:
-      attributes: of a ``send``.
-      mesh: None where it is not known.
-
     Returns:
       Positions in ``mesh.devices.flat``, or None where it is written in an unknown way.
     """
@@ -154,16 +150,13 @@ def _mesh_groups(axes: str, order: str, used: str) -> list[tuple[int, ...]] | No
 def group_axes(
     groups: Sequence[Sequence[int]] | None, grid: Grid | None, *, pairs: bool = False
 ) -> tuple[tuple[str, ...], int]:
-    """Names the mesh axes along which groups of devices extend.
+    """Names the mesh axes along which groups of devices, as positions in the grid, extend.
 
-    Args:
-      groups: positions in the grid that take part together.
-      grid: of the mesh.
-      pairs: the groups are (source, target): axes along which anything moves.
+    ``pairs`` are (source, target): axes along which anything moves.
 
     Returns:
-      Axes, outermost first, and in how many parts of the slow network a group lies; ``("?",)``
-      and that of all devices where the groups are not whole dimensions.
+      Axes, outermost first, and in how many parts of the slow network a group lies; ``("?",)`` and
+      that of all devices where the groups are not whole dimensions.
     """
     if grid is None:
         return (UNKNOWN,), 1

@@ -106,11 +106,7 @@ class Program:
 
 
 def read_program(text: str, mesh: Mesh | None = None) -> Program:
-    """Reads ``compiled.as_text()``.
-
-    Args:
-      text: of a scheduled module, after partitioning.
-      mesh: names the axes of collectives; None leaves them unknown.
+    """Reads ``compiled.as_text()`` of a scheduled module; the axes of collectives are the mesh's.
 
     Raises:
       ValueError: for a text that is no program.

@@ -32,8 +32,7 @@ def nearest_fit(
 
     Args:
       load: builds an experiment from its flags, of which a later one overrides an earlier.
-      flags: of the one that does not fit.
-      target: where.
+      flags, target: of what does not fit, and where.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``; a change by
         another is passed over.
       tries: compilations at most.

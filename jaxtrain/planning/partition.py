@@ -190,16 +190,11 @@ class Partitioner:
     def product(
         self, lhs: Value, rhs: Value, dimensions: Any, shape: tuple[int, ...], dtype: Any
     ) -> tuple[Spec, Axes, int]:
-        """Partitions a product.
+        """Partitions a product, with dimensions as :func:`.flops.product_dimensions` returns them.
 
         An axis splits one thing: the smaller operand (or a weight) is gathered along axes that
         split the other one's own rows, and its own rows are along axes that the other is contracted
         over.
-
-        Args:
-          lhs, rhs: the operands.
-          dimensions: as :func:`.flops.product_dimensions` returns them.
-          shape, dtype: of the result.
 
         Returns:
           How the result lies, the axes that split the work, and bytes needed meanwhile: gathered

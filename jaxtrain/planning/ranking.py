@@ -94,13 +94,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Layouts that lost for one reason.
-
-    Args:
-      reason: in words.
-      count: how many.
-      example: one of them.
-    """
+    """Layouts that lost for one reason, in words: how many, and one of them."""
 
     reason: str
     count: int
@@ -155,12 +149,8 @@ def rank(rows: Sequence[Row]) -> list[Row]:
 def cost(
     result: SearchResult, *, tokens: float | None = None, price: float | None = None
 ) -> dict[str, float]:
-    """What training with the first row costs; empty where nothing says how much a step holds.
-
-    Args:
-      result: of a search.
-      tokens: to train on in all.
-      price: of one chip (a device of the target) for an hour.
+    """What training ``tokens`` with the first row costs, at the price of a chip (a device of the
+    target) for an hour; empty where nothing says how much a step holds.
 
     Returns:
       ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all

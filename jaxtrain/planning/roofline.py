@@ -139,19 +139,16 @@ def network_share(kind: str, group: int, islands: int) -> float:
 
 
 def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[float, float]:
-    """Seconds of a collective at the bandwidths and the chip's stated efficiency on them.
+    """Seconds of a collective over the fast links, and over the network, at the bandwidths and the
+    chip's stated efficiency on them.
 
     Within an island it is a ring: on TPUs both ways round one axis of the torus, on GPUs through
     all NVLinks. A permutation sends its payload over one link. Latency is not counted.
 
     Args:
-      kind: of the collective.
+      kind, chip: of the collective, and the chip, whose peaks must be known.
       sent: bytes that one device sends in a ring (:func:`ring_share`).
       crossing: those of them that cross the slow network (:func:`network_share`).
-      chip: the peaks, which must be known.
-
-    Returns:
-      The seconds of fast links, and those of the network.
     """
     links = 1 if kind == "collective-permute" else chip.links
     fast = (sent - crossing) / (links * chip.link_bytes_per_s * chip.efficiency["links"])
@@ -161,13 +158,8 @@ def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[f
 def crossing_bytes(
     kind: str, axes: tuple[str, ...], sent: float, mesh: Mapping[str, int], slow: Mapping[str, int]
 ) -> float:
-    """Of the bytes that a device sends along mesh axes, those that cross the slow network.
-
-    Args:
-      kind, axes, sent: of the collective; axes that the mesh lacks are taken as all of it.
-      mesh: sizes of mesh axes.
-      slow: over how many islands each of them extends.
-    """
+    """Of the bytes that a device sends along mesh axes (of all, where the mesh lacks one), those
+    that cross the slow network, where each axis extends over ``slow`` islands."""
     axes = axes if set(axes) <= set(mesh) else tuple(mesh)
     group, islands = (math.prod(sizes[axis] for axis in axes) for sizes in (mesh, slow))
     return sent * network_share(kind, group, islands)

@@ -170,10 +170,9 @@ def compile_rows(
     """Compiles the first rows, in their place, until ``count`` of them fit or time is over.
 
     Args:
-      estimator: of these rows.
-      rows: the fastest by prediction first.
-      count: how many; with None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
+      estimator, rows: the layouts, the fastest by prediction first.
       progress: as for :func:`search`.
+      count: how many; with None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
       deadline: by ``time.perf_counter()``. The compiler, which nothing can stop, runs on, and its
         row says that it has no answer.
 

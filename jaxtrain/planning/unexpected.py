@@ -19,21 +19,17 @@ GATHERED = frozenset(["fsdp", "data"])
 def unexpected_gathers(
     program: Program, params: Any, mesh: Mesh, *, layers: str | None = None, once: bool = False
 ) -> tuple[str, ...]:
-    """Describes all-gathers whose result is a whole parameter, where that defeats its sharding.
+    """Describes all-gathers whose result is a whole parameter, where that defeats its sharding, a
+    sentence per parameter and axes.
 
     An axis that splits work (``tensor``, ``pipe``, ``expert``, ``context``) is split so that no
     device sees the whole parameter; ``fsdp`` (and ``data`` under ZeRO-3) gathers parameters by
     design, but those of a stack of layers one layer at a time.
 
     Args:
-      program: what was compiled.
-      params: parameters, or shapes, with shardings.
-      mesh: the mesh they lie on.
+      program, params, mesh: what was compiled, for parameters, or shapes, with shardings.
       layers: the path of the subtree whose leading axis is the layer.
       once: whether all layers are gathered together on purpose, once per step.
-
-    Returns:
-      A sentence per parameter and axes.
     """
     found: dict[tuple[tuple[str, ...], tuple[str, ...]], Collective] = {}
     for collective in program.collectives:

@@ -133,13 +133,9 @@ class Walk(Partitioner):
     def level(
         self, jaxpr: Any, consts: list, arguments: list, *, carry: Sequence[Value] = (), top=False
     ) -> tuple[list[Value], int]:
-        """Walks one jaxpr (a step, a loop's body, a branch).
+        """Walks one jaxpr: a step, which is ``top``, a loop's body, or a branch.
 
-        Args:
-          jaxpr: its equations.
-          consts, arguments: values of its variables.
-          carry: those of the arguments that its results are written over.
-          top: whether it is the step itself.
+        ``carry`` are those of the arguments that its results are written over.
 
         Returns:
           Its results, and the most bytes that are alive at once besides its arguments.
