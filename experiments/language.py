@@ -351,7 +351,7 @@ def outline(
 
 
 def of_layers(config: Any, model: Any, stack: Stack) -> dict[str, Any]:
-    """The arguments of an experiment that are its model, stacked by layer, and its first weights."""
+    """The arguments of an experiment that are its model, cut by layers, and its first weights."""
     module, source = config.models, config.source
     stages = dataclasses.replace(module.stages(model), stacked=stack)
     pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
