@@ -44,7 +44,7 @@ def test_one_step_of_sgd_is_the_definition(sign):
 
 
 def test_learning_rate_in_force_is_reported():
-    schedule = jt.schedules.warmup_cosine(1e-2, warmup_steps=4, total_steps=20)
+    schedule = jt.schedules.cosine(1e-2, warmup_steps=4, total_steps=20)
     state, step = make(optimizer=jt.make_optimizer("adam", learning_rate=schedule))
     step = jax.jit(step)
     for count in range(6):

@@ -65,7 +65,6 @@ from jaxtrain.data.sources import (
 from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
 from jaxtrain.data.tokenizers import (
     EOD,
-    BPETokenizer,
     ByteTokenizer,
     SubwordTokenizer,
     Tokenizer,
@@ -78,7 +77,6 @@ __all__ = [
     "EOD",
     "ORDER_VERSION",
     "Augmented",
-    "BPETokenizer",
     "BatchStream",
     "Batches",
     "ByteTokenizer",

@@ -70,14 +70,6 @@ class Tokenizer(Protocol):
         """Returns the bytes of some ids, exactly; `eod` has none."""
         ...
 
-    def token_bytes(self, ids: Any) -> int:
-        """Counts the bytes that some ids stand for: the denominator of bits per byte."""
-        ...
-
-    def token_lengths(self, ids: Any) -> np.ndarray:
-        """Returns how many bytes each id stands for, int64 [T]."""
-        ...
-
     def token_pieces(self, ids: Any) -> list[bytes]:
         """Returns the bytes that each id stands for; those of `eod` are none."""
         ...
@@ -99,7 +91,6 @@ class _BytePieces:
 
     def __init__(self, pieces: list[bytes], eod: int):
         self._pieces = pieces
-        self._lengths = np.array([len(piece) for piece in pieces], np.int64)
         self.eod = eod
 
     @property
@@ -114,12 +105,6 @@ class _BytePieces:
 
     def decode_bytes(self, ids: Any) -> bytes:
         return b"".join(self.token_pieces(ids))
-
-    def token_bytes(self, ids: Any) -> int:
-        return int(self.token_lengths(ids).sum())
-
-    def token_lengths(self, ids: Any) -> np.ndarray:
-        return self._lengths[self._checked(ids)]
 
     def token_pieces(self, ids: Any) -> list[bytes]:
         return [self._pieces[each] for each in self._checked(ids).tolist()]
@@ -476,9 +461,6 @@ class SubwordTokenizer(_BytePieces):
                 f"{found}use a tokenizer that keeps text as it is (add_prefix_space=false, no "
                 "normalizer)"
             )
-
-
-BPETokenizer = SubwordTokenizer  # its name while it knew nothing else
 
 
 def trained_kind(name: str) -> tuple[str, int] | None:

@@ -9,7 +9,7 @@ from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_a
 from jaxtrain.optim.rate import LearningRateState, current_learning_rate, scale_by_learning_rate
 from jaxtrain.optim.reports import reports
 from jaxtrain.optim.schedules import make_schedule
-from jaxtrain.optim.spikes import skip_spikes, spikes_skipped
+from jaxtrain.optim.spikes import skip_spikes
 from jaxtrain.optim.watching import watch
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "scale_by_learning_rate",
     "schedules",
     "skip_spikes",
-    "spikes_skipped",
     "stacked_axes",
     "watch",
 ]

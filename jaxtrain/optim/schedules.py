@@ -63,18 +63,6 @@ def cosine(peak: Rate, *, total_steps: int, warmup_steps: int = 0, final: Rate =
     )
 
 
-def warmup_cosine(
-    peak: Rate, *, warmup_steps: int, total_steps: int, final: Rate = 0.0
-) -> Schedule:
-    """The same as ``cosine``, with a warm-up that must be said.
-
-    >>> schedule = warmup_cosine(1.0, warmup_steps=2, total_steps=4)
-    >>> [float(schedule(count)) for count in range(3)]
-    [0.0, 0.5, 1.0]
-    """
-    return cosine(peak, total_steps=total_steps, warmup_steps=warmup_steps, final=final)
-
-
 def cosine_restarts(
     peak: Rate, *, period: int, multiplier: int = 1, warmup_steps: int = 0, final: Rate = 0.0
 ) -> Schedule:

@@ -8,7 +8,6 @@ import optax
 
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.optim.numerics import check_integer, check_number
-from jaxtrain.optim.reports import reports
 from jaxtrain.tree import select
 
 # As in OLMo-core's SkipStepOptimizer: mean and deviation over 128 steps, judged from half of that.
@@ -105,18 +104,6 @@ def skip_spikes(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def spikes_skipped(opt_state: Any) -> jax.Array | None:
-    """Returns how many updates ``skip_spikes`` has left out so far; None where it is not in use.
-
-    >>> int(spikes_skipped(skip_spikes(optax.sgd(1.0), 6.0).init(jnp.zeros(1))))
-    0
-    >>> spikes_skipped(optax.sgd(1.0).init(jnp.zeros(1))) is None
-    True
-    """
-
-    return reports(opt_state).get("spike")
 
 
 def _limits(state: SkipSpikesState, deviations: float) -> jax.Array:

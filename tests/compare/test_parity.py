@@ -56,7 +56,7 @@ def optimizer_named(name: str) -> optax.GradientTransformation:
     lamb = {"trust_mask": functools.partial(jt.tree.map_named, lambda n, x: "k/bias" not in n)}
     chain = jt.make_optimizer(
         name,
-        learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
+        learning_rate=jt.schedules.cosine(1e-2, warmup_steps=2, total_steps=10),
         weight_decay=0.1,
         clip_norm=0.5,
         eps=1e-4,

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jaxtrain import data
-from jaxtrain.data import BPETokenizer, ByteTokenizer, ChatTemplate, chat, tokenize
+from jaxtrain.data import ByteTokenizer, ChatTemplate, SubwordTokenizer, chat, tokenize
 from jaxtrain.data.chat import TEMPLATES, encode_marked, load_template
 from jaxtrain.data.tokenizers import EOD
 from tests.commands import run as command
@@ -104,11 +104,11 @@ MARKED = [name for name, text in FAMILIES.items() if "generation %" in text]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    trained = BPETokenizer.train([json.dumps(FAMILIES), "Two. Four. What is it?\n\n"] * 3, 500)
+    trained = SubwordTokenizer.train([json.dumps(FAMILIES), "Two. Four. What is it?\n\n"] * 3, 500)
     trained._tokenizer.add_special_tokens(
         [tokenizers.AddedToken(each, rstrip=each == "<|end|>", special=True) for each in SPECIAL]
     )
-    return BPETokenizer(trained._tokenizer, trained.eod)
+    return SubwordTokenizer(trained._tokenizer, trained.eod)
 
 
 @pytest.fixture(scope="module")

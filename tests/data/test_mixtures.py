@@ -194,7 +194,7 @@ def test_stores_are_mixed_and_must_have_one_tokenizer(tmp_path):
         texts = [data.Document(str(n), f"{name} {n} ".encode() * 9) for n in range(count)]
         return data.write_store(data.Split(texts[2:], texts[:2]), tokenizer, tmp_path / name)
 
-    tokenizer = data.BPETokenizer.train([b"the theme of the thesis"], 265)
+    tokenizer = data.SubwordTokenizer.train([b"the theme of the thesis"], 265)
     stores = {name: store(name, n, tokenizer) for name, n in (("code", 20), ("docs", 30))}
     spec = f"code=0.75:{tmp_path}/code,docs=0.25:{tmp_path}/docs"
     text = data.open_data(spec)
@@ -206,7 +206,7 @@ def test_stores_are_mixed_and_must_have_one_tokenizer(tmp_path):
     assert sum("code" in row or "ode" in row for row in written) == 6
     tokenizer.save(tmp_path / "t.json")
     data.open_data(spec, tokenizer=str(tmp_path / "t.json"))
-    data.BPETokenizer.train([b"other"], 260).save(tmp_path / "o.json")
+    data.SubwordTokenizer.train([b"other"], 260).save(tmp_path / "o.json")
     for given_tokenizer in (str(tmp_path / "o.json"), "265"):
         with pytest.raises(
             ValueError, match=r"made with another tokenizer than '.*': leave `token"

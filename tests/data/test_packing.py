@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import (
-    BPETokenizer,
     ByteTokenizer,
     Document,
     FittedTokens,
     PackedTokens,
+    SubwordTokenizer,
     tokenize,
     waste,
 )
@@ -124,10 +124,10 @@ def test_storage_is_compact():
 
 def test_bpe_counts_bytes_not_tokens():
     texts = [b"the theme of the thesis", b"the end"]
-    tokenizer = BPETokenizer.train(texts, 270)
+    tokenizer = SubwordTokenizer.train(texts, 270)
     corpus = tokenize(documents_of(texts), tokenizer)
     assert len(corpus.tokens) < 20
-    assert corpus.num_bytes == 30 == tokenizer.token_bytes(corpus.tokens)
+    assert corpus.num_bytes == 30 == sum(map(len, tokenizer.token_pieces(corpus.tokens)))
     ends = (corpus.tokens == tokenizer.eod).nonzero()[0]
     assert corpus.starts.tolist() == [0, ends[0] + 1]
     assert tokenizer.decode(corpus.tokens) == "the theme of the thesisthe end"

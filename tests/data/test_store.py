@@ -26,7 +26,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain import data
-from jaxtrain.data import BPETokenizer, ByteTokenizer, Document, store, tokenize, writing
+from jaxtrain.data import ByteTokenizer, Document, SubwordTokenizer, store, tokenize, writing
 from jaxtrain.data.sources import Documents, Split
 from jaxtrain.data.tokenizers import EOD
 from jaxtrain.host import storage
@@ -233,7 +233,7 @@ def test_killed_at_any_moment_it_goes_on_without_a_lost_or_doubled_document(tmp_
         (tmp_path / "texts" / f"{n}.txt").write_text(words(n))
     monkeypatch.setattr(writing, "SHARD_BYTES", 700)
     split, moments = data.text_folder(tmp_path / "texts"), []
-    tokenizer = BPETokenizer.train([d.text for d in split.train], 300)
+    tokenizer = SubwordTokenizer.train([d.text for d in split.train], 300)
     expected = [tokenize(side, tokenizer) for side in split]
 
     def copied(call):
@@ -272,7 +272,7 @@ from jaxtrain.data.sources import text_folder
 
 if __name__ == "__main__":
     writing.SHARD_BYTES = 30_000
-    tokenizer = data.BPETokenizer.load(sys.argv[1])
+    tokenizer = data.SubwordTokenizer.load(sys.argv[1])
     writing.PROGRESS_SECONDS = 0.0
     data.write_store(text_folder(sys.argv[2]), tokenizer, sys.argv[3], workers=2)
 """
@@ -285,7 +285,7 @@ def test_workers_end_with_a_killed_parent_and_the_next_call_finishes(tmp_path):
     for n in range(60):
         (folder / f"{n:02d}.txt").write_text(words(n, 1200) + EOD)
     split, path = data.text_folder(folder), tmp_path / "store"
-    tokenizer = BPETokenizer.train([d.text for d in split.train], 400)
+    tokenizer = SubwordTokenizer.train([d.text for d in split.train], 400)
     tokenizer.save(tmp_path / "tokenizer.json")
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
@@ -319,7 +319,7 @@ def test_workers_end_with_a_killed_parent_and_the_next_call_finishes(tmp_path):
 
 
 def test_a_tokenizer_goes_to_other_processes_as_it_is():
-    tokenizer = BPETokenizer.train([b"the theme of the thesis"], 270)
+    tokenizer = SubwordTokenizer.train([b"the theme of the thesis"], 270)
     text = f"the {EOD} of é\udcff".encode("utf-8", "surrogateescape")
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
@@ -383,7 +383,7 @@ def test_bad_stores_are_named(texts, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=rf"starts.npy' is damaged .*{again}"):
             data.open_store(path).corpus()
     (path / "train.starts.npy").write_bytes(starts)
-    other = BPETokenizer.train([b"the theme"], 260)
+    other = SubwordTokenizer.train([b"the theme"], 260)
     with pytest.raises(ValueError, match=r"store' was made with another tokenizer, or the token"):
         data.write_store(split, other, path)
     (texts / "00.txt").write_text("changed")

@@ -15,7 +15,6 @@ from experiments.gpt import generate
 from experiments.language import Source
 from jaxtrain.data import (
     EOD,
-    BPETokenizer,
     ByteTokenizer,
     SubwordTokenizer,
 )
@@ -32,7 +31,7 @@ TEXT = [
 
 @pytest.fixture(scope="module")
 def bpe():
-    return BPETokenizer.train(TEXT, 300)
+    return SubwordTokenizer.train(TEXT, 300)
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe", "unigram", "wordpiece"])
@@ -54,8 +53,8 @@ def test_any_bytes_round_trip(tokenizer, data):
     assert ids.dtype == np.int32
     assert ids.ndim == 1
     assert tokenizer.decode_bytes(ids) == data
-    assert tokenizer.token_bytes(ids) == len(data)
-    assert tokenizer.token_bytes([*ids, tokenizer.eod]) == len(data)
+    assert sum(map(len, tokenizer.token_pieces(ids))) == len(data)
+    assert sum(map(len, tokenizer.token_pieces([*ids, tokenizer.eod]))) == len(data)
     assert tokenizer.decode([*ids, tokenizer.eod]) == data.decode("utf-8", "replace")
     assert tokenizer.eod not in ids
     assert all(0 <= each < tokenizer.vocab_size for each in ids)
@@ -92,14 +91,14 @@ def test_bpe_merges_what_is_frequent(bpe):
 
 
 def test_bpe_training_repeats(bpe):
-    again = BPETokenizer.train(iter(TEXT), 300)
+    again = SubwordTokenizer.train(iter(TEXT), 300)
     assert again.fingerprint == bpe.fingerprint
-    assert BPETokenizer.train(TEXT, 290).fingerprint != bpe.fingerprint
+    assert SubwordTokenizer.train(TEXT, 290).fingerprint != bpe.fingerprint
 
 
 def test_bpe_load_gives_the_same(bpe, tmp_path):
     bpe.save(tmp_path / "tokenizer.json")
-    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    loaded = SubwordTokenizer.load(tmp_path / "tokenizer.json")
     assert (loaded.vocab_size, loaded.eod) == (bpe.vocab_size, bpe.eod)
     assert loaded.fingerprint == bpe.fingerprint
     assert loaded.encode(TEXT[1]).tolist() == bpe.encode(TEXT[1]).tolist()
@@ -140,7 +139,7 @@ def test_an_end_of_documents_that_a_file_does_not_call_special_is(bpe, tmp_path)
     content["added_tokens"][0]["special"] = False
     path.write_text(json.dumps(content))
     assert bpe.eod in tokenizers.Tokenizer.from_file(str(path)).encode(f"a{EOD}b").ids
-    loaded = BPETokenizer.load(path)
+    loaded = SubwordTokenizer.load(path)
     assert loaded.encode(f"a{EOD}b").tolist() == bpe.encode(f"a{EOD}b").tolist()
     assert loaded.special_pattern == bpe.special_pattern
 
@@ -180,7 +179,7 @@ def test_truncation_padding_and_added_starts_of_a_file_are_not_applied(bpe, tmp_
     )
     library = tokenizers.Tokenizer.from_file(str(path))
     assert len(library.encode("the theme of the thesis").ids) == 99
-    loaded = BPETokenizer.load(path)
+    loaded = SubwordTokenizer.load(path)
     assert loaded.encode(TEXT[1]).tolist() == bpe.encode(TEXT[1]).tolist()
 
 
@@ -193,13 +192,13 @@ def test_added_tokens_and_holes_count_their_bytes(bpe, tmp_path):
     added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     content["added_tokens"].append({"id": 351, "content": "<é>", **added})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    loaded = SubwordTokenizer.load(tmp_path / "tokenizer.json")
     (id,) = set(loaded.encode("a<é>b")) - set(loaded.encode("ab"))
     assert id not in vocabulary.values()
     assert loaded.decode(loaded.encode("a<é>b")) == "a<é>b"
-    assert loaded.token_bytes([id]) == 4
+    assert sum(map(len, loaded.token_pieces([id]))) == 4
     assert loaded.vocab_size > 350
-    assert loaded.token_bytes([350]) == len(last)
+    assert sum(map(len, loaded.token_pieces([350]))) == len(last)
 
 
 def test_failing_documents_are_not_swallowed():
@@ -208,20 +207,20 @@ def test_failing_documents_are_not_swallowed():
         raise ValueError("the third file is bad")
 
     with pytest.raises(ValueError, match="the third file is bad"):
-        BPETokenizer.train(documents(), 300)
+        SubwordTokenizer.train(documents(), 300)
 
 
 def test_bpe_load_refusals(bpe, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.json' does not exist"):
-        BPETokenizer.load(tmp_path / "none.json")
+        SubwordTokenizer.load(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"bad.json' is not a tokenizer.json \("):
-        BPETokenizer.load(tmp_path / "bad.json")
+        SubwordTokenizer.load(tmp_path / "bad.json")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(tmp_path / "word.json"))
     with pytest.raises(ValueError, match="holds a WordLevel tokenizer that is not byte-level"):
-        BPETokenizer.load(tmp_path / "word.json")
+        SubwordTokenizer.load(tmp_path / "word.json")
     with pytest.raises(ValueError, match=r"no token '<end>'; pass eod=... one of \['<\|endoftext"):
-        BPETokenizer.load(changed(bpe, tmp_path), eod="<end>")
+        SubwordTokenizer.load(changed(bpe, tmp_path), eod="<end>")
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("</s>", 0.0), ("x", -1.0)]))
     unigram.save(str(tmp_path / "unigram.json"))  # without an id of what is unknown
     with pytest.raises(ValueError, match=r"unigram.json' cannot encode every text \(.*unk_id"):
@@ -230,11 +229,11 @@ def test_bpe_load_refusals(bpe, tmp_path):
     content["model"]["vocab"]["zz"] = 4_294_967_294  # a list of so many pieces takes 34 GB
     (tmp_path / "bomb.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"bomb.json' has 3\d\d tokens and an id of 4,294,967,294"):
-        BPETokenizer.load(tmp_path / "bomb.json")
+        SubwordTokenizer.load(tmp_path / "bomb.json")
     for kind in ("Lowercase", "NFKC", "NFD", "NFKD"):
         path = changed(bpe, tmp_path, normalizer={"type": kind})
         with pytest.raises(ValueError, match=r"of 1 Line .* into .*no normalizer"):
-            BPETokenizer.load(path)
+            SubwordTokenizer.load(path)
 
 
 def test_a_pattern_that_backtracks_without_end_is_one_sentence_in_every_process(bpe, tmp_path):
@@ -242,7 +241,7 @@ def test_a_pattern_that_backtracks_without_end_is_one_sentence_in_every_process(
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     byte_level["use_regex"] = False
     both = {"type": "Sequence", "pretokenizers": [split | {"invert": False}, byte_level]}
-    loaded = BPETokenizer.load(changed(bpe, tmp_path, pre_tokenizer=both))
+    loaded = SubwordTokenizer.load(changed(bpe, tmp_path, pre_tokenizer=both))
     for each in (loaded, pickle.loads(pickle.dumps(loaded))):
         with pytest.raises(ValueError, match=r"\.json' cannot cut a text into words \(.*another"):
             each.encode("a" * 60 + "b")
@@ -254,13 +253,13 @@ def test_a_space_in_front_of_texts_without_one_is_refused(bpe, tmp_path):
     content["pre_tokenizer"]["add_prefix_space"] = True
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"turns ' a' into 'a'.*add_prefix_space=false"):
-        BPETokenizer.load(path)
+        SubwordTokenizer.load(path)
 
 
 def test_a_normalizer_that_composes_characters_is_left_out(bpe, tmp_path):
     """As Qwen's: composed text encodes as before, and no other text is lost."""
     path = changed(bpe, tmp_path, normalizer={"type": "NFC"})
-    theirs, ours = tokenizers.Tokenizer.from_file(str(path)), BPETokenizer.load(path)
+    theirs, ours = tokenizers.Tokenizer.from_file(str(path)), SubwordTokenizer.load(path)
     assert ours.encode("né à l'été").tolist() == theirs.encode("né à l'été").ids
     assert ours.decode(ours.encode("ne\u0301")) == "ne\u0301"
 
@@ -392,9 +391,9 @@ def test_a_kind_that_is_none():
 
 def test_bad_sizes_and_ids(tokenizer):
     with pytest.raises(ValueError, match="vocab_size is 256"):
-        BPETokenizer.train(TEXT, 256)
+        SubwordTokenizer.train(TEXT, 256)
     size = tokenizer.vocab_size
-    for method in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.token_bytes):
+    for method in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.token_pieces):
         with pytest.raises(
             ValueError, match=f"token id {size} is outside the vocabulary of {size}"
         ):
@@ -409,6 +408,6 @@ def test_bad_sizes_and_ids(tokenizer):
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
-        BPETokenizer.train(TEXT, 300)
+        SubwordTokenizer.train(TEXT, 300)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
-        BPETokenizer.load("any.json")
+        SubwordTokenizer.load("any.json")

@@ -99,7 +99,7 @@ def gpt_stages(config):
 def lamb(stack=jt.Stack()):  # noqa: B008
     chain = jt.make_optimizer(
         "lamb",
-        learning_rate=jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=10),
+        learning_rate=jt.schedules.cosine(1e-2, warmup_steps=2, total_steps=10),
         weight_decay=0.1,
         clip_norm=0.5,
         eps=1e-4,  # above rounding noise, which Adam would blow up

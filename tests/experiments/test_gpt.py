@@ -76,7 +76,7 @@ def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts
     main(Config, build, flags)
     assert "bits per byte" in capsys.readouterr().out
     model, params, tokenizer = generate.load(str(run))
-    assert isinstance(tokenizer, data.BPETokenizer)
+    assert isinstance(tokenizer, data.SubwordTokenizer)
     assert model.vocab_size == tokenizer.vocab_size <= 300
     assert params["embed"]["tokens"].shape[0] == model.padded_vocab
 
@@ -342,7 +342,7 @@ def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be
 
 def test_a_store_gives_the_batches_of_its_text_with_its_own_tokenizer(texts, tmp_path):
     split, path = data.text_folder(texts), str(tmp_path / "store")
-    tokenizer = data.BPETokenizer.train((d.text for d in split.train), 300)
+    tokenizer = data.SubwordTokenizer.train((d.text for d in split.train), 300)
     tokenizer.save(tmp_path / "tokenizer.json")
     data.write_store(split, tokenizer, path)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -50,10 +50,6 @@ CASES = {
         {"total_steps": 40, "final": ...},
         lambda t, w, p, f: cosine(min(t / (40 - w), 1), p, f),
     ),
-    "warmup_cosine": (
-        {"total_steps": 40, "final": ...},
-        lambda t, w, p, f: cosine(min(t / (40 - w), 1), p, f),
-    ),
     "cosine_restarts": (
         {"period": 6, "multiplier": 2, "final": ...},
         lambda t, w, p, f: sgdr(t, 6, 2, p, f),

@@ -242,9 +242,9 @@ JSON = st.recursive(
 
 
 def a_tokenizer() -> dict:
-    from jaxtrain.data import BPETokenizer
+    from jaxtrain.data import SubwordTokenizer
 
-    return json.loads(BPETokenizer.train([b"some words on a page " * 9], 270).to_json())
+    return json.loads(SubwordTokenizer.train([b"some words on a page " * 9], 270).to_json())
 
 
 def paths_of(tree, prefix=()):

@@ -47,7 +47,7 @@ def make_experiment(steps=12, **changes):
         init_fn=problems.init,
         loss_fn=noisy_loss,
         optimizer=jt.make_optimizer(
-            "adamw", jt.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=12), accumulate=3
+            "adamw", jt.schedules.cosine(1e-2, warmup_steps=2, total_steps=12), accumulate=3
         ),
         batch=batches.shapes,
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),

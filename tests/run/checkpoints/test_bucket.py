@@ -98,9 +98,11 @@ def test_text_in_a_bucket_is_the_same_text(bucket, tmp_path):
 def test_a_tokenizer_in_a_bucket(bucket):
     pytest.importorskip("tokenizers")
     bucket.mkdir(parents=True, exist_ok=True)
-    trained = data.BPETokenizer.train(["some text, some more text"], 260)
+    trained = data.SubwordTokenizer.train(["some text, some more text"], 260)
     trained.save("gs://bucket/tokenizer.json")
-    assert data.BPETokenizer.load("gs://bucket/tokenizer.json").fingerprint == trained.fingerprint
+    assert (
+        data.SubwordTokenizer.load("gs://bucket/tokenizer.json").fingerprint == trained.fingerprint
+    )
 
 
 def test_logs_are_written_anew_and_resumed_in_a_bucket(bucket, tmp_path):

@@ -126,8 +126,8 @@ def test_a_tokenizer_file_runs_and_opens_nothing(tmp_path, alarm):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(pickle.dumps(alarm))
     with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
-        data.BPETokenizer.load(path)
-    good = json.loads(data.BPETokenizer.train([b"some words " * 9], 260).to_json())
+        data.SubwordTokenizer.load(path)
+    good = json.loads(data.SubwordTokenizer.train([b"some words " * 9], 260).to_json())
     hostile = [
         {"normalizer": {"type": "Custom", "code": "import evil_module"}},
         {"pre_tokenizer": {"type": "evil_module.Handler"}},
@@ -137,7 +137,7 @@ def test_a_tokenizer_file_runs_and_opens_nothing(tmp_path, alarm):
     for change in hostile:
         path.write_text(json.dumps(good | change))
         try:
-            loaded = data.BPETokenizer.load(path)
+            loaded = data.SubwordTokenizer.load(path)
         except ValueError:
             continue
         assert loaded.decode(loaded.encode("some words")) == "some words"
