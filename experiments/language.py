@@ -441,15 +441,10 @@ def facts(
 def compile_writer(
     step: Callable[[Any, Prompts], Any], params: Any, batch: Prompts, *, stack: Stack, rules: Rules
 ) -> Callable[[Prompts], Any]:
-    """Compiles a step that generates for parameters where training has left them.
+    """Compiles a step that generates, of an example of a batch whose rows divide over the mesh, for
+    parameters where training has left them.
 
     All processes call it and what it returns: the parameters lie on all of them.
-
-    Args:
-      step: of :mod:`jaxtrain.models.generate` or its like for targets.
-      params: of a train state.
-      batch: an example; rows divide over the mesh.
-      stack, rules: how the parameters are stacked, and their rules.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.

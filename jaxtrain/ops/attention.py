@@ -35,6 +35,7 @@ differentiated_twice = jax.make_user_context(False)
 KERNEL_SCOPE = "fused_attention"
 
 _log = logging.getLogger(__name__)
+_say_once = functools.cache(_log.warning)
 
 
 def branch_shares(*counts: int) -> Any:
@@ -408,8 +409,3 @@ def _choose_here(
         )
         return "xla"
     return chosen
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _log.warning(message)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -214,7 +215,8 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
             **options,
         )
         if rate_multipliers:
-            stages.append(_scale_by(factors))
+            scale = functools.partial(jax.tree.map, operator.mul, factors)
+            stages.append(optax.stateless(lambda updates, _: scale(updates)))
         clips = [] if clip_value is None else [optax.clip(clip_value)]
         clips += [] if clip_norm is None else [_clip_by_global_norm(clip_norm, order)]
         tx = optax.chain(optax.chain(*clips) if clips else optax.identity(), *stages)
@@ -290,10 +292,6 @@ def _clip_by_global_norm(limit: float | jax.Array, order: float) -> optax.Gradie
         return jax.tree.map(lambda u: jnp.where(norm < limit, u, u / norm * limit), updates)
 
     return optax.stateless(clip)
-
-
-def _scale_by(factors: Any) -> optax.GradientTransformation:
-    return optax.stateless(lambda updates, _: jax.tree.map(lambda f, u: f * u, factors, updates))
 
 
 def _freeze_rest(

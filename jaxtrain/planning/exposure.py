@@ -197,7 +197,8 @@ class _Timeline:
         if instruction.op not in ("dot", "convolution"):
             return 0.0
         left = computation.instructions[instruction.operands[0]]
-        return 2.0 * _elements(instruction.type) * _contracted(instruction, left)
+        elements = math.prod(arrays(instruction.type)[0][1])
+        return 2.0 * elements * _contracted(instruction, left)
 
 
 def _read(type_text: str, trips: int) -> float:
@@ -205,10 +206,6 @@ def _read(type_text: str, trips: int) -> float:
     found = arrays(type_text)
     stacked = trips > 1 and len(found) == 1 and found[0][1][:1] == (trips,)
     return type_bytes(type_text) / (trips if stacked else 1)
-
-
-def _elements(type_text: str) -> int:
-    return math.prod(arrays(type_text)[0][1])
 
 
 def _contracted(instruction: Instruction, left: Instruction) -> int:

@@ -22,7 +22,6 @@ def nearest_fit(
     target: Target,
     *,
     has_flag: Callable[[str], bool] = lambda _: True,
-    tries: int = TRIES,
 ) -> tuple[str, Plan] | None:
     """Looks for the nearest change that fits.
 
@@ -35,11 +34,11 @@ def nearest_fit(
       flags, target: of what does not fit, and where.
       has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``; a change by
         another is passed over.
-      tries: compilations at most.
 
     Returns:
       The flags that change and the plan, or None where none of those tried fits.
     """
+    tries = TRIES
     for change, where in _changes(load(flags), target, has_flag):
         if tries == 0:
             return None

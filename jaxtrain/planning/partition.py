@@ -110,7 +110,8 @@ class Partitioner:
     def size(self, shape: Sequence[int], dtype: Any, spec: Spec) -> int:
         """Bytes of one device."""
         local = (-(-n // self.parts(axes)) for n, axes in zip(shape, spec, strict=True))
-        return math.prod(local) * _itemsize(dtype)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return math.prod(local) * (8 if is_key else dtype.itemsize)
 
     def bytes(self, value: Value) -> int:
         """Bytes of one device."""
@@ -277,10 +278,6 @@ def spec_of(leaf: Any) -> Spec:
     """The mesh axes per dimension of an array, or a shape; none where it has no sharding."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", ())
     return tuple(map(names_of, entries_of(spec, len(leaf.shape))))
-
-
-def _itemsize(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
 
 
 def _groups(old: tuple, new: tuple) -> list[tuple[list[int], list[int]]]:

@@ -115,7 +115,8 @@ def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -
     name, mark, layout = re.fullmatch(r"([^:-]*)([:-]?)(.*)", text.strip().lower()).groups()
     name = _ALIASES.get(name, name)
     if name not in CHIPS:
-        raise ValueError(f"target {text!r} names no chip that is known: use {_known()}")
+        known = ", ".join(map(_example, CHIPS.values()))
+        raise ValueError(f"target {text!r} names no chip that is known: use {known}")
     chip = CHIPS[name]
     if dcn_gbps is not None:
         if dcn_gbps <= 0:
@@ -269,10 +270,6 @@ def _start() -> None:
 def _need(compiler: str, *modules: str) -> None:
     if not any(map(importlib.util.find_spec, modules)):
         raise ValueError(f"the {compiler} compiler is not installed: {INSTALL}")
-
-
-def _known() -> str:
-    return ", ".join(_example(chip) for chip in CHIPS.values())
 
 
 def _example(chip: Chip) -> str:
