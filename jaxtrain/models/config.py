@@ -112,6 +112,25 @@ class LayerFields:
         return BlockConfig(**shared, **own)
 
 
+class TokenFields(LayerFields):
+    """What a model of tokens makes of its fields."""
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
+        return _round_up(self.vocab_size, self.vocab_multiple)
+
+    def check_loss(self, length: str) -> None:
+        """Raises where ``z_loss`` is negative, or ``loss_chunk`` no divisor of the field."""
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
+        if self.loss_chunk is not None and getattr(self, length) % self.loss_chunk:
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk} must be a divisor of {length}="
+                f"{getattr(self, length)}, or None"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
@@ -163,7 +182,7 @@ class BlockConfig(LayerFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(LayerFields):
+class DecoderConfig(TokenFields):
     """A decoder.
 
     Args:
@@ -213,12 +232,7 @@ class DecoderConfig(LayerFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positive(self, "logit_softcap")
-        if not 0.0 <= self.z_loss < float("inf"):
-            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
-        if self.loss_chunk is not None and self.seq_len % self.loss_chunk:
-            raise ValueError(
-                f"loss_chunk={self.loss_chunk} must be a divisor of seq_len={self.seq_len}, or None"
-            )
+        self.check_loss("seq_len")
         _ = self.block  # It has checks of its own.
 
     @functools.cached_property
@@ -232,11 +246,6 @@ class DecoderConfig(LayerFields):
             rope_theta=rope_theta,
             residual_std=residual_std,
         )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
-        return _round_up(self.vocab_size, self.vocab_multiple)
 
 
 def tiny() -> DecoderConfig:

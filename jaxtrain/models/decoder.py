@@ -1,8 +1,7 @@
 """A decoder-only transformer in the GPT-2 and the Llama form, as pure functions of plain dicts.
 
-``init`` makes the parameters, ``loss_fn`` the loss that the step builders take. Both are put
-together from the stages that a pipeline places on its devices: :func:`embed`, :func:`block` (one
-layer) or :func:`blocks` (a scan over stacked layers), and :func:`head_loss`.
+``init`` makes the parameters, ``loss_fn`` the loss that the step builders take, put together from
+the :func:`stages` that a pipeline places on its devices.
 
 A batch is a dict of [B, T] arrays: ``tokens`` and ``targets`` int32, ``mask`` float32, and
 optionally ``segments`` (int32 document numbers from 1, 0 for padding: attention stays within a
@@ -192,19 +191,9 @@ def head_loss(
     With ``config.z_loss`` its part of the loss is a metric of its own. ``params`` is the whole
     model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
     """
-    total, correct, z_total = losses.cross_entropy(
-        _final_norm(config, params, x_BTD),
-        _head_kernel(config, params),
-        batch["targets"],
-        batch["mask"],
-        vocab_size=config.vocab_size,
-        softcap=config.logit_softcap,
-        chunk=config.loss_chunk,
-        z_loss=config.z_loss,
-    )
-    weight = batch["mask"].astype(total.dtype).sum()
-    metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
-    return WeightedLoss(total=total, weight=weight, metrics=metrics)
+    x_BTD, kernel_DV = _final_norm(config, params, x_BTD), _head_kernel(config, params)
+    options = {"z_loss": config.z_loss, "softcap": config.logit_softcap}
+    return layers.token_loss(config, x_BTD, kernel_DV, batch, **options)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:

@@ -27,10 +27,9 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import decoder, layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields, keys_seen
+from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields, keys_seen
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import matmul_float32, through
-from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather_sequence, pin_residual
@@ -57,7 +56,7 @@ RULES = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(LayerFields):
+class EncoderConfig(TokenFields):
     """An encoder; the defaults are BERT's.
 
     Args:
@@ -126,11 +125,6 @@ class EncoderConfig(LayerFields):
             first_norm=self.norm_position == "post",
             rope_theta=self.rope_theta if self.positions == "rope" else None,
         )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     # Of every one; no fields, for there is no other.
     tied = True
@@ -379,7 +373,7 @@ def head_loss(
     ``params`` is the whole model's, or any dict with ``head``, ``embed`` and, pre-norm,
     ``final_norm``.
     """
-    module, mask = _head(config, params), batch["mask"]
+    module = _head(config, params)
     x_BTD = _final_norm(config, params, x_BTD)
     if config.head == "classes":
         return class_loss(module(x_BTD, batch.get("segments")), batch)
@@ -387,17 +381,8 @@ def head_loss(
         # A product, which every partitioner can split, and not a gather.
         chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
         x_BTD = constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
-    total, correct, _ = cross_entropy(
-        module(x_BTD),
-        params["embed"]["tokens"].T,
-        batch["targets"],
-        mask,
-        vocab_size=config.vocab_size,
-        bias_V=module.bias[...],
-        chunk=config.loss_chunk,
-    )
-    weight = mask.astype(total.dtype).sum()
-    return WeightedLoss(total=total, weight=weight, metrics={"accuracy": correct})
+    kernel_DV, bias_V = params["embed"]["tokens"].T, module.bias[...]
+    return layers.token_loss(config, module(x_BTD), kernel_DV, batch, bias_V=bias_V)
 
 
 def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:

@@ -32,12 +32,11 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
+from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields
 from jaxtrain.ops.activations import ACTIVATIONS
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
-from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
@@ -69,7 +68,7 @@ RULES = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config(LayerFields):
+class T5Config(TokenFields):
     """The shape of a T5; the defaults are the first T5's.
 
     Args:
@@ -128,13 +127,7 @@ class T5Config(LayerFields):
                 raise ValueError(
                     f"a T5 has no {name}, and it is {getattr(self, name)}: leave it out"
                 )
-        if not 0.0 <= self.z_loss < float("inf"):
-            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
-        if self.loss_chunk is not None and self.target_len % self.loss_chunk:
-            raise ValueError(
-                f"loss_chunk={self.loss_chunk} must be a divisor of target_len={self.target_len}, "
-                "or None"
-            )
+        self.check_loss("target_len")
         _ = self.block  # It has checks of its own.
 
     @functools.cached_property
@@ -146,11 +139,6 @@ class T5Config(LayerFields):
     def decoder(self) -> BlockConfig:
         """One of the decoder's layers."""
         return dataclasses.replace(self.block, causal=True)
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     # Of every one; no fields. Positions are in the attention, and not in the embedding.
     positions = "relative"
@@ -371,18 +359,8 @@ def head_loss(
     config: T5Config, params: Params, x: dict[str, jax.Array], batch: Batch
 ) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy."""
-    total, correct, z_total = cross_entropy(
-        _before_head(config, params, x["target"]),
-        _head_kernel(config, params),
-        batch["targets"],
-        batch["mask"],
-        vocab_size=config.vocab_size,
-        chunk=config.loss_chunk,
-        z_loss=config.z_loss,
-    )
-    weight = batch["mask"].astype(total.dtype).sum()
-    metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
-    return WeightedLoss(total=total, weight=weight, metrics=metrics)
+    x_BTD, kernel_DV = _before_head(config, params, x["target"]), _head_kernel(config, params)
+    return layers.token_loss(config, x_BTD, kernel_DV, batch, z_loss=config.z_loss)
 
 
 def head_logits(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:

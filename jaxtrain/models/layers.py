@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.models.config import INIT_STD, BlockConfig, DecoderConfig
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention, branch_shares, cached_attention
 from jaxtrain.ops.linear import matmul
 from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
@@ -63,12 +65,7 @@ def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> 
 
 @functools.cache
 def parameter_sizes(init: Callable[[Any, jax.Array], Any], config: Any) -> Mapping[str, int]:
-    """Counts the values of each parameter of a model by its path; nothing is computed.
-
-    Args:
-      init: the model's ``init(config, rng)``.
-      config: the model.
-    """
+    """Counts the values of each parameter of a model by its path; nothing is computed."""
     shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
@@ -452,6 +449,29 @@ class Head(nnx.Module):
         kernel_DV = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
         is_token = jnp.arange(config.padded_vocab) < config.vocab_size
         self.kernel = nnx.Param(jnp.where(is_token, kernel_DV, 0.0))
+
+
+def token_loss(
+    config: Any,
+    x_BTD: jax.Array,
+    kernel_DV: Any,
+    batch: Mapping[str, jax.Array],
+    *,
+    z_loss: float = 0.0,
+    **options: Any,
+) -> WeightedLoss:
+    """The masked cross-entropy of a batch's ``targets``, summed over tokens, and their accuracy.
+
+    Other arguments are those of :func:`jaxtrain.ops.losses.cross_entropy`; the part of the loss
+    that ``z_loss`` makes is a metric of its own.
+    """
+    form = {"vocab_size": config.vocab_size, "chunk": config.loss_chunk, "z_loss": z_loss}
+    total, correct, z_total = cross_entropy(
+        x_BTD, kernel_DV, batch["targets"], batch["mask"], **form, **options
+    )
+    weight = batch["mask"].astype(total.dtype).sum()
+    metrics = {"accuracy": correct} | ({"z_loss": z_total} if z_loss else {})
+    return WeightedLoss(total=total, weight=weight, metrics=metrics)
 
 
 def fold(rng: jax.Array | None, index: int) -> jax.Array | None:
