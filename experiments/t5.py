@@ -140,10 +140,7 @@ def build(config: Config) -> jt.Experiment:
 
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
-    """Builds the experiment without its text: enough to compile its step, for `jaxtrain plan`.
-
-    The tokenizer's ``vocab_size``, left out, is what the flags say.
-    """
+    """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
     model = model_config(config, vocab_size or language.vocab_size(config))
     return language.outline(
         config,

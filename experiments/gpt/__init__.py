@@ -132,10 +132,7 @@ def build(config: Config) -> jt.Experiment:
 
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
-    """Builds the experiment without its text: enough to compile its step, for `jaxtrain plan`.
-
-    The tokenizer's ``vocab_size``, left out, is what the flags say.
-    """
+    """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
     model = language.model_config(config, vocab_size or language.vocab_size(config))
     tokens = config.global_batch * model.seq_len
     experiment = language.outline(

@@ -136,23 +136,14 @@ VIT_FIELDS = _SHAPE | {
     "attention_probs_dropout_prob": Field("attention_dropout", 0.0),
 }
 
+_HEADS = {"ForMaskedLM": "tokens", "ForSequenceClassification": "classes", "Model": "none"}
+
 # What the architectures predict; the first of a head is what is written.
-BERT_HEADS = {
-    "BertForMaskedLM": "tokens",
-    "BertForSequenceClassification": "classes",
-    "BertModel": "none",
-    "BertForPreTraining": "tokens",
-}
-ROBERTA_HEADS = {
-    "RobertaForMaskedLM": "tokens",
-    "RobertaForSequenceClassification": "classes",
-    "RobertaModel": "none",
-}
-MODERNBERT_HEADS = {
-    "ModernBertForMaskedLM": "tokens",
-    "ModernBertForSequenceClassification": "classes",
-    "ModernBertModel": "none",
-}
+BERT_HEADS, ROBERTA_HEADS, MODERNBERT_HEADS = (
+    {f"{name}{ending}": head for ending, head in _HEADS.items()}
+    for name in ("Bert", "Roberta", "ModernBert")
+)
+BERT_HEADS["BertForPreTraining"] = "tokens"
 VIT_HEADS = {"ViTForImageClassification": "classes", "ViTModel": "none"}
 # Tensors of heads, of which a model with another head reads none or some.
 OF_HEADS = r"^(cls|classifier|lm_head|head|decoder)\.|(^|\.)pooler\."
