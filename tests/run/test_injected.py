@@ -80,7 +80,8 @@ class Disturbed:
 
     def __init__(self, scenario, earlier, folder, monkeypatch):
         self.steps, self.seed, self.first, self.again = SCENARIOS[scenario]
-        self.run, self.monkeypatch = folder / "run", monkeypatch
+        self.folder, self.run, self.count = folder, folder / "0" / "run", 0
+        self.monkeypatch = monkeypatch
         self.earlier = None if scenario == "start" else earlier
         elapsed = []
         monkeypatch.setattr(storage, "pause", elapsed.append)
@@ -89,7 +90,10 @@ class Disturbed:
 
     def __call__(self, chosen=(), number=errno.EIO):
         """Returns what came of it, the exit codes, and what was seen."""
+        # A folder of its own: a thread of the run before may still write into that one's.
         shutil.rmtree(self.run, ignore_errors=True)
+        self.count += 1
+        self.run = self.folder / str(self.count) / "run"
         if self.earlier is not None:
             shutil.copytree(self.earlier, self.run)
         before = lines(self.run / "events.jsonl")
