@@ -29,7 +29,6 @@ from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.optim.rules import LEARNING_RATES
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 
 # Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).
@@ -130,7 +129,7 @@ def build(config: Config) -> jt.Experiment:
         **config.batches_of(text.train, text.held_out),
         **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text), length=row_length(config, model)),
-        conclude=functools.partial(conclude, config, model, step.stack, text),
+        conclude=functools.partial(conclude, config, model, text),
     )
 
 
@@ -379,7 +378,6 @@ def largest_classes(split: data.Split, config: Config) -> tuple[str, ...]:
 def conclude_masked(
     config: Config,
     model: EncoderConfig,
-    stack: Stack,
     text: Text,
     state: TrainState,
     means: Mapping[str, float],
@@ -395,7 +393,7 @@ def conclude_masked(
     if not config.examples:
         return lines
     lines += ["", "masked in held-out text, what stood there, and what it guessed:", ""]
-    for row, guess_T in guesses(config, model, stack, text, state):
+    for row, guess_T in guesses(config, model, text, state):
         place, target = int(row["places"][0]), int(row["targets"][0])
         before, after, was, said = (
             text.tokenizer.decode(ids)
@@ -414,7 +412,6 @@ def conclude_masked(
 def conclude_classified(
     config: Config,
     model: EncoderConfig,
-    stack: Stack,
     text: Text,
     state: TrainState,
     means: Mapping[str, float],
@@ -430,7 +427,7 @@ def conclude_classified(
     if not config.examples:
         return lines
     lines += ["", "held-out fragments, where they are from, and what it says:", ""]
-    for row, guess in guesses(config, model, stack, text, state):
+    for row, guess in guesses(config, model, text, state):
         words = " ".join(text.tokenizer.decode(inside(row)).split())
         was, said = text.classes[row["label"]], text.classes[guess]
         lines.append(f"  {words[:60]:60}  {was:16} {said}")
@@ -438,7 +435,7 @@ def conclude_classified(
 
 
 def guesses(
-    config: Config, model: EncoderConfig, stack: Stack, text: Text, state: TrainState
+    config: Config, model: EncoderConfig, text: Text, state: TrainState
 ) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Some held-out rows, each with what the trained model finds most probable."""
     rows = [text.held_out[i] for i in language.spread(len(text.held_out), config.examples)]
@@ -446,7 +443,7 @@ def guesses(
     batch = {name: np.stack([row[name] for row in rows]) for name in names}
 
     def best(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-        return encoder.logits(model, stack.natural(params), batch).argmax(-1)
+        return encoder.logits(model, params, batch).argmax(-1)
 
     return list(zip(rows, np.asarray(jax.jit(best)(state.params, batch)), strict=True))
 

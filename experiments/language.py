@@ -9,7 +9,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,26 +18,22 @@ import jaxtrain as jt
 from jaxtrain import data, hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
-from jaxtrain.engines.pipeline.balance import stack_for
 from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
+from jaxtrain.layout import SAME
 from jaxtrain.models.generate import Prompts, Weights
 from jaxtrain.ops.attention import explain_choice
-from jaxtrain.ops.remat import REMAT
 from jaxtrain.precision import Policy
 from jaxtrain.run import trained
-from jaxtrain.run.options import PipelineOptions, make_optimizer
-from jaxtrain.run.provenance import LATER, ROUNDED, SAME
+from jaxtrain.run.options import make_optimizer
+from jaxtrain.run.provenance import LATER
 from jaxtrain.run.trained import TOKENIZER_FILE
 from jaxtrain.sharding.rules import Rules
-from jaxtrain.sharding.stack import Stack
-from jaxtrain.stages import loss_from_stages
 from jaxtrain.tree import map_named, named_leaves
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
-    **dict.fromkeys(("remat", "scan_unroll", "attention", "sequence_parallel"), ROUNDED),
     # Where they lie; what they hold has a fingerprint.
     **dict.fromkeys(("data", "field", "tokenizer", "init_from"), SAME),
     # Of what is said when training is over.
@@ -59,8 +55,6 @@ class Config(jt.Config):
     form: ClassVar[str]
     default_tokenizer: ClassVar[str] = "4096"
 
-    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
-
     model: str = "tiny"
     init_from: str | None = None
     """A run of this experiment, a Hugging Face folder, or a name on its hub (ORG/NAME or
@@ -76,16 +70,6 @@ class Config(jt.Config):
     """Rate on embeddings and residual branches."""
     attention_dropout: float | None = None
     """Rate on attention weights; no fused kernel offers it."""
-    remat: Literal[REMAT] | None = None  # type: ignore[valid-type]
-    """What a block keeps for its backward pass: all, the results of products (on the device, or
-    offload: on the host), those of attention alone, or its input."""
-    scan_unroll: int | None = None
-    """Layers per iteration of the scan over layers; left out, few layers on one CPU device are
-    unrolled and others are not."""
-    attention: str | None = None
-    """Attention kernel: auto, xla, cudnn or pallas (GPUs), splash (TPUs); T5's has a bias, which
-    xla alone offers."""
-
     data: str = "python"
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
@@ -121,15 +105,15 @@ class Source:
         """The positions that it had before any tuning on shorter rows."""
         return max(self.model.seq_len, (self.is_run and self.told("context")) or 0)
 
-    def weights(self, model: trained.Model, stack: Stack) -> dict[str, Any]:
+    def weights(self, model: trained.Model) -> dict[str, Any]:
         """Its weights, for a model that may have shorter rows and more tokens; of another head,
         without that."""
         own = getattr(self.model, "vocab_size", None)
         if own != getattr(model, "vocab_size", None):
-            params = self.weights(dataclasses.replace(model, vocab_size=own), stack)
+            params = self.weights(dataclasses.replace(model, vocab_size=own))
             return with_tokens(params, model, own)
         if not self.is_run:
-            return hf.open_weights(self.path, model, stack=stack)
+            return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
         heads = [
             (getattr(m, "head", None), getattr(m, "classes", None)) for m in (self.model, model)
@@ -140,7 +124,7 @@ class Source:
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
-        return stack.cut(params)
+        return params
 
 
 def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
@@ -245,7 +229,7 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
         # These follow from the width unless the preset's are kept by keeping its width.
         given |= {"kv_heads": None, "mlp_width": None, "head_dim": None}
     model = dataclasses.replace(preset, **given | own)
-    tensor = config.mesh.tensor  # a size of 0 is the mesh's to refuse
+    tensor = config.layout.mesh.tensor  # a size of 0 is the mesh's to refuse
     if tensor and (model.heads % tensor or model.kv_heads % tensor):
         raise ValueError(
             f"--mesh.tensor {tensor} does not divide {model.heads} heads and {model.kv_heads} "
@@ -287,26 +271,6 @@ def _extends(config: Config) -> bool:
     return len(both) == 2 and own.vocabulary.items() <= found.vocabulary.items()
 
 
-def stack_of(config: Config, model: Any, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:
-    """How the parameters are stacked by layer: cut for a pipeline that is interleaved or uneven."""
-    stages = config.models.stages(model)
-    if len(stages.blocks) > 1:
-        if config.pipeline.balance:
-            raise ValueError("--pipeline.balance weighs one stack of layers, and a T5 has two")
-        virtual = 1 if config.mesh.pipe == 1 else config.pipeline.virtual
-        return dataclasses.replace(stages.stacked, virtual=virtual)
-    return stack_for(
-        stages,
-        functools.partial(config.models.init, model),
-        {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in batch.items()},
-        layers=model.layers,
-        pipe=config.mesh.pipe,
-        virtual=config.pipeline.virtual,
-        balance=config.pipeline.balance,
-        recompute=config.pipeline.remat == "full",
-    )
-
-
 def outline(
     config: Config,
     name: str,
@@ -325,7 +289,7 @@ def outline(
       stored: more of what a checkpoint's config says.
       **given: more arguments of :class:`jaxtrain.Experiment`.
     """
-    source, stack = config.source, stack_of(config, model, batch)
+    source = config.source
     begun = {}
     if source is not None:
         begun = {name: source.told(name) for name in ("family", "special_tokens")}
@@ -333,7 +297,7 @@ def outline(
             begun["context"] = source.context
     return config.experiment(
         name,
-        optimizer=make_optimizer(
+        optimizer=lambda stack: make_optimizer(
             config.optimizer,
             steps=config.steps,
             global_batch=config.global_batch,
@@ -346,24 +310,20 @@ def outline(
         item="tokens",
         flops_formula=config.models.FLOPS_FORMULA,
         config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
-        **of_layers(config, model, stack) | {"derived": perplexity} | given,
+        **of_layers(config, model) | {"derived": perplexity} | given,
     )
 
 
-def of_layers(config: Any, model: Any, stack: Stack) -> dict[str, Any]:
-    """The arguments of an experiment that are its model, cut by layers, and its first weights."""
+def of_layers(config: Any, model: Any) -> dict[str, Any]:
+    """The arguments of an experiment that are its model, made of layers, and its first weights."""
     module, source = config.models, config.source
-    stages = dataclasses.replace(module.stages(model), stacked=stack)
-    pipeline = dataclasses.asdict(config.pipeline) | {"virtual": stack.virtual}
-    del pipeline["balance"]
     return {
-        "init_fn": lambda rng: stack.cut(module.init(model, rng)),
-        "params": None if source is None else lambda: source.weights(model, stack),
-        "loss_fn": loss_from_stages(stages),
+        "init_fn": functools.partial(module.init, model),
+        "params": None if source is None else lambda: source.weights(model),
+        "loss_fn": None,
         "rules": Rules(module.RULES),
         "gather": "model",
-        "stages": stages,
-        "pipeline": pipeline,
+        "stages": module.stages(model),
     }
 
 
@@ -424,7 +384,7 @@ def facts(
         f"{model.vocab_size:,} tokens",
         **own,
         "attention": explain_choice(
-            model.attention,
+            config.layout.attention or model.attention,
             dtype=Policy.named(config.precision).compute_dtype,
             head_dim=model.block.head_dim,
             length=length,
@@ -439,7 +399,7 @@ def facts(
 
 
 def compile_writer(
-    step: Callable[[Any, Prompts], Any], params: Any, batch: Prompts, *, stack: Stack, rules: Rules
+    step: Callable[[Any, Prompts], Any], params: Any, batch: Prompts, *, rules: Rules
 ) -> Callable[[Prompts], Any]:
     """Compiles a step that generates, of an example of a batch whose rows divide over the mesh, for
     parameters where training has left them.
@@ -448,8 +408,8 @@ def compile_writer(
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.
-        return functools.partial(jax.jit(step), Weights(jax.jit(stack.natural)(params)))
-    weights = Weights(stack.natural(params))
+        return functools.partial(jax.jit(step), Weights(params))
+    weights = Weights(params)
     compiled = compile_step(step, weights, batch, mesh=mesh, rules=rules, donate=False)
     return functools.partial(compiled, weights)
 

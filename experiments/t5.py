@@ -27,12 +27,12 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
+from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.generate_target import beam_step, generate_step, sources
-from jaxtrain.run.options import OptimizerOptions, PipelineOptions
+from jaxtrain.run.options import LayoutFlags, OptimizerOptions
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 
 # Tokens that stand for spans, where the tokenizer has none.
@@ -56,8 +56,8 @@ class Config(language.Config):
     optimizer: OptimizerOptions = dataclasses.field(
         default_factory=lambda: OptimizerOptions(name="adafactor")
     )
-    pipeline: PipelineOptions = dataclasses.field(
-        default_factory=lambda: PipelineOptions(schedule="interleaved")
+    layout: LayoutFlags = dataclasses.field(
+        default_factory=lambda: Layout(pipeline=PipelineLayout(schedule="interleaved"))
     )
 
     task: Literal["spans", "name", "rows"] = "spans"
@@ -133,9 +133,7 @@ def build(config: Config) -> jt.Experiment:
         **config.batches_of(train, held_out),
         **language.of_text(config, step, text.tokenizer, fingerprints),
         facts=facts,
-        conclude=functools.partial(
-            conclude, config, model, step.stack, text.tokenizer, train, held_out
-        ),
+        conclude=functools.partial(conclude, config, model, text.tokenizer, train, held_out),
     )
 
 
@@ -203,7 +201,6 @@ def sentinels(tokenizer: data.Tokenizer) -> np.ndarray:
 def conclude_spans(
     config: Config,
     model: t5.T5Config,
-    stack: Stack,
     tokenizer: data.Tokenizer,
     train: data.CorruptedSpans,
     held_out: data.CorruptedSpans,
@@ -225,7 +222,7 @@ def conclude_spans(
     if not config.examples:
         return lines
     shown = held_out[len(held_out) // 2]
-    (written,) = write(config, model, stack, state, [shown], eod=tokenizer.eod)
+    (written,) = write(config, model, state, [shown], eod=tokenizer.eod)
     names = {int(id): f"<{n}>" for n, id in enumerate(held_out.sentinels)}
     parts = {
         "the text": shown["source"][shown["source_segments"] > 0][:-1],
@@ -356,7 +353,6 @@ def as_pair(node: Any, docstring: str, lines: Sequence[str]) -> Pair:
 def conclude_names(
     config: Config,
     model: t5.T5Config,
-    stack: Stack,
     tokenizer: data.Tokenizer,
     train: NameRows,
     held_out: NameRows,
@@ -370,7 +366,7 @@ def conclude_names(
         return []
     chosen = language.spread(len(held_out), config.examples)
     rows = [held_out[index] for index in chosen]
-    written = write(config, model, stack, state, rows, eod=tokenizer.eod)
+    written = write(config, model, state, rows, eod=tokenizer.eod)
     texts = [spelled(tokenizer, until(tokens, tokenizer.eod), {}) for tokens in written]
     wanted = [held_out.pairs[index].target for index in chosen]
     of_names = config.task == "name"
@@ -453,7 +449,7 @@ def writer(config: Config, model: t5.T5Config) -> Callable[[Any, Any], Any]:
 
 
 def write(
-    config: Config, model: t5.T5Config, stack: Stack, state: TrainState, rows: list, *, eod: int
+    config: Config, model: t5.T5Config, state: TrainState, rows: list, *, eod: int
 ) -> np.ndarray:
     """Writes the targets of rows, a batch at a time: int32 [rows, target_len].
 
@@ -475,8 +471,8 @@ def write(
             eod=eod,
         )
         if write is None:
-            layout = {"stack": stack, "rules": Rules(t5.RULES)}
-            write = language.compile_writer(step, state.params, batch, **layout)
+            rules = Rules(t5.RULES)
+            write = language.compile_writer(step, state.params, batch, rules=rules)
         written = write(batch)
         out.append(np.asarray(written[0] if config.beams > 1 else written))
     return np.concatenate(out)[: len(rows)]

@@ -26,9 +26,9 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data, optim
 from jaxtrain.hf.encoders import label_fields
+from jaxtrain.layout import SAME
 from jaxtrain.models import convnet, layers, vit
 from jaxtrain.run import options
-from jaxtrain.run.provenance import SAME
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -54,8 +54,6 @@ class Config(jt.Config):
     optimizer: options.OptimizerOptions = dataclasses.field(
         default_factory=lambda: options.OptimizerOptions(name="momentum", weight_decay=1e-4)
     )
-
-    pipeline: options.PipelineOptions = dataclasses.field(default_factory=options.PipelineOptions)
 
     model: Literal[tuple(SIZES)] = "convnet"  # type: ignore[valid-type]
     """A ConvNet with BatchNorm, or a vision transformer."""
@@ -95,9 +93,6 @@ class Config(jt.Config):
     dropout: float | None = None
     """Rate before the ConvNet's output, or on the transformer's embeddings and branches; left out,
     0.3 and 0.1."""
-    accumulate: int = 1
-    """Microbatches per step, in one scan; BatchNorm sees one at a time."""
-
     models = vit  # whose layers may lie in a pipeline
 
     @functools.cached_property
@@ -216,32 +211,27 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
         raise ValueError(
             "--model vit needs another optimizer than momentum: give --optimizer.name adamw"
         )
-    if config.mesh.tensor and model.heads % config.mesh.tensor:  # 0 is the mesh's to refuse
+    tensor = config.layout.mesh.tensor or 1  # 0 is the mesh's to refuse
+    if model.heads % tensor:
         raise ValueError(
-            f"--mesh.tensor {config.mesh.tensor} does not divide {model.heads} heads: use a divisor"
+            f"--mesh.tensor {tensor} does not divide {model.heads} heads: use a divisor"
         )
-    row = {
-        "image": jax.ShapeDtypeStruct((1, *model.image), np.float32),
-        "label": jax.ShapeDtypeStruct((1,), np.int32),
-        "mask": jax.ShapeDtypeStruct((1,), np.float32),
-    }
-    stack = language.stack_of(config, model, row)
-    uneven = model.length % (config.mesh.tensor or 1)  # patches and one for the class often are
+    uneven = model.length % tensor  # patches and one for the class often are
     prints = fingerprints(images)
     if source is not None:
         prints["pretrained_model"] = hashlib.sha256(repr(source.model).encode()).hexdigest()
     stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}
     stored |= {"special_tokens": label_fields(images.classes)}
-    return language.of_layers(config, model, stack) | {
+    return language.of_layers(config, model) | {
         "fingerprints": prints,
         "config": stored | {"pixels": source and source.told("pixels")},
         "show": functools.partial(
             confusion,
             images,
-            lambda state, batch: vit.logits(model, stack.natural(state.params), batch),
+            lambda state, batch: vit.logits(model, state.params, batch),
         ),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
-        "optimizer": optimizer_of(config, stacked=stack.axes),
+        "optimizer": lambda stack: optimizer_of(config, stacked=stack.axes),
     }
 
 

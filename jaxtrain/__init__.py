@@ -40,6 +40,7 @@ _LAZY = {
     "Experiment": "experiment",
     "FitResult": "run.loop",
     "Hook": "run.hook",
+    "Layout": "layout",
     "Plan": "planning.report",
     "Preempted": "run.survive.preemption",
     "RunOptions": "run.options",

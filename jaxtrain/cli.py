@@ -27,6 +27,7 @@ from jaxtrain.hf import command as hf
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
+from jaxtrain.layout import Layout
 from jaxtrain.planning import search
 from jaxtrain.planning.command import run_plan as plan_and_print
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
@@ -160,11 +161,12 @@ class ParityOptions:
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
-    layouts = [parity.parse_layout(text) for text in options.layout]
+    for text in options.layout:
+        Layout.parse(text)  # what cannot be read is refused before anything is built
     with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
         simulate_devices(parity.DEVICES)
     experiment = load_experiment(options.experiment, rest, command="parity")
-    layouts = layouts or parity.usual_layouts(experiment)
+    layouts = options.layout or parity.usual_layouts(experiment)
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = parity.TOLERANCES[options.precision]
@@ -259,17 +261,11 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
     def load(flags: Sequence[str]) -> Experiment:
         return load_experiment(options.experiment, flags, command="plan", outline=True)
 
-    def has_flag(name: str) -> bool:
-        found = load_config(options.experiment, rest, command="plan")[1]
-        for part in name.split("."):
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
-
+    config = load_config(options.experiment, rest, command="plan")[1]
+    has_layout = isinstance(getattr(config, "layout", None), Layout)
     shown = {"as_json": options.json, "save_hlo": options.save_hlo}
     shown["show_parts"] = options.by_layer
-    plan = plan_and_print(load, rest, target, **shown, has_flag=has_flag)
+    plan = plan_and_print(load, rest, target, **shown, has_layout=has_layout)
     return 0 if plan.fits else 1
 
 

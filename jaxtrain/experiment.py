@@ -17,11 +17,15 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
+from jaxtrain.engines.pipeline.balance import stack_for
 from jaxtrain.engines.plain import GradientEngine, plain
 from jaxtrain.engines.reduction import kept_by_gathering, why_not
 from jaxtrain.host.chips import chip_of
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.layout import Layout
 from jaxtrain.loss import LossFn, WeightedLoss
+from jaxtrain.ops.attention import preferred
+from jaxtrain.ops.remat import rematerialise
 from jaxtrain.optim import averaged
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
@@ -76,9 +80,10 @@ class Experiment:
 
     Args:
       name: names the run's folder.
-      init_fn: ``rng -> params`` (with ``has_model_state``: ``-> (params, model_state)``).
-      loss_fn: as for :func:`jaxtrain.build_train_step`.
-      optimizer: an optax transformation, or a function of :attr:`stack` that makes one.
+      init_fn: ``rng -> params`` (with ``has_model_state``: ``-> (params, model_state)``), layers in
+        natural order.
+      loss_fn: as for :func:`jaxtrain.build_train_step`; None for that of ``stages``.
+      optimizer: an optax transformation, or a function of a :class:`jaxtrain.Stack` that makes one.
       batch: the shapes and dtypes of one global batch.
       train_batches: opens the stream of training batches.
       steps: train steps in all.
@@ -87,23 +92,17 @@ class Experiment:
         ``NAME/loss``; None for no evaluation.
       eval_loss_fn: the loss of the evaluation, called with ``rng=None`` and never pipelined; by
         default ``loss_fn``, or ``stages`` where the train step is pipelined.
-      params: returns weights to begin with, such as a file's, which :func:`jaxtrain.init_state` is
-        given as its ``params``; called where a run begins, and where it goes on from checkpoints
-        without the frozen ones (``RunOptions.save_frozen``).
-      mesh: sizes of mesh axes by name, as :func:`jaxtrain.make_mesh` takes them.
+      params: returns weights to begin with, in natural order, such as a file's, which
+        :func:`jaxtrain.init_state` is given as its ``params``; called where a run begins, and where
+        it continues from checkpoints without the frozen ones (``RunOptions.save_frozen``).
+      layout: how the step is laid out and scheduled. It cuts the layers of ``stages`` for a
+        pipeline, sets what they keep, and changes no mathematics.
       rules: sharding rules.
       gather: as for :func:`jaxtrain.build_train_step`; ``"model"`` says that the model can gather
-        its weights layer by layer.
-      gather_once: True gathers weights once per step all the same, False leaves it to ``gather``;
-        None does what memory allows (:func:`choose_gather`).
+        its weights layer by layer, and ``layout.gather`` whether it does.
       policy: dtypes; a policy's name will do.
-      accumulate: microbatches per step.
-      steps_per_call: train steps that :func:`jaxtrain.fit` runs in one compiled call.
-      zero: 0 to 3, as in :func:`jaxtrain.init_state`.
-      offload_optimizer: as in :func:`jaxtrain.init_state`; with ``steps_per_call`` 1.
-      hide_communication, deterministic: as for :func:`jaxtrain.compile_step`.
-      stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it.
-      pipeline: arguments of :func:`jaxtrain.pipeline` (schedule, microbatches, virtual, remat).
+      stages: the model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it. The
+        layout cuts layers in natural order; those that are cut already stay as they are.
       engine: makes the gradient engine of a loss, as for :func:`jaxtrain.build_train_step`: what
         happens to gradients before they are summed, such as clipping those of every example. No
         mesh axis ``pipe`` goes with it.
@@ -143,7 +142,7 @@ class Experiment:
 
     name: str
     init_fn: Callable[[jax.Array], PyTree]
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None
     optimizer: optax.GradientTransformation | Callable[[Stack], optax.GradientTransformation]
     batch: PyTree
     train_batches: BatchStream
@@ -151,19 +150,11 @@ class Experiment:
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
     params: Callable[[], PyTree] | None = None
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    layout: Layout = dataclasses.field(default_factory=Layout)
     rules: Rules = dataclasses.field(default_factory=Rules)
     gather: Gather | None = None
-    gather_once: bool | None = None
     policy: Policy = dataclasses.field(default_factory=Policy)
-    accumulate: int = 1
-    steps_per_call: int = 1
-    zero: int = 0
-    offload_optimizer: bool = False
-    hide_communication: bool = True
-    deterministic: bool = False
     stages: Stages | None = None
-    pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Callable[[LossFn], GradientEngine] = plain
     transform: Callable[[Step], Step] = lambda step: step
     has_model_state: bool = False
@@ -186,28 +177,21 @@ class Experiment:
     best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        if self.steps_per_call < 1:
-            raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
-        if self.offload_optimizer and self.steps_per_call > 1:
-            raise ValueError(
-                f"steps_per_call is {self.steps_per_call} with offload_optimizer: the state of a "
-                "call's steps does not leave the devices in between; give 1"
-            )
         object.__setattr__(self, "policy", as_policy(self.policy))
-        if callable(self.optimizer):
-            object.__setattr__(self, "optimizer", self.optimizer(self.stack))
+        object.__setattr__(self, "rules", as_rules(self.rules))
         sets = self.eval_sets
         if sets and not self.best_metric.startswith(tuple(sets)):
             raise ValueError(
                 f"best_metric is {self.best_metric!r} and eval_batches has sets by name: say of "
                 f"which, as in {next(iter(sets))}loss"
             )
+        self.laid  # noqa: B018  what a layout cannot be is refused here
 
     @property
     def compiled_with(self) -> dict[str, Any]:
         """The arguments of :func:`jaxtrain.compile_step` that are the experiment's."""
-        names = ("rules", "hide_communication", "deterministic")
-        return {name: getattr(self, name) for name in names}
+        names = ("hide_communication", "deterministic")
+        return {"rules": self.laid.rules} | {name: getattr(self.layout, name) for name in names}
 
     @property
     def eval_sets(self) -> dict[str, EvalBatches]:
@@ -222,32 +206,158 @@ class Experiment:
         sets = self.eval_sets.items()
         return next((x for name, x in sets if self.best_metric.startswith(name)), None)
 
+    @functools.cached_property
+    def laid(self) -> "Laid":
+        """The model and the optimizer as the layout has them."""
+        return lay_out(self)
+
     @property
     def stack(self) -> Stack:
-        """How its parameters are stacked by layer."""
-        stack = self.stages.stacked if self.stages else as_rules(self.rules).stacked
-        return dataclasses.replace(stack, virtual=self.pipeline.get("virtual", stack.virtual))
+        """How its parameters are stacked by layer, and cut for the layout."""
+        return self.laid.stack
+
+
+class Laid(NamedTuple):
+    """A model and its optimizer, cut and wrapped for a layout; fields as in :class:`Experiment`.
+
+    Args:
+      stack: how the layers of parameters are cut.
+      init_fn, params, loss_fn, eval_loss_fn, stages, rules, optimizer: of parameters that are cut.
+    """
+
+    stack: Stack
+    init_fn: Callable[[jax.Array], PyTree]
+    params: Callable[[], PyTree] | None
+    loss_fn: Callable[..., Any]
+    eval_loss_fn: Callable[..., Any] | None
+    stages: Stages | None
+    rules: Rules
+    optimizer: optax.GradientTransformation
+
+
+def lay_out(experiment: Experiment) -> Laid:
+    """Cuts the stacks of an experiment for its layout, and sets what its layers keep and compute.
+
+    Raises:
+      ValueError: the layout has what this model cannot.
+    """
+    layout, given, rules = experiment.layout, experiment.stages, experiment.rules
+    if given is None or experiment.loss_fn is not None:
+        for name in ("remat", "scan_unroll"):
+            if (value := getattr(layout, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value!r} and the loss of experiment {experiment.name!r} is not "
+                    "made of stages, whose layers that is for: leave it out"
+                )
+    if not layout.sequence_parallel:
+        rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
+    wrap, stages, stack = functools.partial(_attending, layout.attention), None, rules.stacked
+    init_fn, params = experiment.init_fn, experiment.params
+    loss_fn, eval_loss_fn = experiment.loss_fn, experiment.eval_loss_fn
+    if given is not None:
+        stack = _cut_for(experiment)
+        stages = dataclasses.replace(
+            given,
+            embed=wrap(given.embed),
+            block=wrap(given.block) if callable(given.block) else tuple(map(wrap, given.block)),
+            between=tuple(map(wrap, given.between)),
+            head_loss=wrap(given.head_loss),
+            stacked=stack,
+        )
+        if layout.scan_unroll is not None:
+            stages = dataclasses.replace(stages, scan_unroll=layout.scan_unroll)
+        if layout.remat is not None:
+            kept = functools.partial(rematerialise, layout.remat)
+            stages = dataclasses.replace(stages, remat=None if layout.remat == "none" else kept)
+        loss_fn = loss_fn or loss_from_stages(stages)
+    if given is not None and stack != given.stacked:
+        init_fn = lambda rng: stack.cut(experiment.init_fn(rng))  # noqa: E731
+        params = experiment.params and (lambda: stack.cut(experiment.params()))
+        if experiment.loss_fn is not None:
+            loss_fn = _of_natural(stack, experiment.loss_fn)
+        eval_loss_fn = eval_loss_fn and _of_natural(stack, eval_loss_fn)
+    made = experiment.optimizer
+    return Laid(
+        stack,
+        init_fn,
+        params,
+        loss_fn if loss_fn is None else wrap(loss_fn),
+        eval_loss_fn and wrap(eval_loss_fn),
+        stages,
+        dataclasses.replace(rules, stacked=stack),
+        made(stack) if callable(made) else made,
+    )
+
+
+def _cut_for(experiment: Experiment) -> Stack:
+    """Returns how a layout cuts the layers of stages; those that are cut stay as they are."""
+    stages, layout = experiment.stages, experiment.layout
+    natural, pipeline, pipe = stages.stacked, layout.pipeline, layout.mesh.pipe
+    if pipe <= 1 or natural != Stack(natural.key):
+        return natural
+    if len(natural.parts) > 1:
+        if pipeline.balance:
+            raise ValueError(
+                f"balance weighs one stack of layers, and the model of {experiment.name!r} has "
+                f"{len(natural.parts)}: leave it out"
+            )
+        return dataclasses.replace(natural, virtual=pipeline.virtual)
+    init_fn = experiment.init_fn
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    if experiment.has_model_state or natural.key not in shapes:
+        return natural  # which a pipeline refuses
+    return stack_for(
+        stages,
+        init_fn,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), experiment.batch),
+        layers=jax.tree.leaves(shapes[natural.key])[0].shape[0],
+        pipe=pipe,
+        virtual=pipeline.virtual,
+        balance=pipeline.balance,
+        recompute=pipeline.remat == "full",
+    )
+
+
+def _attending(implementation: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with another choice of attention kernel where its model leaves it."""
+    if implementation is None:
+        return function
+
+    @functools.wraps(function)
+    def attending(*args: Any, **kwargs: Any) -> Any:
+        with preferred(implementation):
+            return function(*args, **kwargs)
+
+    return attending
+
+
+def _of_natural(stack: Stack, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
+    def loss(params: PyTree, *rest: Any, **more: Any) -> Any:
+        return loss_fn(stack.natural(params), *rest, **more)
+
+    return loss
 
 
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
     """Makes the experiment's mesh over ``devices`` (all by default)."""
-    return make_mesh(**experiment.mesh, devices=devices)
+    return make_mesh(**experiment.layout.mesh.sizes, devices=devices)
 
 
 def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Returns the state's shapes, dtypes and shardings."""
-    return abstract_state(
-        experiment.init_fn, experiment.optimizer, **_state_options(experiment, mesh)
-    )
+    laid = experiment.laid
+    return abstract_state(laid.init_fn, laid.optimizer, **_state_options(experiment, mesh))
 
 
 def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Creates the initial state on the mesh."""
+    laid = experiment.laid
     return init_state(
-        experiment.init_fn,
-        experiment.optimizer,
+        laid.init_fn,
+        laid.optimizer,
         jax.random.key(experiment.seed),
-        params=experiment.params and experiment.params(),
+        params=laid.params and laid.params(),
         **_state_options(experiment, mesh),
     )
 
@@ -262,7 +372,7 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
         return True
     params = jax.eval_shape(experiment.policy.cast_to_compute, state.params)
     given = params, jax.eval_shape(experiment.policy.cast_inputs, experiment.batch)
-    trace = jax.make_jaxpr(experiment.loss_fn, return_shape=True)
+    trace = jax.make_jaxpr(experiment.laid.loss_fn, return_shape=True)
     traced, loss = trace(*given, jax.random.key(0))
     return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr)
 
@@ -270,6 +380,17 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
     """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
     return experiment.stack.in_order(state)
+
+
+def natural(experiment: Experiment, state: TrainState) -> TrainState:
+    """Returns the state with its parameters in natural order, as the experiment speaks of them.
+
+    All processes call it, where layers are cut for a pipeline.
+    """
+    stack = experiment.stack
+    if experiment.stages is None or stack == experiment.stages.stacked:
+        return state
+    return dataclasses.replace(state, params=jax.jit(stack.natural)(state.params))
 
 
 def restore_state(
@@ -349,21 +470,25 @@ def choose_gather(
       nothing to choose.
 
     Raises:
-      ValueError: ``gather_once`` is asked of a loss that is no sum over rows.
+      ValueError: the layout asks for what the loss or the model cannot.
     """
     piped = mesh.shape.get("pipe", 1) > 1 and experiment.stages is not None
     obstacle = why_not_once(experiment, piped=piped)
-    if experiment.gather_once and obstacle is not None:
+    asked, microbatches = experiment.layout.gather, experiment.layout.microbatches
+    if asked == "layer" and experiment.gather != "model":
+        raise ValueError(
+            f"gather is 'layer' and the model of experiment {experiment.name!r} does not gather "
+            "its weights layer by layer (Experiment(gather='model')): leave it out"
+        )
+    if asked == "step" and obstacle is not None:
         raise ValueError(
             f"weights cannot be gathered once per step in experiment {experiment.name!r}, "
-            f"{obstacle}: leave gather_once out"
+            f"{obstacle}: leave `gather` out"
         )
-    if experiment.gather_once is not None:
-        once = experiment.gather_once
-        when = "once per step" if once else "layer by layer"
-        return "step" if once else experiment.gather, f"{when}, as asked for"
-    microbatches = experiment.pipeline.get("microbatches", 1) if piped else experiment.accumulate
-    shardings = gradient_shardings(state, zero=experiment.zero)
+    if asked is not None:
+        when = "once per step" if asked == "step" else "layer by layer"
+        return "step" if asked == "step" else experiment.gather, f"{when}, as asked for"
+    shardings = gradient_shardings(state, zero=experiment.layout.zero)
     more = 0
     if experiment.gather == "model" and obstacle is None and isinstance(mesh, Mesh):
         more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
@@ -392,7 +517,7 @@ def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
       piped: whether its stages are trained as a pipeline.
     """
     return why_not(
-        loss_from_stages(experiment.stages) if piped else experiment.loss_fn,
+        loss_from_stages(experiment.laid.stages) if piped else experiment.laid.loss_fn,
         has_model_state=experiment.has_model_state,
         own_engine=experiment.engine is not plain,
     )
@@ -414,13 +539,14 @@ def _untransformed(experiment: Experiment, state: TrainState, mesh: Mesh) -> Ste
 def _step_that_gathers(
     experiment: Experiment, state: TrainState, mesh: Mesh, gather: Gather | None
 ) -> Step:
-    shardings = gradient_shardings(state, zero=experiment.zero)
+    layout, laid = experiment.layout, experiment.laid
+    shardings = gradient_shardings(state, zero=layout.zero)
     if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
-            experiment.loss_fn,
-            experiment.optimizer,
+            laid.loss_fn,
+            laid.optimizer,
             policy=experiment.policy,
-            accumulate=experiment.accumulate,
+            accumulate=layout.accumulate,
             has_model_state=experiment.has_model_state,
             gradient_shardings=shardings,
             gather=gather,
@@ -438,22 +564,23 @@ def _step_that_gathers(
             f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
             "cannot be pipelined: it needs Experiment(stages=...) and no model state"
         )
-    if experiment.accumulate != 1:
+    if layout.accumulate != 1:
         raise ValueError(
-            f"accumulate is {experiment.accumulate} in a pipeline: its microbatches accumulate "
+            f"accumulate is {layout.accumulate} in a pipeline: its microbatches accumulate "
             "already; raise those, or accumulate in the optimizer chain"
         )
     engine = pipeline(
-        experiment.stages,
+        laid.stages,
         mesh=mesh,
         policy=experiment.policy,
         gradient_shardings=shardings,
         gather=gather,
-        **experiment.pipeline,
+        remat=layout.pipeline.remat,
+        **_of_pipeline(experiment),
     )
     return build_update(
         engine,
-        experiment.optimizer,
+        laid.optimizer,
         policy=experiment.policy,
         constrain=constrain_tree(shardings),
         norms=True,
@@ -495,15 +622,16 @@ def compile_loop(
       The function, for one batch where ``steps_per_call`` is 1 and else for a list of them; and its
       programs by the number of their steps, the longest first.
     """
-    if experiment.steps_per_call == 1:
+    steps_per_call = experiment.layout.steps_per_call
+    if steps_per_call == 1:
         train = compile_train(experiment, state, mesh)
         return train, {1: train}
-    lengths = call_lengths(start, steps, experiment.steps_per_call)
+    lengths = call_lengths(start, steps, steps_per_call)
     many = scan_steps(build_step(experiment, state, mesh))
     how = {"mesh": mesh} | experiment.compiled_with
     programs = {
         n: compile_step(many, state, [experiment.batch] * n, **how)
-        for n in lengths or [experiment.steps_per_call]
+        for n in lengths or [steps_per_call]
     }
 
     def train(state: TrainState, batches: Sequence[PyTree]) -> Any:
@@ -520,15 +648,15 @@ def build_evaluation(
     It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
     many microbatches as the batch's rows allow, up to the train step's.
     """
-    given = {"policy": experiment.policy, "gather": experiment.gather}
-    if mesh.shape.get("pipe", 1) > 1 and experiment.stages and experiment.eval_loss_fn is None:
-        options = {name: x for name, x in experiment.pipeline.items() if name != "remat"}
+    given, laid = {"policy": experiment.policy, "gather": experiment.gather}, experiment.laid
+    if mesh.shape.get("pipe", 1) > 1 and laid.stages and laid.eval_loss_fn is None:
+        options = _of_pipeline(experiment)
         rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
         shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
         options["microbatches"] = math.gcd(shared, options["microbatches"])
-        return pipeline_eval_step(experiment.stages, mesh=mesh, **options, **given)
+        return pipeline_eval_step(laid.stages, mesh=mesh, **options, **given)
     return build_eval_step(
-        experiment.eval_loss_fn or experiment.loss_fn,
+        laid.eval_loss_fn or laid.loss_fn,
         has_model_state=experiment.has_model_state,
         **given,
     )
@@ -578,12 +706,18 @@ def evaluate(
     return jax.device_get(total).means()
 
 
+def _of_pipeline(experiment: Experiment) -> dict[str, Any]:
+    chosen = experiment.layout.pipeline
+    sizes = {"microbatches": chosen.microbatches, "virtual": experiment.stack.virtual}
+    return {"schedule": chosen.schedule} | sizes
+
+
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     return {
         "mesh": mesh,
-        "rules": dataclasses.replace(as_rules(experiment.rules), stacked=experiment.stack),
-        "zero": experiment.zero,
-        "offload_optimizer": experiment.offload_optimizer,
+        "rules": experiment.laid.rules,
+        "zero": experiment.layout.zero,
+        "offload_optimizer": experiment.layout.offload_optimizer,
         "policy": experiment.policy,
         "has_model_state": experiment.has_model_state,
     }

@@ -19,7 +19,8 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import parse_layout, worst
+from jaxtrain.compare.parity import worst
+from jaxtrain.layout import Layout
 
 DEVICES = 16
 ROWS, WIDTH, HIDDEN, WORDS, LENGTH, LAYERS = 32, 32, 64, 64, 4, 4
@@ -200,8 +201,8 @@ def _steady(optimizer: str) -> dict:
 
 def gradient_error(arguments: dict) -> dict[str, float]:
     """How far loss, gradients and evaluation on the mesh are off one device's, by name."""
-    layout = parse_layout(arguments["layouts"][0])
-    mesh = jt.make_mesh(**layout.axes, devices=jax.devices()[: layout.devices])
+    layout = Layout.parse(arguments["layouts"][0])
+    mesh = jt.make_mesh(**layout.mesh.sizes, devices=jax.devices()[: layout.mesh.devices])
     optimizer, batch = optax.sgd(1.0), arguments["batch"]
     start = functools.partial(jt.init_state, arguments["init_fn"], optimizer, jax.random.key(0))
     step = jt.build_train_step(arguments["loss_fn"], optimizer, accumulate=arguments["accumulate"])
@@ -228,8 +229,8 @@ def gradient_error(arguments: dict) -> dict[str, float]:
 
 def evaluation_error(arguments: dict) -> float:
     """How far the evaluation of a pipeline is off one device's."""
-    layout, batch = parse_layout(arguments["layouts"][0]), arguments["batch"]
-    mesh = jt.make_mesh(**layout.axes, devices=jax.devices()[: layout.devices])
+    layout, batch = Layout.parse(arguments["layouts"][0]), arguments["batch"]
+    mesh = jt.make_mesh(**layout.mesh.sizes, devices=jax.devices()[: layout.mesh.devices])
     start = functools.partial(jt.init_state, arguments["init_fn"], optax.sgd(1), jax.random.key(0))
     state = start(mesh=mesh, rules=arguments["rules"], zero=layout.zero)
     evaluate = jt.pipeline_eval_step(arguments["stages"], mesh=mesh, microbatches=4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.loss import WeightedLoss
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
@@ -74,3 +75,18 @@ def reference(params: dict, batch: dict, extra: float = 0.0) -> tuple[float, dic
         "down": {"kernel": hidden.T @ d_y},
     }
     return loss / parts, grads, weight
+
+
+def with_layout(given: dict, base: Layout | None = None) -> dict:
+    """Moves what are fields of a layout into one; a mesh may be sizes by name, data being -1.
+
+    ``when`` is the layout's ``gather``, as an experiment has one, too."""
+    names = Layout.__dataclass_fields__.keys() - {"gather"}
+    own = {name: given[name] for name in names & given.keys()}
+    others = {name: x for name, x in given.items() if name not in own and name != "when"}
+    own |= {"gather": given["when"]} if "when" in given else {}
+    if isinstance(own.get("mesh"), dict):
+        own["mesh"] = MeshShape(**own["mesh"])
+    if isinstance(own.get("pipeline"), dict):
+        own |= {f"pipeline.{name}": x for name, x in own.pop("pipeline").items()}
+    return others | ({"layout": (base or Layout()).with_(own)} if own else {})

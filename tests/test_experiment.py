@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import Layout, compare, compile_on, record_gradients, run_one_device
+from jaxtrain.compare.parity import compare, compile_on, record_gradients, run_one_device
 from jaxtrain.engines.plain import GradientSums, plain
 from jaxtrain.experiment import (
     compile_train,
@@ -114,7 +114,7 @@ def test_neutral_plugs_leave_every_bit_as_it_is():
 
 def first_step(experiment):
     """What :func:`jaxtrain.compare.parity.compare` has of one device."""
-    given = Layout({}), experiment.accumulate, record_gradients()
+    given = jt.Layout.parse(""), experiment.layout.accumulate, record_gradients()
     return run_one_device(compile_on(experiment, *given), 1)
 
 
@@ -142,7 +142,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
     assert 0 < cut < batch["mask"].sum()
     expected = jax.tree.map(lambda e: e / batch["mask"].sum(), expected)
     chex.assert_trees_all_close(step.gradients, expected, rtol=2e-5, atol=1e-7)
-    layouts = [Layout({"data": 4}), Layout({"data": 2, "fsdp": 2, "tensor": 2}, zero=2)]
+    layouts = ["data=4", "data=2,fsdp=2,tensor=2,zero=2"]
     for found in compare(experiment, layouts=layouts, steps=2):
         assert found.refusal is None
         assert found.agrees(1e-5), found

@@ -121,7 +121,7 @@ def test_the_flag_casts_the_inputs_of_a_run_and_of_both_sides_of_a_comparison():
     experiment = small.build(config)
     assert experiment.policy == jt.Policy.bf16(cast_batch="^x$")
     experiment = dataclasses.replace(experiment, loss_fn=plain_loss)
-    layouts = [agreement.parse_layout("data=2")]
+    layouts = ["data=2"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrecisionWarning)
         (comparison,) = agreement.compare(experiment, layouts=layouts, steps=1, policy="bf16")

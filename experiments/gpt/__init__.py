@@ -28,7 +28,6 @@ from jaxtrain.models.generate import generate_step, prompts
 from jaxtrain.run.options import make_optimizer
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
-from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import TrainState
 
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
@@ -44,9 +43,6 @@ class Config(language.Config):
 
     model: Literal[tuple(decoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
     """Which preset; the flags layers to attention change it."""
-    sequence_parallel: bool = True
-    """Between blocks, split rows over the tensor axis too, where their length divides: what a block
-    keeps for its backward pass, and the work of norms, shrink by it."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
@@ -140,9 +136,6 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         "gpt",
         model,
         data.packed_shapes(config.global_batch, model.seq_len),
-        rules=Rules(
-            decoder.RULES, axes={} if config.sequence_parallel else {"residual": "context"}
-        ),
         items_per_step=tokens,
         flops_per_step=float(decoder.flops_per_token(model) * tokens),
     )
@@ -174,13 +167,12 @@ def of_preferences(
         experiment,
         init_fn=lambda rng: preferences.with_reference(experiment.init_fn(rng)),
         params=lambda: preferences.with_reference(experiment.params()),
-        loss_fn=loss_from_stages(stages),
         stages=stages,
-        optimizer=make_optimizer(
+        optimizer=lambda stack: make_optimizer(
             config.optimizer,
             steps=config.steps,
             global_batch=config.global_batch,
-            stacked=stages.stacked.axes,
+            stacked=stack.axes,
             freeze=preferences.FREEZE,
         ),
         batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
@@ -272,9 +264,8 @@ def sample(
         temperature=0.8,
         top_p=0.95,
     )
-    stack = language.stack_of(config, model, data.packed_shapes(1, model.seq_len))
-    step, rules = generate_step(model, max_new_tokens=count), Rules(decoder.RULES)
-    write = language.compile_writer(step, params, batch, stack=stack, rules=rules)
+    step = generate_step(model, max_new_tokens=count)
+    write = language.compile_writer(step, params, batch, rules=Rules(decoder.RULES))
     return tokenizer.decode([*prompt, *write(batch)[0].tolist()]).splitlines()
 
 

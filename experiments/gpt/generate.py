@@ -13,10 +13,10 @@ from jaxtrain import hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
 from jaxtrain.host import output, quiet
+from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.run.main import parse
-from jaxtrain.run.options import MeshOptions
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
 from jaxtrain.sharding.mesh import make_mesh
@@ -50,7 +50,7 @@ class Config:
     """Of the draws."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
-    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
     simulate_devices: int = 0
     """Write on this many simulated CPU devices; 0 on the real ones."""
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"--mesh.pipe {config.mesh.pipe} is for training, where microbatches fill a "
                 "pipeline: split the weights over fsdp or tensor"
             )
-        mesh = make_mesh(**dataclasses.asdict(config.mesh))
+        mesh = make_mesh(**config.mesh.sizes)
         source, asked = language.open_source(config.run, "decoder"), config.prompt
         if source.is_run:
             model, params, tokenizer = load(config.run, config.step, mesh=mesh)

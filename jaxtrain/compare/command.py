@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.run.main import load_config, load_experiment, simulate_devices
+from jaxtrain.run.provenance import flags_of, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +209,8 @@ def _flag(module_name: str, base: Any, name: str, value: str) -> str:
       ValueError: there is no such flag, or it does not take the value.
     """
     try:
-        old = operator.attrgetter(name.replace("-", "_"))(base)
-    except AttributeError:
+        old = flatten(flags_of(base))[name.replace("-", "_")]
+    except KeyError:
         raise ValueError(f"--vary {name}: {module_name} has no flag --{name}") from None
     word = f"--{name}={value}"
     if isinstance(old, bool) and value.lower() in ("true", "false"):

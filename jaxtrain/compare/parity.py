@@ -52,18 +52,18 @@ from jaxtrain.experiment import (
     rows_of,
     why_not_once,
 )
+from jaxtrain.layout import Layout, MeshShape, PipelineLayout
 from jaxtrain.precision import Policy
-from jaxtrain.sharding.mesh import AXES, SLOW_AXES, fill_sizes, simulated_hosts
+from jaxtrain.sharding.mesh import simulated_hosts
 from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
-from jaxtrain.sharding.stack import Stack
+from jaxtrain.sharding.stack import Cut, Stack
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, named_leaves, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
 TOLERANCE = TOLERANCES["f32"]
-SLOW_PARTS = tuple(f"dcn_{axis}" for axis in SLOW_AXES)
 STEPS = 2  # the second has moments that are not zero
 DEVICES = 8
 
@@ -81,50 +81,20 @@ if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not kno
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A mesh and what is split over its data axis.
-
-    Args:
-      axes: sizes of mesh axes, and ``dcn_data`` and the like, as :func:`jaxtrain.make_mesh` takes
-        them.
-      zero: 0 to 3, as in :func:`jaxtrain.init_state`.
-    """
-
-    axes: Mapping[str, int]
-    zero: int = 0
-
-    @property
-    def devices(self) -> int:
-        """How many devices it takes."""
-        return math.prod(size for axis, size in self.axes.items() if axis in AXES)
-
-    @property
-    def hosts(self) -> int:
-        """In how many parts they are, with a slow network between them."""
-        return math.prod(self.axes.get(name, 1) for name in SLOW_PARTS)
-
-    def __str__(self) -> str:
-        named = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES)
-        more = {name: size for name, size in self.axes.items() if name not in AXES}
-        more |= {"zero": self.zero} if self.zero else {}
-        return ", ".join([named, *(f"{name} {value}" for name, value in more.items())])
-
-
 LAYOUTS = (
-    Layout({"data": 8}),
-    Layout({"fsdp": 8}),
-    Layout({"data": 2, "tensor": 4}),
-    Layout({"data": 2, "fsdp": 2, "tensor": 2}),
-    Layout({"data": 8}, zero=1),
-    Layout({"data": 8}, zero=2),
-    Layout({"data": 8}, zero=3),
-    Layout({"pipe": 2, "data": 2, "tensor": 2}),
-    Layout({"pipe": 2, "fsdp": 2, "tensor": 2}),
-    Layout({"pipe": 4, "fsdp": 2}),
-    Layout({"data": 4, "fsdp": 2, "dcn_data": 2}),
-    Layout({"data": 2, "fsdp": 4, "dcn_fsdp": 2}),
-    Layout({"pipe": 2, "data": 2, "tensor": 2, "dcn_pipe": 2}),
+    "data=8",
+    "fsdp=8",
+    "data=2,tensor=4",
+    "data=2,fsdp=2,tensor=2",
+    "data=8,zero=1",
+    "data=8,zero=2",
+    "data=8,zero=3",
+    "data=2,tensor=2,pipe=2",
+    "fsdp=2,tensor=2,pipe=2",
+    "fsdp=2,pipe=4",
+    "data=4,fsdp=2,dcn_data=2",
+    "data=2,fsdp=4,dcn_fsdp=2",
+    "data=2,tensor=2,pipe=2,dcn_pipe=2",
 )
 
 
@@ -133,13 +103,13 @@ class Comparison:
     """What came of one layout.
 
     Args:
-      layout: the layout.
+      layout: the layout, as :meth:`jaxtrain.Layout.parse` reads it.
       worst: the largest error and the leaf that has it, by part of the step's result; empty where
         the layout does not fit.
       refusal: why the layout does not fit the experiment, or None.
     """
 
-    layout: Layout
+    layout: str
     worst: Mapping[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     refusal: str | None = None
 
@@ -164,7 +134,7 @@ def parity(
     *,
     optimizer: optax.GradientTransformation | None = None,
     rules: Rules | Sequence[Rule] | None = None,
-    layouts: Iterable[Layout | str] | None = None,
+    layouts: Iterable[str] | None = None,
     accumulate: int = 1,
     stages: Stages | None = None,
     pipeline: Mapping[str, Any] | None = None,
@@ -182,9 +152,10 @@ def parity(
         :func:`jaxtrain.init_state` and :func:`jaxtrain.build_train_step` are given; AdamW by
         default.
       batch: a global batch of arrays; every step trains on it.
-      layouts: meshes, such as ``"data=2,fsdp=2,tensor=2"``, ``"data=8,zero=3"`` or, over a slow
-        network, ``"data=8,dcn_data=2"``; by default all of :data:`LAYOUTS` that the devices suffice
-        for (those with ``pipe`` if there are stages).
+      layouts: layouts, such as ``"data=2,fsdp=2,tensor=2"``, ``"data=8,zero=3"`` or, over a slow
+        network, ``"data=8,dcn_data=2"``, as :meth:`jaxtrain.Layout.parse` reads them; by default
+        all of :data:`LAYOUTS` that the devices suffice for (those with ``pipe`` if there are
+        stages).
       stages, pipeline: the model as :class:`jaxtrain.Stages` and the arguments of
         :func:`jaxtrain.pipeline`, for layouts with an axis ``pipe``.
       steps: how many steps are compared.
@@ -205,9 +176,11 @@ def parity(
     >>> print(parity(init_fn, loss_fn, np.ones((8, 4), "f"), layouts=["data=1"]).splitlines()[-1])
     1 of 1 meshes agree with one device to 1e-05
     """
+    own = Layout(accumulate=accumulate, pipeline=PipelineLayout(microbatches=4))
+    own = own.with_({f"pipeline.{name}": value for name, value in (pipeline or {}).items()})
     if layouts is None:
-        fitting = [x for x in LAYOUTS if x.devices <= len(jax.devices())]
-        layouts = [x for x in fitting if stages is not None or "pipe" not in x.axes]
+        fitting = [x for x in LAYOUTS if Layout.parse(x).mesh.devices <= len(jax.devices())]
+        layouts = [x for x in fitting if stages is not None or "pipe" not in x]
         if not layouts:
             raise ValueError(
                 f"JAX sees {len(jax.devices())} devices, too few for a mesh: simulate them with "
@@ -224,15 +197,13 @@ def parity(
         steps=steps,
         rules=as_rules(rules),
         gather=gather,
-        accumulate=accumulate,
+        layout=own,
         stages=stages,
-        pipeline=pipeline or {"microbatches": 4},
         has_model_state=has_model_state,
         seed=seed,
     )
     if policy not in TOLERANCES:
         raise ValueError(f"policy {policy!r} is not compared: use one of {', '.join(TOLERANCES)}")
-    layouts = [parse_layout(layout) if isinstance(layout, str) else layout for layout in layouts]
     comparisons = list(compare(experiment, layouts=layouts, steps=steps, policy=policy))
     tolerance = TOLERANCES[policy] if tolerance is None else tolerance
     console = Console(file=io.StringIO(), width=120)
@@ -242,7 +213,7 @@ def parity(
         off = next(c for c in comparisons if not c.agrees(tolerance))
         part, (error, leaf) = next(x for x in off.worst.items() if not x[1][0] <= tolerance)
         raise AssertionError(
-            f"on mesh {off.layout} the {part} of {leaf!r} differ by {error:.1e} from one device's. "
+            f"on {off.layout} the {part} of {leaf!r} differ by {error:.1e} from one device's. "
             "If the model uses shard_map, collectives or sizes of the mesh, look there first. "
             "Otherwise pin its activations near that parameter with jaxtrain.constrain(x, 'batch', "
             "...), or leave one of the axes data, fsdp and tensor at 1.\n\n" + table
@@ -253,7 +224,7 @@ def parity(
 def compare(
     experiment: Experiment,
     *,
-    layouts: Iterable[Layout] = LAYOUTS,
+    layouts: Iterable[str] = LAYOUTS,
     steps: int = STEPS,
     policy: Policy | str = "f32",
 ) -> Iterator[Comparison]:
@@ -263,9 +234,9 @@ def compare(
     rows, with the same randomness.
 
     Args:
-      experiment: what to train; its mesh, ZeRO stage and dtypes are replaced. Where it accumulates,
-        that is the number of a pipeline's microbatches too.
-      layouts: the meshes to compare, each over the first devices that JAX sees.
+      experiment: what to train; its mesh, ZeRO stage and dtypes are replaced, and what else a
+        layout names. Where it accumulates, that is the number of a pipeline's microbatches too.
+      layouts: what to compare, each over the first devices that JAX sees.
       steps: how many batches.
       policy: dtypes of both sides.
 
@@ -281,29 +252,25 @@ def compare(
         cast = experiment.policy.cast_batch
         policy = dataclasses.replace(Policy.named(policy), cast_batch=cast)
     experiment = dataclasses.replace(experiment, policy=policy)
-    layouts = list(layouts)
+    layouts = {text: Layout.parse(text, experiment.layout) for text in layouts}
     # An accumulation has its number everywhere; else a pipeline alone has microbatches.
-    pipelined = experiment.pipeline.get("microbatches", 1)
-    numbers = [
-        pipelined
-        if experiment.accumulate == 1 and x.axes.get("pipe", 1) > 1
-        else experiment.accumulate
-        for x in layouts
-    ]
+    numbers = [x.accumulate if x.accumulate > 1 else x.microbatches for x in layouts.values()]
+    accumulate = experiment.layout.accumulate
+    one = experiment.layout.with_({"mesh": MeshShape(data=1), "zero": 0})
     pool = ThreadPoolExecutor(COMPILERS)
     try:
         alone = {
-            number: pool.submit(compile_on, experiment, Layout({}), number, record_gradients())
+            number: pool.submit(compile_on, experiment, one, number, record_gradients())
             for number in dict.fromkeys(numbers)
         }
         both = record_gradients(), replay_gradients()
         programs = [
             pool.submit(compile_on, experiment, layout, number, *both)
-            for layout, number in zip(layouts, numbers, strict=True)
+            for layout, number in zip(layouts.values(), numbers, strict=True)
         ]
         run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
-        if experiment.accumulate in alone:
-            run(experiment.accumulate)  # what one device refuses is no layout's fault
+        if accumulate in alone:
+            run(accumulate)  # what one device refuses is no layout's fault
         for layout, number, program in zip(layouts, numbers, programs, strict=True):
             try:
                 errors = run_layout(program.result(), run(number))
@@ -331,23 +298,22 @@ def compile_on(
     *gradients: optax.GradientTransformation,
 ) -> Program:
     """Compiles for a layout; ``gradients`` come first in the optimizer chain."""
-    if layout.devices > len(jax.devices()):
-        raise ValueError(f"it takes {layout.devices} devices and there are {len(jax.devices())}")
-    piped = layout.axes.get("pipe", 1) > 1
-    once = experiment.gather_once
-    if layout.hosts > 1 and once is None and why_not_once(experiment, piped=piped) is None:
-        once = True
+    devices, islands = layout.mesh.devices, layout.mesh.islands
+    if devices > len(jax.devices()):
+        raise ValueError(f"it takes {devices} devices and there are {len(jax.devices())}")
+    piped = layout.mesh.pipe > 1
+    if islands > 1 and layout.gather is None and why_not_once(experiment, piped=piped) is None:
+        layout = dataclasses.replace(layout, gather="step")
+    parts = {"accumulate": 1, "pipeline.microbatches": microbatches}
+    layout = layout.with_(parts if piped else {"accumulate": microbatches})
+    made = experiment.optimizer
     experiment = dataclasses.replace(
         experiment,
-        optimizer=optax.chain(*gradients, experiment.optimizer),
-        mesh=layout.axes,
-        zero=layout.zero,
-        gather_once=once,
-        accumulate=1 if piped else microbatches,
-        pipeline=dict(experiment.pipeline) | ({"microbatches": microbatches} if piped else {}),
+        optimizer=lambda stack: optax.chain(*gradients, made(stack) if callable(made) else made),
+        layout=layout,
     )
-    with simulated_hosts(max(1, layout.devices // layout.hosts)):
-        return _compile(experiment, jax.devices()[: layout.devices])
+    with simulated_hosts(max(1, devices // islands)):
+        return _compile(experiment, jax.devices()[:devices])
 
 
 def _compile(experiment: Experiment, devices: Sequence[jax.Device]) -> Program:
@@ -370,7 +336,7 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
     state = make_state(program.experiment, mesh)
     with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, steps):
-            before = place(state, state)
+            before = place(state, program)
             state, parts = run_step(program, state, batch)
             before = dataclasses.replace(before, opt_state=before.opt_state[-1])
             # A copy, for the next step is given the state to write over.
@@ -383,7 +349,7 @@ def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[f
     errors: dict[str, tuple[float, str]] = {}
     for step in reference:
         given = (step.gradients, step.gradients, step.before.opt_state)
-        state = place(dataclasses.replace(step.before, opt_state=given), program.shapes)
+        state = place(dataclasses.replace(step.before, opt_state=given), program)
         _, found = run_step(program, state, step.batch)
         for part, expected in step.parts.items():
             each = [worst(found[part][group], expected[group]) for group in expected]
@@ -401,27 +367,41 @@ def run_step(
     """
     means = program.evaluate(state)
     state, metrics = program.train(state, batch)
-    gradients, *_, opt_state = state.opt_state
+    stack = program.experiment.stack
+    order = jax.tree.map(_in_order, stack.in_order(state), is_leaf=lambda x: isinstance(x, Cut))
+    stack = Stack(stack.key)
+    gradients, *_, opt_state = order.opt_state
     parts = {
         "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
         "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
     }
     trees = {
         "gradients": gradients,
-        "parameters": state.params,
+        "parameters": order.params,
         "optimizer state": opt_state,
-        "model state": state.model_state,
+        "model state": order.model_state,
     }
-    shared = {"params": named_leaves(state.params), "stack": program.experiment.stack}
+    shared = {"params": named_leaves(order.params), "stack": stack}
     parts |= {name: groups(tree, **shared) for name, tree in trees.items()}
     return state, {name: part for name, part in parts.items() if part}
 
 
-def place(state: TrainState, like: TrainState) -> TrainState:
-    """Copies a state to where another (shapes with shardings suffice) lies."""
+def place(state: TrainState, like: Program) -> TrainState:
+    """Copies a state to where a program wants it, its layers cut as they are there."""
+    order = like.experiment.stack.in_order(like.shapes)
+
+    def moved(wanted: Any, leaf: Any) -> Any:
+        if isinstance(wanted, Cut) and leaf.shape != wanted.array.shape:
+            return jax.device_put(wanted.order.split(np.asarray(leaf)), wanted.array.sharding)
+        return jax.device_put(leaf, getattr(wanted, "array", wanted).sharding)
+
     # The step donates what it is given, and device_put shares buffers with its argument (even with
     # may_alias=False, where it copies to more devices).
-    return _copy(jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)))
+    return _copy(jax.tree.map(moved, order, state, is_leaf=lambda x: isinstance(x, Cut)))
+
+
+def _in_order(leaf: Any) -> Any:
+    return leaf.order.join(np.asarray(leaf.array)) if isinstance(leaf, Cut) else leaf
 
 
 @jax.jit
@@ -502,40 +482,17 @@ def groups(
     return result
 
 
-def usual_layouts(experiment: Experiment) -> tuple[Layout, ...]:
+def usual_layouts(experiment: Experiment) -> tuple[str, ...]:
     """:data:`LAYOUTS`, and before them the experiment's own where it is another.
 
     Raises:
       ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
     """
-    sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
-    if -1 in sizes.values():
-        sizes = fill_sizes(sizes, DEVICES)
-    sizes |= {name: experiment.mesh.get(name, 1) for name in SLOW_PARTS}
-    own = Layout({axis: size for axis, size in sizes.items() if size != 1}, experiment.zero)
-    return LAYOUTS if own.devices == 1 or own in LAYOUTS else (own, *LAYOUTS)
-
-
-def parse_layout(text: str) -> Layout:
-    """Reads a layout such as ``"data=2,tensor=4"`` or ``"data=8,zero=1"``.
-
-    Raises:
-      ValueError: for anything else.
-
-    >>> str(parse_layout("data=8,zero=1")), str(parse_layout("data=4,fsdp=2,dcn_data=2"))
-    ('data 8, zero 1', 'data 4 x fsdp 2, dcn_data 2')
-    """
-    sizes = {}
-    for entry in text.split(","):
-        name, _, size = (word.strip() for word in entry.partition("="))
-        if name not in (*AXES, *SLOW_PARTS, "zero") or not size.isdecimal():
-            raise ValueError(
-                f"layout {text!r} is not known: write sizes of the mesh axes {', '.join(AXES)}, "
-                f"and {', '.join(SLOW_PARTS)} and zero, such as data=2,tensor=4 or data=8,zero=1"
-            )
-        sizes[name] = int(size)
-    zero = sizes.pop("zero", 0)
-    return Layout(sizes, zero)
+    own = experiment.layout
+    if own.mesh.devices == -1:
+        own = dataclasses.replace(own, mesh=own.mesh.filled(DEVICES))
+    text = own.text(experiment.layout)
+    return LAYOUTS if own.mesh.devices == 1 or text in LAYOUTS else (text, *LAYOUTS)
 
 
 def report(
@@ -547,7 +504,7 @@ def report(
       ValueError: where no layout fits, so that nothing was compared.
     """
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("mesh", max_width=len("pipe 2 x data 2 x tensor 2,"))
+    table.add_column("layout", max_width=len("data=2,tensor=2,pipe=2,dcn_pipe=2"))
     table.add_column("part", no_wrap=True)
     table.add_column("worst error", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -186,7 +186,7 @@ class _Run(Hook):
         # Opened for every block, and closed before its time begins: no thread reads ahead in it.
         with self.experiment.train_batches(done, batch_sharding(self.mesh)) as stream:
             batches = jax.block_until_ready(list(itertools.islice(stream, steps)))
-        self._state, calls = None, {"steps_per_call": self.experiment.steps_per_call}
+        self._state, calls = None, {"steps_per_call": self.experiment.layout.steps_per_call}
         jax.block_until_ready(state)
         start = time.perf_counter()
         state = train_loop(self._train, state, batches, steps=done + steps, hooks=[self], **calls)
@@ -247,8 +247,8 @@ def _check_steps(experiment: Experiment, rounds: int, block_steps: int) -> None:
             f"{rounds} rounds and one before them take {steps} steps and the experiment has "
             f"`steps` {experiment.steps}: give more, or fewer `rounds` or block_steps"
         )
-    if block_steps % experiment.steps_per_call:
+    if block_steps % experiment.layout.steps_per_call:
         raise ValueError(
-            f"block_steps is {block_steps} and steps_per_call {experiment.steps_per_call}: give a "
-            "multiple of it"
+            f"block_steps is {block_steps} and steps_per_call "
+            f"{experiment.layout.steps_per_call}: give a multiple of it"
         )

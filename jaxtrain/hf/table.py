@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.sharding.stack import Order
+
 REQUIRED = object()
 # Their axes in our order: a dense layer of PyTorch is [outputs, inputs].
 T = (1, 0)
@@ -154,6 +156,10 @@ class Weight:
             if number:
                 self.row.read(self.tensors[number - 1], inner, out[place])
         return out
+
+    def cut(self, order: Order) -> "Weight":
+        """Returns the weight as a :class:`jaxtrain.Stack` cuts it, of which nothing is read yet."""
+        return dataclasses.replace(self, places=order.split(self.places))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[(slice(None),) * len(self.shape)], dtype)

@@ -22,7 +22,6 @@ from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, listed
 from jaxtrain.models.vit import ViTConfig
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
 SHARD_BYTES = 5 * 10**9
@@ -91,9 +90,7 @@ def preprocessor(config: ViTConfig, pixels: Mapping[str, Any] | None) -> str:
     return to_json(fields | {f"image_{name}": value for name, value in (pixels or {}).items()})
 
 
-def open_weights(
-    folder: str | Path, config: ModelConfig | None = None, *, stack: Stack | None = None
-) -> dict[str, Any]:
+def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[str, Any]:
     """Returns a folder's parameters under our paths, of which nothing has been read yet.
 
     Args:
@@ -101,11 +98,10 @@ def open_weights(
       config: the folder's model, perhaps with other lengths of rows, dropout or rematerialisation,
         or with another head, of which the tree then has what the folder has: ``init_state`` makes
         the rest. None means as it is.
-      stack: how layers are cut; None means in natural order.
 
     Returns:
       A tree for ``init_state(params=)``, or for :func:`load`, of leaves with shape, dtype and
-      slices.
+      slices, layers in natural order (:meth:`jaxtrain.Stack.cut` takes them).
 
     Raises:
       FileNotFoundError, ValueError: there is no model, or a tensor is missing, has another shape,
@@ -121,17 +117,17 @@ def open_weights(
     """
     folder = Path(folder)
     family, own = _read(folder)
-    config, stack = config or own, stack or family.stack
+    config = config or own
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     used: set[str] = set()
-    counts = {part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in stack.parts}
+    counts = {
+        part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in family.stack.parts
+    }
     if (most := max(counts.values())) > len(tensors):  # before there are as many names
         raise ValueError(
             f"'{folder}' has {len(tensors)} tensors for the {most} layers of its config.json"
         )
-    natural = {key: np.arange(1, count + 1) for key, count in counts.items()}
-    cut = {key: np.asarray(x) for key, x in stack.cut(natural).items()}
 
     # A head that the folder has not is left out, and what it has of another is not read.
     new_head = _head(config) != _head(own)
@@ -154,7 +150,9 @@ def open_weights(
                     f"{list(wanted)} for it"
                 )
         used.update(names)
-        places = cut[path.split("/")[0]] if row.stacked else np.array(1)
+        places = np.array(1)
+        if row.stacked:
+            places = np.arange(1, counts[path.split("/")[0]] + 1)
         places = np.maximum(places - row.first, 0)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 

@@ -179,7 +179,7 @@ class View:
         around, first = Surroundings(state, tuple(directions)), rows_of(self.batches[0])
         evaluation = build_evaluation(self.experiment, first, self.mesh)
         losses = build_losses(evaluation, points_PK, at_once=at_once)
-        options = {"mesh": self.mesh, "rules": self.experiment.rules, "donate": False}
+        options = {"mesh": self.mesh, "rules": self.experiment.laid.rules, "donate": False}
         step = compile_step(losses, around, first, **options)
         return np.asarray(evaluate(step, around, self.batches)["loss"], np.float64)
 
@@ -187,13 +187,13 @@ class View:
         """Compiles products with the Hessian of a batch's loss, in float32."""
         experiment, vector = self.experiment, self.start(state)
         evaluation = build_eval_step(
-            experiment.eval_loss_fn or experiment.loss_fn,
+            experiment.laid.eval_loss_fn or experiment.laid.loss_fn,
             policy="f32",
             has_model_state=experiment.has_model_state,
             gather=experiment.gather,
         )
         at = Curvature(state, vector, vector)
-        options = {"mesh": self.mesh, "rules": experiment.rules}
+        options = {"mesh": self.mesh, "rules": experiment.laid.rules}
         with differentiated_twice(True):
             return compile_step(build_product(evaluation), at, rows_of(self.batches[0]), **options)
 

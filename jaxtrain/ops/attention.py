@@ -27,6 +27,9 @@ FUSED = {"gpu": "cudnn", "tpu": "splash"}
 # trains afterwards is traced again.
 ahead_of_time = jax.make_user_context(False)
 
+# Entered with what computes the attention of models that leave it open ("auto").
+preferred = jax.make_user_context("auto")
+
 # Entered with True where a gradient is differentiated again, which those of kernels cannot be.
 differentiated_twice = jax.make_user_context(False)
 
@@ -132,6 +135,7 @@ def attention(
     only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
     packed = segments_BT is not None
     form = {"window": window, "softcap": softcap, "causal": causal}
+    implementation = preferred.value if implementation == "auto" else implementation
     chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, form, only_xla)
     if scale is not None:
         # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.

@@ -63,6 +63,9 @@ def cosine(peak: Rate, *, total_steps: int, warmup_steps: int = 0, final: Rate =
     )
 
 
+warmup_cosine = cosine  # the name that the field gives it where there is a warm-up
+
+
 def cosine_restarts(
     peak: Rate, *, period: int, multiplier: int = 1, warmup_steps: int = 0, final: Rate = 0.0
 ) -> Schedule:

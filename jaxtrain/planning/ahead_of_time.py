@@ -168,7 +168,7 @@ def plan_step(
     """
     how, formula, layers, steps_per_call = {}, None, None, 1
     if experiment is not None:
-        how, steps_per_call = experiment.compiled_with, experiment.steps_per_call
+        how, steps_per_call = experiment.compiled_with, experiment.layout.steps_per_call
         layers = experiment.stages.stacked.key if experiment.stages else None
         if experiment.flops_per_step is not None:
             formula = experiment.flops_per_step, experiment.flops_formula

@@ -1,12 +1,11 @@
 """The layouts that a search looks at: meshes, microbatches, what is kept, and where it lies."""
 
 import dataclasses
-import functools
 import itertools
-import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.layout import flag_of
 from jaxtrain.ops import remat as rematerialisation
 from jaxtrain.planning.roofline import slow_of
 from jaxtrain.planning.targets import Target
@@ -29,12 +28,11 @@ class Candidate:
     """One layout.
 
     Args:
-      mesh: sizes of the axes the experiment's config has; where it matters which of them cross the
+      mesh: sizes of the axes; where it matters which of them cross the
         slow network, ``dcn_data`` and the like too (:func:`make_placements`).
       microbatches: per step: ``accumulate``, or those of the pipeline.
-      remat: of the blocks; None where the config has no such choice.
+      remat: of the blocks; None where the model has no such choice.
       stage_remat: of a pipeline's stages; None without a pipeline.
-      accumulates: whether the config has ``accumulate``.
       gather: when weights are gathered, "layer" or "step"; None leaves it to the config.
       sequence_parallel: whether the residual stream is split over tensor; None leaves it likewise.
       schedule, virtual: of a pipeline; None leaves them likewise.
@@ -44,7 +42,6 @@ class Candidate:
     microbatches: int = 1
     remat: str | None = None
     stage_remat: str | None = None
-    accumulates: bool = True
     gather: str | None = None
     sequence_parallel: bool | None = None
     schedule: str | None = None
@@ -70,10 +67,9 @@ class Candidate:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What of the config makes this layout: values by the path of their field."""
+        """What of a :class:`jaxtrain.Layout` this is: values by the path of their field."""
         changes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
-        if self.accumulates:
-            changes["accumulate"] = 1 if self.stage_remat else self.microbatches
+        changes["accumulate"] = 1 if self.stage_remat else self.microbatches
         if self.stage_remat is not None:
             changes["pipeline.microbatches"] = self.microbatches
             changes["pipeline.remat"] = self.stage_remat
@@ -88,14 +84,12 @@ class Candidate:
     @property
     def flags(self) -> list[str]:
         """What to type after the experiment's name to train this layout."""
-        return [_flag(path.replace("_", "-"), value) for path, value in self.changes.items()]
+        return [flag_of(path, value) for path, value in self.changes.items()]
 
 
-def make_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
-    """All meshes of so many devices over the axes that the config's mesh has."""
-    axes = [axis for axis in AXES if hasattr(config.mesh, axis)]
-    if not hasattr(config, "pipeline"):
-        axes = [axis for axis in axes if axis != "pipe"]
+def make_meshes(devices: int, *, stages: bool) -> Iterator[dict[str, int]]:
+    """All meshes of so many devices; of a model without stages, those without an axis pipe."""
+    axes = [axis for axis in AXES if stages or axis != "pipe"]
     for sizes in factorizations(devices, len(axes)):
         yield dict(zip(axes, sizes, strict=True))
 
@@ -115,7 +109,7 @@ def make_placements(config: Any, mesh: Mapping[str, int], target: Target) -> lis
     if given := given_parts(config):
         ways = [given]
     else:
-        names = [f"dcn_{axis}" for axis in SLOW_AXES if hasattr(config.mesh, f"dcn_{axis}")]
+        names = [f"dcn_{axis}" for axis in SLOW_AXES]
         ways = [
             {name: n for name, n in zip(names, parts, strict=True) if n > 1}
             for parts in factorizations(target.islands, len(names))
@@ -133,14 +127,14 @@ def make_placements(config: Any, mesh: Mapping[str, int], target: Target) -> lis
 
 def within_one_network(config: Any) -> Any:
     """The config without parts across the slow network."""
-    mesh = dataclasses.replace(config.mesh, **dict.fromkeys(given_parts(config), 1))
-    return dataclasses.replace(config, mesh=mesh)
+    alone = {f"mesh.{name}": 1 for name in given_parts(config)}
+    return dataclasses.replace(config, layout=config.layout.with_(alone))
 
 
 def given_parts(config: Any) -> dict[str, int]:
     """The parts across the slow network that a config's mesh has above 1, by their names."""
-    parts = {f"dcn_{axis}": getattr(config.mesh, f"dcn_{axis}", 1) for axis in SLOW_AXES}
-    return {name: n for name, n in parts.items() if n > 1}
+    sizes = config.layout.mesh.sizes.items()
+    return {name: n for name, n in sizes if name.startswith("dcn_") and n > 1}
 
 
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -162,6 +156,7 @@ def make_candidates(
     config: Any,
     mesh: Mapping[str, int],
     *,
+    stages: bool = True,
     gathers: Sequence[str] = (),
     schedules: Sequence[tuple[str | None, int | None]] = ((None, None),),
 ) -> Iterator[Candidate]:
@@ -172,30 +167,28 @@ def make_candidates(
 
     Args:
       config, mesh: the experiment's, and the sizes of its axes.
+      stages: whether its model is made of stages, whose layers may keep less.
       gathers: when weights that fsdp splits may be gathered; none leaves it to the config.
       schedules: of a pipeline, each with its chunks (:func:`open_schedules`).
     """
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // (mesh.get("data", 1) * mesh.get("fsdp", 1)))
-    stages = mesh.get("pipe", 1)
-    choices = [name for name in REMAT if name in _choices(type(config), "remat")] or [None]
+    pipe = mesh.get("pipe", 1)
+    choices = REMAT if stages else [None]
     kinds = [(remat, None) for remat in choices]
-    if stages > 1:
+    if pipe > 1:
         # A stage that is run again has no use for blocks that are, too.
         inner = [(remat, "none") for remat in choices if remat != "full"]
         kinds = [*inner, (choices[0], "full")]
-    counts = [1]
-    if stages > 1 or hasattr(config, "accumulate"):
-        counts = [stages * 2**n for n in range(30) if stages * 2**n <= most] or [stages]
+    counts = [pipe * 2**n for n in range(30) if pipe * 2**n <= most] or [pipe]
     splits = [None]
-    if mesh.get("tensor", 1) > 1 and getattr(config, "sequence_parallel", False):
+    if mesh.get("tensor", 1) > 1 and stages and config.layout.sequence_parallel:
         splits = [True, False]
     gathers = gathers if mesh.get("fsdp", 1) > 1 and gathers else [None]
-    schedules = schedules if stages > 1 else [(None, None)]
-    accumulates = hasattr(config, "accumulate")
+    schedules = schedules if pipe > 1 else [(None, None)]
     for way in itertools.product(splits, gathers, schedules, kinds, counts):
         split, gather, (schedule, virtual), (remat, stage_remat), count = way
-        own = (mesh, count, remat, stage_remat, accumulates, gather, split)
+        own = (mesh, count, remat, stage_remat, gather, split)
         yield Candidate(*own, schedule, virtual)
 
 
@@ -204,9 +197,7 @@ def open_schedules(
 ) -> Sequence[tuple[str | None, int | None]]:
     """The schedules and chunks that the search may vary: all, except what a flag in ``typed`` or a
     field that differs from its default fixes."""
-    options = getattr(config, "pipeline", None)
-    if not (hasattr(options, "schedule") and hasattr(options, "virtual")):
-        return ((None, None),)
+    options = config.layout.pipeline
     own, usual = ((x.schedule, x.virtual) for x in (options, type(options)()))
     names = ("pipeline.schedule", "pipeline.virtual")
     said = [x in typed or a != b for x, a, b in zip(names, own, usual, strict=True)]
@@ -220,29 +211,4 @@ def open_schedules(
 
 def with_candidate(config: Any, candidate: Candidate) -> Any:
     """Returns the config that trains a layout."""
-    for path, value in candidate.changes.items():
-        *group, name = path.split(".")
-        for part in group:
-            value = dataclasses.replace(getattr(config, part), **{name: value})
-            name = part
-        config = dataclasses.replace(config, **{name: value})
-    return config
-
-
-def _flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"
-
-
-@functools.cache
-def _choices(config_type: type, name: str) -> tuple[str, ...]:
-    """The values that a field of a config can take by its ``Literal`` type."""
-    hint = typing.get_type_hints(config_type).get(name)
-    found = [
-        value
-        for part in (hint, *typing.get_args(hint))
-        if typing.get_origin(part) is typing.Literal
-        for value in typing.get_args(part)
-    ]
-    return tuple(found)
+    return dataclasses.replace(config, layout=config.layout.with_(candidate.changes))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from jaxtrain.host.paths import check_on_disk
 from jaxtrain.planning import by_layer, nearest_fit
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, stay_on_cpu
-from jaxtrain.sharding.mesh import AXES
 
 
 def run_plan(
@@ -24,7 +22,7 @@ def run_plan(
     as_json: bool = False,
     save_hlo: Path | None = None,
     show_parts: bool = False,
-    has_flag: Callable[[str], bool] = lambda _: True,
+    has_layout: bool = True,
 ) -> Plan:
     """Plans an experiment, looks for a change where it does not fit, and prints the result.
 
@@ -32,25 +30,24 @@ def run_plan(
       load, flags: what builds the experiment, and the flags that it builds it from.
       target: what for.
       as_json, save_hlo, show_parts: the command's own flags.
-      has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``.
+      has_layout: whether the experiment's module has the flags of a layout.
     """
     if save_hlo is not None:
         check_on_disk(save_hlo, "--save-hlo")
     stay_on_cpu()
     target.devices()  # before anything asks JAX for devices
     experiment = load(flags)
-    sizes = {axis: size for axis, size in experiment.mesh.items() if axis in AXES}
-    devices = math.prod(sizes.values())
-    if devices not in (target.size, -1) and devices > 0 and not has_flag("mesh"):
+    devices = experiment.layout.mesh.devices
+    if devices not in (target.size, -1) and devices > 0 and not has_layout:
         raise ValueError(
             f"experiment {experiment.name!r} is made for {devices} devices and its Config has no "
-            f"field 'mesh' to change that: give a target of {devices}, not {target}"
+            f"layout to change that: give a target of {devices}, not {target}"
         )
     plan = plan_experiment(experiment, target)
     if save_hlo is not None and plan.hlo:
         save_hlo.write_text(plan.hlo)
     if not plan.fits:
-        found = nearest_fit.nearest_fit(load, flags, target, has_flag=has_flag)
+        found = nearest_fit.nearest_fit(experiment, target) if has_layout else None
         plan = dataclasses.replace(plan, mend=nearest_fit.describe(found))
     if as_json:
         print(json.dumps(plan.to_json(), allow_nan=False, default=str))

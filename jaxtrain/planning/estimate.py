@@ -110,9 +110,11 @@ def estimate(
     if traced is None:
         traced = trace(experiment, devices, kind=kind, state=state)
     mesh = state.step.sharding.mesh
-    estimated = estimate_traced(traced, state, experiment.batch, mesh, experiment.rules, kind=kind)
-    estimated = placed(estimated, experiment.mesh)
-    if (calls := experiment.steps_per_call) > 1:
+    estimated = estimate_traced(
+        traced, state, experiment.batch, mesh, experiment.laid.rules, kind=kind
+    )
+    estimated = placed(estimated, experiment.layout.mesh.sizes)
+    if (calls := experiment.layout.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
         estimated = dataclasses.replace(
@@ -154,13 +156,15 @@ def trace(
     mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
     return trace_step(
-        step, state, experiment.batch, mesh, experiment.rules, for_one_size=for_one_size
+        step, state, experiment.batch, mesh, experiment.laid.rules, for_one_size=for_one_size
     )
 
 
 def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:
     """The shapes of an experiment's state, with shardings on an abstract mesh."""
-    return make_abstract_state(experiment, abstract_mesh(experiment.mesh, devices, kind=kind))
+    return make_abstract_state(
+        experiment, abstract_mesh(experiment.layout.mesh.sizes, devices, kind=kind)
+    )
 
 
 def trace_step(
@@ -301,23 +305,19 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     The walk counts a forward and a backward unit in every tick, of the most layers that a stage has
     and with the loss; a tick of the warm-up has one of them, and the last stage alone the loss.
     """
-    pipeline, devices = experiment.pipeline, estimated.mesh.get("pipe", 1)
-    if devices == 1 or "microbatches" not in pipeline:
+    pipeline, devices = experiment.layout.pipeline, estimated.mesh.get("pipe", 1)
+    if devices == 1:
         return estimated
-    stages = dataclasses.replace(experiment.stages, stacked=experiment.stack)
+    stages = experiment.laid.stages
     table = make_table(
-        pipeline.get("schedule", "1f1b"),
+        pipeline.schedule,
         stages=devices,
-        microbatches=pipeline["microbatches"],
+        microbatches=pipeline.microbatches,
         virtual=stages.stacked.virtual * len(stages.blocks),
     )
-    recompute = pipeline.get("remat", "full") == "full"
+    recompute = pipeline.remat == "full"
     if len(stages.blocks) == 1:
-        weights = weigh(
-            stages,
-            lambda rng: stages.stacked.natural(experiment.init_fn(rng)),
-            experiment.batch,
-        )
+        weights = weigh(experiment.stages, experiment.init_fn, experiment.batch)
     else:  # all layers alike, and nothing around them
         weights = Weights(embed=(0.0, 0.0), layer=(1.0, 3.0), head=(0.0, 0.0))
     counts = layers_of_stages(stages, params, devices=devices)

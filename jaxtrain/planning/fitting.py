@@ -44,14 +44,22 @@ class Estimator:
         self.traces: dict[str, Any] = {}
         self.least_compute = math.inf  # of what has no pipeline
 
+    @functools.cached_property
+    def alone(self) -> Experiment:
+        """The experiment on one device."""
+        return self.build(with_candidate(self.config, Candidate(dict.fromkeys(AXES, 1))))
+
+    @property
+    def stages(self) -> bool:
+        """Whether its model is made of stages."""
+        return self.alone.stages is not None and self.alone.loss_fn is None
+
     @property
     def gathers(self) -> tuple[str, ...]:
         """When weights may be gathered; none where the flags say it, or there is no choice."""
-        if getattr(self.config, "gather", "") is not None:
+        if self.config.layout.gather is not None:
             return ()
-        alone = {axis: 1 for axis in AXES if hasattr(self.config.mesh, axis)}
-        experiment = self.build(with_candidate(self.config, Candidate(alone)))
-        possible = experiment.gather == "model" and why_not_once(experiment) is None
+        possible = self.alone.gather == "model" and why_not_once(self.alone) is None
         return ("layer", "step") if possible else ()
 
     def outline(self, candidate: Candidate) -> tuple[Experiment, TrainState]:
@@ -84,16 +92,16 @@ class Estimator:
 
     def least_seconds(self, candidate: Candidate) -> float:
         """What a step takes at least, by the time in which its pipeline waits; 0 where unknown."""
-        stages, options = candidate.mesh.get("pipe", 1), getattr(self.config, "pipeline", None)
+        stages, options = candidate.mesh.get("pipe", 1), self.config.layout.pipeline
         if stages == 1 or math.isinf(self.least_compute):
             return 0.0
-        units = candidate.microbatches * (candidate.virtual or getattr(options, "virtual", 1))
+        units = candidate.microbatches * (candidate.virtual or options.virtual)
         return self.least_compute * (units + stages - 1) / units
 
     def kept_bytes(self, candidate: Candidate) -> int:
         """Bytes of the state, and of what is kept of weights that are gathered once per step."""
         experiment, state = self.outline(candidate)
-        shardings = gradient_shardings(state, zero=experiment.zero)
+        shardings = gradient_shardings(state, zero=experiment.layout.zero)
         dtype = experiment.policy.compute_dtype
         return local_bytes(state) + kept_by_gathering(state.params, shardings, dtype)
 
@@ -106,7 +114,7 @@ class Estimator:
             return candidate
         shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
         both = "data" in candidate.mesh and "fsdp" in candidate.mesh
-        if getattr(self.config, "zero", 0) or not both or shards < 4 or shards % 2:
+        if self.config.layout.zero or not both or shards < 4 or shards % 2:
             return candidate
         mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
         return dataclasses.replace(candidate, mesh=mesh)

@@ -1,7 +1,8 @@
-"""The nearest change of flags that makes a plan fit: tried on the compiler, nearest first."""
+"""The nearest layout that makes a plan fit: tried on the compiler, nearest first."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 
 import jax
 
@@ -9,51 +10,42 @@ from jaxtrain.experiment import Experiment, make_abstract_state, make_experiment
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, grown, parse_target
-from jaxtrain.sharding.mesh import AXES, fill_sizes
 from jaxtrain.state import local_bytes
 
 # Compilations, each as long as the plan's own.
 TRIES = 6
 
 
-def nearest_fit(
-    load: Callable[[Sequence[str]], Experiment],
-    flags: Sequence[str],
-    target: Target,
-    *,
-    has_flag: Callable[[str], bool] = lambda _: True,
-) -> tuple[str, Plan] | None:
-    """Looks for the nearest change that fits.
+def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | None:
+    """Looks for the nearest layout that fits.
 
     First what costs no time on the device (more microbatches), then what costs some (gathering
-    parameters, recomputation), all of it together, and then more devices. A change under which the
+    parameters, recomputation), all of it together, and then more devices. A layout under which the
     state and the gradients alone exceed the memory is passed over; any other is compiled.
 
     Args:
-      load: builds an experiment from its flags, of which a later one overrides an earlier.
-      flags, target: of what does not fit, and where.
-      has_flag: whether the experiment's module has a flag, such as ``"mesh.fsdp"``; a change by
-        another is passed over.
+      experiment, target: what does not fit, and where.
 
     Returns:
       The flags that change and the plan, or None where none of those tried fits.
     """
     tries = TRIES
-    for change, where in _changes(load(flags), target, has_flag):
+    for changes, where in _changes(experiment, target):
         if tries == 0:
             return None
-        if not all(map(has_flag, change)) or all(_given(flags, *item) for item in change.items()):
+        layout = experiment.layout.with_(changes)
+        if layout == experiment.layout:
             continue
-        words = [word for name, value in change.items() for word in (f"--{name}", str(value))]
         try:
-            experiment = load([*flags, *words])
-            if least_bytes(experiment, where) > where.chip.memory_bytes:
+            other = dataclasses.replace(experiment, layout=layout)
+            if least_bytes(other, where) > where.chip.memory_bytes:
                 continue
             tries -= 1
-            plan = plan_experiment(experiment, where)
+            plan = plan_experiment(other, where)
         except (ValueError, RuntimeError):
-            continue  # that change does not go with this experiment
+            continue  # that layout does not go with this experiment
         if plan.fits:
+            words = [flag.replace("=", " ") for flag in layout.flags(experiment.layout)]
             return " ".join(words if where is target else ["--target", where.name, *words]), plan
     return None
 
@@ -73,18 +65,15 @@ def least_bytes(experiment: Experiment, target: Target) -> int:
     return local_bytes(state) + local_bytes(state.params)
 
 
-def _changes(
-    experiment: Experiment, target: Target, has_flag: Callable[[str], bool]
-) -> Iterator[tuple[dict[str, object], Target]]:
-    """Flags and their values, and the target that they are for."""
-    sizes = {axis: n for axis, n in experiment.mesh.items() if axis in AXES}
-    sizes = fill_sizes(sizes, target.size)
+def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str, object], Target]]:
+    """Fields of the layout and their values, and the target that they are for."""
+    sizes = experiment.layout.mesh.filled(target.size).axes
     data, shards = sizes.get("data", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
     for most in (2, 4):
         yield _finer(experiment, shards, sizes, most), target
-    if data > 1 and experiment.zero < 1:
+    if data > 1 and experiment.layout.zero < 1:
         yield {"zero": 1}, target
-    full = {"remat": "full"} if has_flag("remat") else {}
+    full = {"remat": "full"} if experiment.stages and experiment.loss_fn is None else {}
     yield full, target
     wide = {"mesh.fsdp": shards, "mesh.data": 1} if data > 1 else {}
     yield wide, target
@@ -98,18 +87,13 @@ def _changes(
 def _finer(experiment: Experiment, shards: int, sizes: dict[str, int], most: int) -> dict[str, int]:
     """The flag for up to ``most`` times as many microbatches; none where rows allow no more."""
     rows = jax.tree.leaves(experiment.batch)[0].shape[0] // shards
-    name, now = "accumulate", experiment.accumulate
+    name, now = "accumulate", experiment.layout.accumulate
     if sizes.get("pipe", 1) > 1:
-        name, now = "pipeline.microbatches", experiment.pipeline.get("microbatches", 1)
+        name, now = "pipeline.microbatches", experiment.layout.pipeline.microbatches
     times = 1
     while times * 2 <= most and rows % (now * times * 2) == 0:
         times *= 2
     return {name: now * times} if times > 1 else {}
-
-
-def _given(flags: Sequence[str], name: str, value: object) -> bool:
-    """Whether the flags say so already."""
-    return f" --{name} {value} " in f" {' '.join(flags)} ".replace("=", " ")
 
 
 def _larger(target: Target) -> Iterator[Target]:

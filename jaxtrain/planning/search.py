@@ -39,6 +39,7 @@ from rich.console import Console
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
+from jaxtrain.layout import Layout
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.candidates import Candidate, given_parts, make_candidates, make_meshes
 from jaxtrain.planning.fitting import Estimator, Rejections, refuse_mesh, walk_schedules
@@ -68,11 +69,11 @@ def search(
 
     Args:
       build: ``config -> Experiment``, called once per layout: an outline that reads no data.
-      config: the experiment's, a frozen dataclass. Varied are its ``mesh``, ``accumulate``,
-        ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, as far as it has them, and
-        ``gather`` and ``sequence_parallel`` where they are left to the framework, and
-        ``pipeline.schedule`` and ``pipeline.virtual`` where they have their defaults; all else
-        (global batch, precision, optimizer, zero) stays.
+      config: the experiment's, a kind of :class:`jaxtrain.Config`. Varied are its layout's mesh,
+        ``accumulate``, ``pipeline.microbatches``, ``pipeline.remat`` and ``remat``, ``gather`` and
+        ``sequence_parallel`` where they are left to the framework, and ``pipeline.schedule`` and
+        ``pipeline.virtual`` where they have their defaults; all else (global batch, precision,
+        optimizer, zero) stays.
       target: what to run on. Its compiler is needed unless ``compile_best`` is 0.
       compile_best: how many layouts to compile, the fastest by prediction first; None compiles as
         many as :data:`COMPILE_SECONDS` hold, and at least one.
@@ -87,10 +88,10 @@ def search(
       ValueError: for a config without a mesh, a chip without published peaks, or a compiler that is
         not installed.
     """
-    if not dataclasses.is_dataclass(getattr(config, "mesh", None)):
+    if not isinstance(getattr(config, "layout", None), Layout):
         raise ValueError(
-            "there is nothing to search: the experiment's Config has no field 'mesh' with the "
-            "sizes data, fsdp, tensor and pipe"
+            "there is nothing to search: the experiment's Config has no layout, as a kind of "
+            "jaxtrain.Config has"
         )
     if target.chip.hbm_bytes_per_s is None:
         raise ValueError(
@@ -136,9 +137,10 @@ def search(
         )
 
     watch(lambda: found(complete=False))
-    meshes = list(make_meshes(config, target.size))
+    meshes = list(make_meshes(target.size, stages=estimator.stages))
     meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
     open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules}
+    open_ways["stages"] = estimator.stages
     for i, mesh in enumerate(meshes):
         best = min((row.prediction.step_seconds for row in rows), default=math.inf)
         progress(

@@ -211,7 +211,7 @@ def fit(
     """
     options = options or RunOptions()
     _check_plugs(hooks, writers)
-    _check_calls(experiment.steps_per_call, options)
+    _check_calls(experiment.layout.steps_per_call, options)
     if options.best_metric is not None:
         given = {"best_metric": options.best_metric, "best_mode": options.best_mode}
         experiment = dataclasses.replace(experiment, **given)
@@ -322,7 +322,7 @@ def _fit(
         if start < experiment.steps:
             early.recall(start)
             # What was read two calls ago may have been the reason of an end that never came.
-            awaited = start + 1 - 2 * experiment.steps_per_call
+            awaited = start + 1 - 2 * experiment.layout.steps_per_call
             run.alerts.recall(start, acts_from=math.inf if go_on else awaited)
             if (options.eval_first and start == 0) or early.awaits(start):
                 evaluation.on_step(start, state)
@@ -450,7 +450,7 @@ def _train(
             state,
             ledger.timed("data", pace.timed(batches)),
             steps=run.experiment.steps,
-            steps_per_call=run.experiment.steps_per_call,
+            steps_per_call=run.experiment.layout.steps_per_call,
             hooks=[
                 *(run.watchdog, Logging(run, pace), profiling.ending),
                 *(*built_in, *hooks, skips, profiling),

@@ -25,6 +25,7 @@ from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
+from jaxtrain.layout import SAME, Layout
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
@@ -33,13 +34,20 @@ from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.options import (
     MAY_CHANGE,
-    MeshOptions,
+    LayoutFlags,
     OptimizerOptions,
     ProcessOptions,
     RunOptions,
     make_optimizer,
 )
-from jaxtrain.run.provenance import OF_START, SAME, from_plain, known_fields, read_record
+from jaxtrain.run.provenance import (
+    OF_START,
+    flags_of,
+    from_plain,
+    known_fields,
+    nested,
+    read_record,
+)
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.accidents import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
@@ -54,7 +62,7 @@ class Config:
     """The flags that every experiment has; a subclass adds those of its model and its data."""
 
     run: Flat[RunOptions] = dataclasses.field(default_factory=RunOptions)
-    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    layout: LayoutFlags = dataclasses.field(default_factory=Layout)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
 
     steps: int = 1000
@@ -63,30 +71,13 @@ class Config:
     """Passes over the training rows, fractions too, in place of --steps."""
     global_batch: int = 32
     """Rows per step, over all devices."""
-    accumulate: int = 1
-    """Microbatches per step, in one scan; their gradients are summed by weight."""
-    steps_per_call: int = 1
-    """Train steps in one compiled call, for steps that take hardly longer than their dispatch;
-    evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
     """Dtypes; bf16 keeps float32 parameters and optimizer state."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
-    offload_optimizer: bool = False
-    """Keep the optimizer state in the memory of the host, but for the update of each step."""
-    hide_communication: bool = True
-    """Compile with the options that hide communication behind compute, on targets that have any."""
-    deterministic: bool = False
-    """Compile programs that give the same bits in every run on GPUs, which costs time; other
-    devices always do."""
-    gather: Literal["layer", "step"] | None = None
-    """When weights that fsdp splits (or data, with --zero 3) are made whole: layer by layer in each
-    microbatch, or once per step for all of them; left out, once per step where memory allows."""
     seed: int = 0
-    """Of parameters, dropout and the order of the data."""
+    """Seed of the parameters, of dropout, and of the order of the data."""
     simulate_devices: int = 0
     """Run on this many simulated CPU devices; 0 on the real ones."""
     devices: tuple[int, ...] = ()
@@ -95,13 +86,17 @@ class Config:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        flat = {f.name for kind in (RunOptions, ProcessOptions) for f in dataclasses.fields(kind)}
+        flat = {
+            f.name
+            for kind in (RunOptions, ProcessOptions, Layout)
+            for f in dataclasses.fields(kind)
+        }
         taken = flat | {"experiment", "batches_of", "of_rows"}
         for name in vars(cls).get("__annotations__", {}):
             if name in taken:
                 raise ValueError(
                     f"{cls.__name__} has a field {name!r}, which every config has already: a flag "
-                    "of its run, or a method; give it another name"
+                    "of its run or its layout, or a method; give it another name"
                 )
 
     def __post_init__(self) -> None:
@@ -128,7 +123,8 @@ class Config:
             ``has_model_state``, ``best_metric`` and ``conclude``. ``config`` and ``may_change``
             are added to what these flags say; any other comes in its place.
         """
-        if "optimizer" in given and not getattr(self, "_optimizer_is_read", False):
+        made = given.get("optimizer")
+        if made and not callable(made) and not getattr(self, "_optimizer_is_read", False):
             self._refuse_void_flags(name)
         if given.get("train_batches") is not no_batches:
             counted = self._counted(given.get("steps_per_epoch"))
@@ -144,7 +140,7 @@ class Config:
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}
-        record |= {"flags": dataclasses.asdict(self)} | given.pop("config", {})
+        record |= {"flags": flags_of(self)} | given.pop("config", {})
         if "optimizer" not in given:
             sure = given.get("stages") is not None
 
@@ -154,22 +150,10 @@ class Config:
                 return make_optimizer(self.optimizer, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
-        if self.gather == "layer" and given.get("gather") != "model":
-            raise ValueError(
-                f"--gather layer: the model of experiment {name!r} does not gather its weights "
-                "layer by layer (Experiment(gather='model')); leave it out"
-            )
         ours = {
-            "gather_once": None if self.gather is None else self.gather == "step",
             "steps": self.steps,
-            "mesh": dataclasses.asdict(self.mesh),
+            "layout": self.layout,
             "policy": dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch),
-            "accumulate": self.accumulate,
-            "steps_per_call": self.steps_per_call,
-            "zero": self.zero,
-            "offload_optimizer": self.offload_optimizer,
-            "hide_communication": self.hide_communication,
-            "deterministic": self.deterministic,
             "seed": self.seed,
             "items_per_step": self.global_batch,
             "item": "rows",
@@ -234,7 +218,7 @@ class Config:
             )
 
         batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
-        ahead = max(2, min(self.steps_per_call, self.steps))
+        ahead = max(2, min(self.layout.steps_per_call, self.steps))
         found = {
             "batch": batches.shapes,
             "steps_per_epoch": _steps_per_epoch(train, self.global_batch),
@@ -252,8 +236,9 @@ class Config:
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:
-    mixed = isinstance(rows, data.Mixture)
-    return None if mixed else fractions.Fraction(len(rows), global_batch)
+    if isinstance(rows, data.Mixture) or global_batch < 1:  # which Batches refuses
+        return None
+    return fractions.Fraction(len(rows), global_batch)
 
 
 def main(
@@ -352,7 +337,7 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     flags = {name: value for name, value in flags.items() if name not in not_its_own}
     run = {name: value for name, value in flags["run"].items() if name not in OF_START}
     flags["run"] = run | {"run_dir": str(path)}
-    return from_plain(config_type, known_fields(config_type, flags))
+    return from_plain(config_type, known_fields(config_type, nested(config_type, flags)))
 
 
 def experiment_module(name: str) -> types.ModuleType:

@@ -2,33 +2,28 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from jaxtrain import optim
+from jaxtrain.layout import ROUNDED, Layout
 from jaxtrain.optim.accumulation import updates_in
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.options import keywords
 from jaxtrain.run.observe import alert_rules, trackers
-from jaxtrain.run.provenance import ROUNDED, SAME
 
-# What a resumed run may have otherwise, and what that means for its steps. All that is not here
-# changes what is computed: the seed, the rate, the batch, the model, the precision, and the number
-# of steps, by which schedules go. Another number of microbatches is refused too, where the loss is
-# another with it (`jaxtrain.experiment.depends_on_microbatches`).
-MAY_CHANGE = {
-    "distributed.*": "",  # who this process is: of the start, and not of the run
-    "epochs": "",  # which steps tells
-    "mesh.*": ROUNDED,
+# The type of a field of a layout whose flags stand at the top level: --zero and not --layout.zero.
+LayoutFlags = Annotated[Layout, tyro.conf.arg(name="")]
+
+# Settings that may change when a run is resumed, with the effect on later steps. Any other setting
+# changes what is computed, so changing it is refused: the seed, the rate, the batch, the model, the
+# precision, and the number of steps, which schedules follow. Another number of microbatches is
+# refused too where the loss is another with it (`jaxtrain.experiment.depends_on_microbatches`).
+MAY_CHANGE = Layout.may_change() | {
     "simulate_devices": ROUNDED,
-    "devices": "",
-    "zero": ROUNDED,
-    "accumulate": ROUNDED,
-    "gather": ROUNDED,
-    "pipeline.*": ROUNDED,
-    "steps_per_call": ROUNDED,
-    "offload_optimizer": SAME,
-    "hide_communication": ROUNDED,
-    "deterministic": ROUNDED,
+    # Settings of a start, and not of the run; `steps` says what `epochs` comes to.
+    **dict.fromkeys(("distributed.*", "epochs", "devices"), ""),
 }
 
 
@@ -162,26 +157,6 @@ class RunOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshOptions:
-    """Devices along each axis of the mesh; -1 takes what the others leave."""
-
-    data: int = -1
-    """Splits the batch; parameters are copied."""
-    fsdp: int = 1
-    """Splits the batch, and parameters, gradients and optimizer state."""
-    tensor: int = 1
-    """Splits heads, MLP width and vocabulary."""
-    pipe: int = 1
-    """Splits the layers; see the pipeline options."""
-    dcn_data: int = 1
-    """Of the data axis, the part that crosses the slow network: slices of a TPU, or hosts."""
-    dcn_fsdp: int = 1
-    """The same of the fsdp axis."""
-    dcn_pipe: int = 1
-    """The same of the pipe axis."""
-
-
-@dataclasses.dataclass(frozen=True)
 class ProcessOptions:
     """Several processes without a launcher; left out, they are found from the environment."""
 
@@ -191,23 +166,6 @@ class ProcessOptions:
     """How many processes there are."""
     process_id: int | None = None
     """Which one this is, from 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineOptions:
-    """How microbatches go through the stages of a mesh with a pipe axis."""
-
-    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
-    """1f1b keeps few microbatches in flight; interleaved has a smaller bubble; gpipe neither."""
-    microbatches: int = 8
-    """Microbatches per step."""
-    virtual: int = 1
-    """Chunks of layers per device, above 1 for interleaved only."""
-    remat: Literal["full", "none"] = "full"
-    """full runs a stage again for its backward pass; none keeps what that needs."""
-    balance: bool = False
-    """Place layers on stages so that the busiest, with the embedding or the head, has least to do;
-    layers that do not divide are always placed so."""
 
 
 @dataclasses.dataclass(frozen=True)

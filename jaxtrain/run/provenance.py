@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there
+from jaxtrain.layout import ROUNDED, SAME
 from jaxtrain.run.folder import write_text
 from jaxtrain.sharding.mesh import describe_mesh
 
@@ -38,8 +39,6 @@ PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 # The run options that are of one start and not of the run.
 OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
 # What a change means for the steps to come; an empty one is of a start, and no change.
-SAME = "same bits"
-ROUNDED = "the same mathematics, other bits"
 # Of entries whose name ends with the step from which they hold, as of `shares.1000`: while the run
 # has not come there. One that has begun is of the run.
 LATER = "others, from that step on"
@@ -83,8 +82,7 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         own["batch"] = [
             f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(experiment.batch)
         ]
-    piped = mesh.shape.get("pipe", 1) > 1
-    own["microbatches"] = experiment.pipeline["microbatches"] if piped else experiment.accumulate
+    own["microbatches"] = experiment.layout.microbatches
     own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
     own["versions"] = {}
     for name in PACKAGES:
@@ -240,6 +238,21 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def flags_of(config: Any) -> dict[str, Any]:
+    """Returns a config as plain data, with the fields of its layout among its own, as flags are."""
+    flags = dataclasses.asdict(config)
+    return flags | flags.pop("layout", {})
+
+
+def nested(kind: type, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what :func:`flags_of` has written with the fields of a layout in their own mapping,
+    as ``dataclasses.asdict`` has them."""
+    layout = typing.get_type_hints(kind).get("layout")
+    own = known_fields(layout, flags) if dataclasses.is_dataclass(layout) else {}
+    others = {name: value for name, value in flags.items() if name not in own}
+    return others | ({"layout": own} if own else {})
 
 
 def known_fields(kind: Any, value: Any) -> Any:

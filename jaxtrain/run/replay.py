@@ -23,7 +23,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.main import experiment_module, parse
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.provenance import CONFIG, from_plain, read_record
+from jaxtrain.run.provenance import CONFIG, from_plain, nested, read_record
 from jaxtrain.run.survive.accidents import Examination, examine
 from jaxtrain.sharding.rules import batch_sharding
 
@@ -67,7 +67,7 @@ def load_run(
     known = dict(stored["flags"])
     if isinstance(known.get("run"), dict):  # What the run keeps is read there, and not made anew.
         known["run"] = known["run"] | {"run_dir": str(run_dir), "resume": True}
-    config = from_plain(experiment.Config, known)
+    config = from_plain(experiment.Config, nested(experiment.Config, known))
     return experiment.build(parse(experiment.Config, flags, default=config))
 
 
@@ -99,7 +99,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examina
     with experiment.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
             train, _ = compile_loop(experiment, state, mesh, start, step - 1)
-            calls = {"steps": step - 1, "steps_per_call": experiment.steps_per_call}
+            calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}
             state = train_loop(train, state, batches, **calls)
         return examine(experiment, mesh, state, next(batches))
 

@@ -247,7 +247,10 @@ class Order:
         return x if self.rows is None else x[np.array(self.rows)]
 
     def split(self, x: Any) -> Any:
-        """The inverse of :meth:`join`; padding is zeros."""
+        """The inverse of :meth:`join`; padding is zeros. What is read later (a file's weight) has a
+        method ``cut`` for it."""
+        if hasattr(x, "cut"):
+            return x.cut(self)
         if self.rows is not None:
             layers, xp = self.layers.ravel(), np if isinstance(x, np.ndarray) else jnp
             padding = layers.reshape(-1, *[1] * (x.ndim - 1)) < 0

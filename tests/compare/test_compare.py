@@ -24,7 +24,9 @@ def alone(experiment, steps):
     mesh = make_experiment_mesh(experiment)
     state, losses = make_state(experiment, mesh), []
     train = jt.compile_step(
-        jt.build_train_step(experiment.loss_fn, experiment.optimizer, policy=experiment.policy),
+        jt.build_train_step(
+            experiment.laid.loss_fn, experiment.laid.optimizer, policy=experiment.policy
+        ),
         state,
         experiment.batch,
         mesh=mesh,
@@ -64,7 +66,7 @@ def test_every_variant_trains_as_it_would_alone(capsys, monkeypatch, tmp_path):
 def test_variants_are_all_combinations_in_order():
     vary = ["seed=1,0", "offload_optimizer=false,true", "--mesh.data=4"]
     variants = command.make_variants(MODULE, vary, ["--seed", "7"])
-    made = [(x.seed, x.offload_optimizer, x.mesh["data"]) for x in variants.values()]
+    made = [(x.seed, x.layout.offload_optimizer, x.layout.mesh.data) for x in variants.values()]
     assert made == [(1, False, 4), (1, True, 4), (0, False, 4), (0, True, 4)]
     assert next(iter(variants)) == "seed=1 offload-optimizer=false mesh.data=4"
 
@@ -82,14 +84,14 @@ def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
     flags = ["--optimizer.name", "sgd", "--mesh.fsdp", "1"]
     variants = command.make_variants(MODULE, vary, flags)
     experiments = dict(zip("ab", variants.values(), strict=True))
-    assert [x.mesh["data"] for x in experiments.values()] == [2, 1]
+    assert [x.layout.mesh.data for x in experiments.values()] == [2, 1]
     with pytest.raises(ValueError, match=r"variant a: .*data"):  # eight devices are not two
         turns.compare(experiments, rounds=2, block_steps=2)
     first = jax.devices()[:2]
     monkeypatch.setattr(
         turns,
         "make_experiment_mesh",
-        lambda e: make_experiment_mesh(e, first[: e.mesh["data"]]),
+        lambda e: make_experiment_mesh(e, first[: e.layout.mesh.data]),
     )
     a, b = turns.compare(experiments, rounds=3, block_steps=2)
     assert order[2:] == [(name, steps) for steps in (2, 4, 6) for name in "ab"]

@@ -1,6 +1,5 @@
 """``jaxtrain parity``: it passes what is right, and names what is wrong where something is."""
 
-import dataclasses
 import math
 import re
 
@@ -102,7 +101,8 @@ def build(config):
         optimizer=optax.chain(
             optax.adam(1e-3), optax.GradientTransformation(lambda p: optax.EmptyState(), update)),
         batch={"x": row, "y": row}, train_batches=stream,
-        mesh={"data": -1, "tensor": config.tensor, "dcn_data": config.dcn_data}, zero=config.zero,
+        layout=jt.Layout().with_({"mesh.tensor": config.tensor, "mesh.dcn_data": config.dcn_data,
+                                  "zero": config.zero}),
         rules=jt.Rules([("branches/up", ("layers", None, "mlp")),
                         ("branches/down", ("layers", "mlp", None))], stacked="branches"),
         policy=jt.Policy.bf16())
@@ -139,8 +139,8 @@ def test_gpt_agrees_on_a_mesh_and_in_an_interleaved_pipeline(capsys, tmp_path, m
     assert sum("ok" in line for line in lines) == 10
     assert sum("evaluation" in line for line in lines) == 2
     assert [line.partition(" (")[0] for line in error.splitlines()] == [
-        "data 2 x tensor 4: agrees",
-        "pipe 2 x data 2: agrees",
+        "data=2,tensor=4: agrees",
+        "pipe=2,data=2: agrees",
     ]
     assert " ".join(lines[-1]) == "2 of 2 meshes agree with one device to 1e-05"
 
@@ -182,7 +182,7 @@ def test_a_pipeline_is_compared_with_as_many_accumulated_microbatches(layers):
     # The noise of the layers is another for every microbatch.
     table = jt.parity(init_fn, loss_fn, batch, **more, accumulate=2)
     assert "1 of 1 meshes agree with one device to 1e-05" in table
-    assert "pipe 2 x data 2" in table
+    assert "pipe=2,data=2" in table
     table = jt.parity(init_fn, loss_fn, batch, **more, pipeline={"microbatches": 4})
     assert "1 of 1 meshes agree" in table
 
@@ -194,7 +194,7 @@ def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
         loss, size = loss_fn(params, batch, rng), jax.sharding.get_abstract_mesh().size
         return jt.WeightedLoss(loss.total * (1 + 1e-3 * (size - 1)), loss.weight)
 
-    with pytest.raises(AssertionError, match=r"on mesh data 2 the loss .*jaxtrain.constrain") as e:
+    with pytest.raises(AssertionError, match=r"on data=2 the loss .*jaxtrain.constrain") as e:
         jt.parity(init_fn, wrong, batch, layouts=["data=1", "data=2"])
     assert "1 of 2 meshes agree" in str(e.value)
     with pytest.raises(ValueError, match=r"no mesh fits, .*it takes 16 devices"):
@@ -233,8 +233,8 @@ def test_a_module_of_ones_own_agrees_and_what_does_not_fit_is_listed(capsys, mod
     assert status == 0
     text = "\n".join(map(" ".join, lines))
     for part in ("loss", "gradients", "parameters", "optimizer state", "model state"):
-        assert re.search(rf"^(data 4 )?{part} \S+ ok ", text, re.MULTILINE)
-    assert "fsdp 8 does not fit: batch leaf 'x' has shape (12, 8)" in text
+        assert re.search(rf"^(data=4 )?{part} \S+ ok ", text, re.MULTILINE)
+    assert "fsdp=8 does not fit: batch leaf 'x' has shape (12, 8)" in text
     assert "1 of 1 meshes agree" in text
 
 
@@ -264,8 +264,7 @@ def test_both_sides_have_the_precision_that_is_asked_for(capsys, module, monkeyp
 )
 def test_a_fault_is_found_and_its_leaf_named(module, fault, layout, off, leaf):
     experiment = cli.load_experiment(module, ["--fault", fault], command="parity")
-    layouts = [parity.Layout({"data": 1}), parity.parse_layout(layout)]
-    one, many = parity.compare(experiment, layouts=layouts, steps=2)
+    one, many = parity.compare(experiment, layouts=["data=1", layout], steps=2)
     assert one.agrees(1e-6)
     found = {part for part, (error, _) in many.worst.items() if error > 1e-5}
     assert found == off, many.worst
@@ -290,14 +289,14 @@ def test_tolerance_decides(capsys, module):
 def test_the_experiments_own_mesh_comes_first(module):
     def layouts(*flags):
         built = cli.load_experiment(module, flags, command="parity")
-        return [str(layout) for layout in parity.usual_layouts(built)]
+        return list(parity.usual_layouts(built))
 
-    usual = list(map(str, parity.LAYOUTS))
+    usual = list(parity.LAYOUTS)
     assert layouts() == usual
     assert layouts("--zero", "2") == usual
-    assert layouts("--tensor", "2") == ["data 4 x tensor 2", *usual]
-    assert layouts("--tensor", "4", "--zero", "1") == ["data 2 x tensor 4, zero 1", *usual]
-    assert layouts("--dcn-data", "2") == ["data 8, dcn_data 2", *usual]
+    assert layouts("--tensor", "2") == ["data=4,tensor=2", *usual]
+    assert layouts("--tensor", "4", "--zero", "1") == ["data=2,tensor=4,zero=1", *usual]
+    assert layouts("--dcn-data", "2") == ["data=8,dcn_data=2", *usual]
     with pytest.raises(ValueError, match="tensor 3 needs 3 devices"):
         layouts("--tensor", "3")
 
@@ -311,7 +310,7 @@ def test_the_experiments_own_mesh_comes_first(module):
         (
             None,
             ["--layout", "cube=2"],
-            "layout 'cube=2' is not known: write sizes of the mesh axes",
+            "layout 'cube=2' is not known, for 'cube': write sizes of the mesh axes",
         ),
         (None, ["--layout", "data"], "layout 'data' is not known"),
         (
@@ -379,7 +378,6 @@ def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
         ({"rules": Rules(stacked="layers")}, 0),
         ({"stages": decoder.stages(decoder.tiny()), "rules": Rules(stacked="layers")}, 6),
         ({"stages": decoder.stages(decoder.tiny(), virtual=3)}, 6),
-        ({"stages": decoder.stages(decoder.tiny()), "pipeline": {"virtual": 2}}, 6),
     ],
 )
 def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
@@ -394,15 +392,5 @@ def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
     assert np.shape(found[expected[0]]) == ((3, 3) if layers else (6, 3, 3))
 
 
-def test_layouts_read_back():
-    layout = parity.parse_layout("data=2, fsdp=4,zero=3")
-    assert layout == parity.Layout({"data": 2, "fsdp": 4}, zero=3)
-    assert (str(layout), layout.devices) == ("data 2 x fsdp 4, zero 3", 8)
-    slow = parity.parse_layout("data=4,fsdp=2,dcn_data=2,dcn_fsdp=2")
-    assert (str(slow), slow.devices, slow.hosts) == (
-        "data 4 x fsdp 2, dcn_data 2, dcn_fsdp 2",
-        8,
-        4,
-    )
-    assert dataclasses.replace(layout, zero=0) == parity.parse_layout("data=2,fsdp=4")
-    assert all(layout.devices == parity.DEVICES for layout in parity.LAYOUTS)
+def test_the_usual_layouts_take_as_many_devices_as_are_simulated():
+    assert {jt.Layout.parse(text).mesh.devices for text in parity.LAYOUTS} == {parity.DEVICES}

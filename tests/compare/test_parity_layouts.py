@@ -12,9 +12,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import TOLERANCE, compare, parse_layout
+from jaxtrain.compare.parity import TOLERANCE, compare
 from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
+from tests import problems
 from tests.compare import test_parity
 
 GPT2 = test_parity.GPT2
@@ -60,8 +61,8 @@ CASES = [
 
 # Small versions of the meshes of a thousand chips in planning's README, whose names these are: the
 # same remat, gather and schedule, and key heads more than the tensor axis has devices, or fewer.
-BY_LAYER = {"gather": "model", "gather_once": False}
-PIPELINED = INTERLEAVED | {"virtual": 4, "remat": "none", "gather": "model", "gather_once": True}
+BY_LAYER = {"gather": "model", "when": "layer"}
+PIPELINED = INTERLEAVED | {"virtual": 4, "remat": "none", "gather": "model", "when": "step"}
 AT_SCALE = {
     "70B, 1,024 v5p or H100, fsdp 512 x tensor 2": ("70B", "fsdp=4,tensor=2", BY_LAYER),
     "405B, 4,096 v5p or H100, fsdp 512 x tensor 8": ("405B", "fsdp=2,tensor=4", BY_LAYER),
@@ -73,7 +74,7 @@ AT_SCALE = {
 }
 
 
-def experiment(model, pipe=1, *, gather=None, gather_once=None, **pipeline):
+def experiment(model, pipe=1, *, gather=None, when=None, **pipeline):
     """A GPT with noise on what it starts from, so that no bias is zero; a layer for every chunk."""
     model = dataclasses.replace(model, layers=max(2, pipe * pipeline.get("virtual", 1)))
     stages = decoder.stages(model, virtual=pipeline.get("virtual", 1))
@@ -98,16 +99,14 @@ def experiment(model, pipe=1, *, gather=None, gather_once=None, **pipeline):
         steps=2,
         rules=jt.Rules(decoder.RULES),
         gather=gather,
-        gather_once=gather_once,
         stages=stages,
-        pipeline={"microbatches": 4} | pipeline,
+        **problems.with_layout({"when": when, "pipeline": {"microbatches": 4} | pipeline}),
     )
 
 
 def errors_on(layout, model, options, policy="f32"):
     """The largest error of each part on a layout, and its leaf."""
-    layout = parse_layout(layout)
-    built = experiment(model, layout.axes.get("pipe", 1), **options)
+    built = experiment(model, jt.Layout.parse(layout).mesh.pipe, **options)
     (found,) = compare(built, layouts=[layout], steps=2, policy=policy)
     assert found.refusal is None
     parts = {"evaluation", "loss", "gradients", "parameters", "optimizer state"}
@@ -160,3 +159,34 @@ def test_bf16_differs_from_one_device_by_the_rounding_of_parts(form, layout, opt
     # With the gradients of one device, the update is one device's.
     assert errors["parameters"][0] < TOLERANCE, errors
     assert errors["optimizer state"][0] < TOLERANCE, errors
+
+
+VALUES = (
+    "pipe=2,data=2",  # 2 layers and 3
+    "pipe=2,data=2,pipeline.schedule=interleaved,pipeline.virtual=2",
+    "data=2,tensor=2,zero=2,remat=full,scan_unroll=2,attention=xla,sequence_parallel=false",
+)
+
+
+def test_one_experiment_in_natural_order_takes_any_layout_as_a_value():
+    """Of five layers and by LAMB, whose norms are of each: the layout cuts both."""
+    model = dataclasses.replace(GPT2, layers=5)
+    built = dataclasses.replace(
+        experiment(model),
+        init_fn=lambda rng: jt.tree.map_named(
+            lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape),
+            decoder.init(model, rng),
+        ),
+        loss_fn=None,
+        stages=decoder.stages(model),
+        optimizer=lambda stack: jt.make_optimizer("lamb", 1e-2, eps=1e-4, stacked=stack.axes),
+    )
+    found = list(compare(built, layouts=VALUES, steps=2))
+    assert [each.refusal for each in found] == [None] * 3
+    assert not [each for each in found if not each.agrees(TOLERANCE)]
+    first, second, third = (
+        dataclasses.replace(built, layout=jt.Layout.parse(text, built.layout)) for text in VALUES
+    )
+    assert (first.stack.counts, second.stack.counts) == ((2, 3), (1, 1, 1, 2))
+    assert third.stack == jt.Stack()
+    assert third.laid.stages.remat.args == ("full",)

@@ -112,7 +112,7 @@ def wide_experiment(**changes):
             train_batches=None,
             steps=1,
             stages=jt.Stages(lambda params, batch, rng: batch["x"], block, head_loss),
-            pipeline={"microbatches": 8},
+            layout=jt.Layout.parse("pipe=4"),
         ),
         **changes,
     )

@@ -328,7 +328,8 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
     mesh, chip = jt.make_mesh(data=2, fsdp=4), chip_of("NVIDIA H100 80GB HBM3")
 
     def choice(**given):
-        given = {"accumulate": 4, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
+        layout = jt.Layout(accumulate=given.pop("accumulate", 4), gather=given.pop("when", None))
+        given = {"layout": layout, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
         given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
         own = jt.Experiment("toy", init, train_batches=None, steps=1, **given)
         return choose_gather(own, make_abstract_state(own, mesh), mesh)
@@ -345,12 +346,14 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
         assert choice()[0] == expected
     assert choice()[1].endswith("would be kept, more than half")
     assert choice(accumulate=1) == ("model", "layer by layer: there is one microbatch")
-    assert choice(gather_once=True) == ("step", "once per step, as asked for")
+    assert choice(when="step") == ("step", "once per step, as asked for")
     assert choice(gather=None) == (None, "")
     with pytest.raises(ValueError, match=r"cannot be gathered once per step .*not declared a sum"):
-        choice(gather_once=True, loss_fn=contrastive)
-    with pytest.raises(ValueError, match=r"--gather layer: the model of experiment 'toy' does not"):
-        jt.Config(gather="layer").experiment("toy")
+        choice(when="step", loss_fn=contrastive)
+    with pytest.raises(
+        ValueError, match=r"gather is 'layer' and the model of experiment 'toy' does"
+    ):
+        choice(when="layer", gather=None)
 
 
 def test_a_leaf_that_has_no_rows_is_not_cut():

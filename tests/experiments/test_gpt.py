@@ -88,8 +88,8 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     flags += " --z-loss 1e-4"
     config = parse(Config, [*SMALL, "--data", texts, *flags.split()])
     experiment = build(config)
-    assert experiment.accumulate == 2
-    assert experiment.zero == 1
+    assert experiment.layout.accumulate == 2
+    assert experiment.layout.zero == 1
     result = fit(experiment, config.run.__class__(run_dir=str(tmp_path / "run")))
     printed = capsys.readouterr().out
     assert "data 2 x fsdp 2 x tensor 2, zero 1" in printed
@@ -104,8 +104,9 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     moments = optax.tree.get(result.state.opt_state, "ScaleByAdamState")
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(moments.mu)}
     assert dtypes == {"bfloat16"}
-    model = experiment.config["model"]
-    assert (model["remat"], model["attention_dropout"]) == ("save_attention", 0.1)
+    assert experiment.config["model"]["attention_dropout"] == 0.1
+    assert experiment.laid.stages.remat.args == ("save_attention",)
+    assert experiment.config["flags"]["remat"] == "save_attention"
 
 
 def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):

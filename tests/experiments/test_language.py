@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from experiments import bert, gpt, language, t5
 from jaxtrain import data, hf
 from jaxtrain.run import trained
@@ -82,7 +83,7 @@ def test_equal_mistakes_get_equal_sentences(name, begun, tmp_path):
     more = tmp_path / "tokenizer.json"
     data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 410).save(more)
     run, other = begun[name].run, {"gpt": "bert", "bert": "t5", "t5": "gpt"}[name]
-    tensor = experiment.Config().mesh.__class__(tensor=3)
+    three = jt.Layout.parse("tensor=3")
     for given, sentence in (
         ({"init_from": str(tmp_path)}, f"'{tmp_path}' is no run and no Hugging Face folder: give"),
         ({"init_from": begun[other].run}, f": experiments.{other} trains such a one"),
@@ -90,7 +91,7 @@ def test_equal_mistakes_get_equal_sentences(name, begun, tmp_path):
         ({"init_from": run, "width": 32}, "--width 32 is not for --init-from, whose folder says"),
         ({"init_from": run, "tokenizer": str(more)}, "has 410 tokens and the model in"),
         ({"init_from": begun[name].folder, "tokenizer": None}, "has no tokenizer.json: give --tok"),
-        ({"mesh": tensor, "heads": 4, "width": 16}, "--mesh.tensor 3 does not divide 4 heads and"),
+        ({"layout": three, "heads": 4, "width": 16}, "--mesh.tensor 3 does not divide 4 heads and"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             experiment.outline(experiment.Config(**{"tokenizer": "300", **given}))

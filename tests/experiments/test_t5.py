@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from experiments.t5 import (
     Config,
     NameRows,
@@ -139,7 +140,7 @@ def test_flags_that_do_not_fit_are_refused(texts):
     with pytest.raises(ValueError, match="beams=400 must be from 1 to half of the vocabulary"):
         build(Config(**small, target_len=24, beams=400))
     with pytest.raises(ValueError, match=r"--mesh.tensor 3 does not divide 4 heads"):
-        outline(Config(mesh=Config().mesh.__class__(tensor=3)))
+        outline(Config(layout=jt.Layout.parse("tensor=3")))
     planned = outline(Config(model="flan-t5-small"))
     assert planned.batch["source"].shape == (32, 512)
     shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))

@@ -19,6 +19,7 @@ from jaxtrain.finetune import preferences
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.stages import run_layers
+from tests import problems
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
@@ -115,6 +116,7 @@ def experiment_of(batch, **given):
         record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=preferences.FREEZE)
     )
     given = {"gather": "model", "pipeline": {"microbatches": 4, "schedule": "1f1b"}} | given
+    given = problems.with_layout(given)
     return Experiment(
         name="dpo",
         init_fn=both,

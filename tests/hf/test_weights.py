@@ -150,7 +150,7 @@ def test_every_device_has_its_part(axes, stack, tmp_path):
         lambda rng: stack.cut(decoder.init(config, rng)),
         optax.sgd(0.1),
         jax.random.key(0),
-        params=hf.open_weights(tmp_path, stack=stack),
+        params=stack.cut(hf.open_weights(tmp_path)),
         mesh=jt.make_mesh(**axes),
         rules=jt.Rules(decoder.RULES, stacked=stack),
     )
@@ -160,7 +160,7 @@ def test_every_device_has_its_part(axes, stack, tmp_path):
     split = got["blocks/mlp/up/kernel"]
     assert split.addressable_shards[0].data.size == split.size / 8 * axes.get("data", 1)
     loaded = hf.load(
-        hf.open_weights(tmp_path, stack=stack), jax.tree.map(lambda x: x.sharding, state.params)
+        stack.cut(hf.open_weights(tmp_path)), jax.tree.map(lambda x: x.sharding, state.params)
     )
     for path, leaf in named_leaves(loaded).items():
         assert leaf.sharding == got[path].sharding

@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import TOLERANCE, compare, parse_layout
+from jaxtrain.compare.parity import TOLERANCE, compare
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.ops import tiled
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding import placement
+from tests import problems
 
 ROWS, S, T = 16, 12, 8
 T5 = t5.T5Config(
@@ -30,7 +31,7 @@ FORMS = {
 }
 SLOW = pytest.mark.slow
 INTERLEAVED = {"schedule": "interleaved"}
-ONCE = INTERLEAVED | {"gather_once": True}
+ONCE = INTERLEAVED | {"when": "step"}
 
 
 def batch(seed=0, form="padded"):
@@ -50,7 +51,7 @@ def batch(seed=0, form="padded"):
     return made | {"source_segments": segments[0]}
 
 
-def experiment(model, pipe=1, form="padded", virtual=1, gather_once=None, **pipeline):
+def experiment(model, pipe=1, form="padded", virtual=1, when=None, **pipeline):
     """A T5 whose every parameter counts, with a layer for every chunk of both stacks."""
     layers = max(2, pipe * virtual)
     model = dataclasses.replace(model, layers=layers, decoder_layers=layers)
@@ -74,15 +75,15 @@ def experiment(model, pipe=1, form="padded", virtual=1, gather_once=None, **pipe
         steps=2,
         rules=jt.Rules(t5.RULES),
         stages=stages,
-        pipeline={"microbatches": 4, "virtual": virtual} | pipeline,
+        **problems.with_layout(
+            {"when": when, "pipeline": {"microbatches": 4, "virtual": virtual} | pipeline}
+        ),
         gather="model",
-        gather_once=gather_once,
     )
 
 
 def errors_on(layout, model, options, policy="f32"):
-    layout = parse_layout(layout)
-    built = experiment(model, layout.axes.get("pipe", 1), **options)
+    built = experiment(model, jt.Layout.parse(layout).mesh.pipe, **options)
     (found,) = compare(built, layouts=[layout], steps=2, policy=policy)
     assert found.refusal is None
     assert {"evaluation", "loss", "gradients", "parameters", "optimizer state"} == set(found.worst)

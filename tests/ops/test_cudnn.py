@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 
 from experiments import gpt as experiment_gpt
 from jaxtrain.experiment import build_step, make_abstract_state
+from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
 from jaxtrain.run import options
@@ -134,7 +135,7 @@ def test_each_device_runs_the_kernel_on_its_own_rows_and_heads(on_gpus, sizes, G
 def test_a_whole_step_is_lowered_with_the_kernel_in_it(on_gpus, sizes):
     config = experiment_gpt.Config(
         **{"layers": 2, "width": 32, "heads": 4, "seq_len": 16, "global_batch": 16},
-        mesh=options.MeshOptions(**{"data": 1} | sizes),
+        layout=Layout(mesh=MeshShape(**{"data": 1} | sizes)),
         optimizer=options.OptimizerOptions(name="sgd"),
         precision="bf16",
     )

@@ -191,7 +191,7 @@ def test_options_for_gpu_hosts_hide_more_than_those_of_xla():
     flags += " --remat dots --precision bf16 --tokenizer 32000 --optimizer.name adamw"
     config = tyro.cli(gpt.Config, args=flags.split())
     ours = plan_experiment(gpt.outline(config), target)
-    config = dataclasses.replace(config, hide_communication=False)
+    config = dataclasses.replace(config, layout=config.layout.with_({"hide_communication": False}))
     alone = plan_experiment(gpt.outline(config), target)
     links = [(plan.roofline.interconnect, plan.roofline.network) for plan in (ours, alone)]
     sent = [inside["fsdp"] + across["fsdp"] for inside, across in links]
@@ -223,7 +223,7 @@ def test_options_for_v5p_hide_more_than_those_of_its_compiler():
     flags += " --mesh.data 1 --remat dots --precision bf16 --tokenizer 32000"
     config = tyro.cli(gpt.Config, args=[*flags.split(), "--optimizer.name", "adamw"])
     ours = plan_experiment(gpt.outline(config), target)
-    config = dataclasses.replace(config, hide_communication=False)
+    config = dataclasses.replace(config, layout=config.layout.with_({"hide_communication": False}))
     alone = plan_experiment(gpt.outline(config), target)
     exposed = [plan.roofline.exposed for plan in (ours, alone)]
     assert exposed[0] < 0.8 * exposed[1]

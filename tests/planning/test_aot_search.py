@@ -23,6 +23,7 @@ from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
+from tests import problems
 
 # What the search promises.
 TOLERANCE = 0.15
@@ -90,11 +91,10 @@ def make(model, remat, mesh, rows, more):
         batch=packed_shapes(rows, config.seq_len),
         train_batches=no_batches,
         steps=1,
-        mesh=mesh,
         rules=Rules(decoder.RULES),
         stages=decoder.stages(config),
         policy=jt.Policy.named(more.pop("precision", "bf16")),
-        **more,
+        **problems.with_layout({"mesh": mesh} | more),
     )
 
 
@@ -124,7 +124,11 @@ def check(case, target):
         warnings.simplefilter("ignore", AheadOfTimeWarning)
         train = compile_train(experiment, make_abstract_state(experiment, mesh), mesh)
     compiled = train.compiled.memory_analysis().peak_memory_in_bytes
-    assert abs(estimated / compiled - 1) <= TOLERANCE, (estimated, compiled)
+    # XLA's compiler for GPUs holds the gradient of a tied table once or twice, by an order of its
+    # own: with and without clipping, and with either optimizer, both have been seen.
+    twice = 4 * case[0].padded_vocab * case[0].width if target.chip.kind == "gpu" else 0
+    errors = [abs((estimated + more) / compiled - 1) for more in (0, twice)]
+    assert min(errors) <= TOLERANCE, (estimated, compiled)
 
 
 @pytest.mark.parametrize("case", cases(TPU, TPU_SLOW))

@@ -39,7 +39,7 @@ def make_experiment(block, *, remat=None, **optimizer):
         batch=jax.ShapeDtypeStruct((B, 4), jnp.float32),
         train_batches=None,
         steps=1,
-        mesh={"data": 2},
+        layout=jt.Layout.parse("data=2"),
     )
 
 

@@ -23,6 +23,7 @@ from jaxtrain.experiment import (
     no_batches,
 )
 from jaxtrain.flops import count_flops
+from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.ops.attention import attention
 from jaxtrain.planning.estimate import (
     abstract_mesh,
@@ -39,11 +40,11 @@ from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.run import options
 from jaxtrain.state import local_bytes
+from tests import problems
 
 MATMUL = ("matmul", "float32")
 
 TINY = experiment_gpt.Config(
-    mesh=options.MeshOptions(data=1),
     optimizer=options.OptimizerOptions(name="adamw"),
     layers=4,
     width=64,
@@ -56,7 +57,7 @@ TINY = experiment_gpt.Config(
 
 def tiny(mesh=None, **changes):
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipe": 1} | (mesh or {"data": 8})
-    config = dataclasses.replace(TINY, mesh=options.MeshOptions(**sizes), **changes)
+    config = dataclasses.replace(TINY, **problems.with_layout(changes | {"mesh": sizes}))
     return experiment_gpt.outline(config)
 
 
@@ -105,7 +106,7 @@ def test_a_batch_lies_as_its_rules_say():
         tiny({"data": 2, "tensor": 2}), batch={"x": jax.ShapeDtypeStruct((8, 4), "float32")}
     )
     rules = jt.Rules(batch=[("^x$", ("batch", "tensor"))])
-    mesh = abstract_mesh(experiment.mesh, 4)
+    mesh = abstract_mesh(experiment.layout.mesh.sizes, 4)
     state = jax.ShapeDtypeStruct((2,), "float32", sharding=jax.NamedSharding(mesh, jax.P()))
     traced = jax.make_jaxpr(lambda state, batch: batch["x"])(state, experiment.batch)
     found = estimate_traced(traced, state, experiment.batch, mesh, rules)
@@ -286,7 +287,7 @@ def test_what_a_branch_updates_is_written_over_its_operand():
 
 def test_flops_are_those_of_another_counter():
     one = tiny({"data": 1})
-    alone = abstract_mesh(one.mesh, 1)
+    alone = abstract_mesh(one.layout.mesh.sizes, 1)
     state = make_abstract_state(one, alone)
     whole = count_flops(build_step(one, state, alone), state, one.batch)
     for mesh in ({"data": 8}, {"fsdp": 4, "tensor": 2}):
@@ -347,7 +348,7 @@ def test_more_rows_need_more_and_more_microbatches_less():
 
 def test_a_call_of_several_steps_holds_all_batches_twice():
     one = estimate(tiny(), 8)
-    four = estimate(dataclasses.replace(tiny(), steps_per_call=4), 8)
+    four = estimate(tiny(steps_per_call=4), 8)
     # As they are given, and as one stacked array.
     assert four.peak_bytes - one.peak_bytes == (4 + 4 - 1) * one.batch_bytes
     assert four.cost == one.cost
@@ -374,7 +375,7 @@ def test_more_axes_leave_less_state_and_talk_more():
 
 def test_a_pipeline_of_1f1b_does_not_grow_with_its_microbatches():
     def sized(schedule, microbatches):
-        pipeline = options.PipelineOptions(schedule=schedule, microbatches=microbatches)
+        pipeline = PipelineLayout(schedule=schedule, microbatches=microbatches)
         mesh = {"pipe": 2, "data": 4}
         rows = 16 * microbatches
         return estimate(tiny(mesh, pipeline=pipeline, global_batch=rows, layers=2), 8)
@@ -390,7 +391,7 @@ def test_a_pipeline_of_1f1b_does_not_grow_with_its_microbatches():
 
 def test_stages_that_are_balanced_take_less_time_than_even_ones():
     def estimated(balance):
-        pipeline = options.PipelineOptions(microbatches=8, balance=balance)
+        pipeline = PipelineLayout(microbatches=8, balance=balance)
         mesh = {"pipe": 2, "data": 4}
         experiment = tiny(mesh, pipeline=pipeline, layers=6, tokenizer="4096")
         return experiment, estimate(experiment, 8)
@@ -411,7 +412,7 @@ def test_stages_that_are_balanced_take_less_time_than_even_ones():
 
 
 def test_an_interleaved_pipeline_waits_as_its_table_says():
-    pipeline = options.PipelineOptions(schedule="interleaved", microbatches=8, virtual=2)
+    pipeline = PipelineLayout(schedule="interleaved", microbatches=8, virtual=2)
     found = estimate(tiny({"pipe": 2, "data": 4}, pipeline=pipeline, layers=4), 8)
     natural = tiny({"data": 8}, layers=4)
     weights = weigh(natural.stages, natural.init_fn, natural.batch)
@@ -527,7 +528,7 @@ def test_any_experiment_is_estimated():
         batch={"x": jax.ShapeDtypeStruct((64, 1024), jnp.float32)},
         train_batches=no_batches,
         steps=1,
-        mesh={"fsdp": 8},
+        layout=Layout.parse("fsdp=8"),
         has_model_state=True,
     )
     estimated = estimate(experiment, 8)

@@ -20,11 +20,13 @@ import jaxtrain as jt
 from experiments import gpt as experiment_gpt
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import chips
+from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.planning import ahead_of_time, comparison, nearest_fit, targets
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
-from jaxtrain.run.options import MeshOptions, OptimizerOptions
+from jaxtrain.run.options import OptimizerOptions
 from jaxtrain.state import local_bytes
+from tests import problems
 from tests.commands import run
 from tests.planning import steps
 
@@ -45,11 +47,12 @@ SMALL = experiment_gpt.Config(
     seq_len=16,
     global_batch=64,
     optimizer=OptimizerOptions(name="sgd"),
-    mesh=MeshOptions(data=8),
+    layout=Layout(mesh=MeshShape(data=8)),
 )
 
 
 def small(**changes) -> Experiment:
+    changes = problems.with_layout(changes, SMALL.layout)
     return experiment_gpt.outline(dataclasses.replace(SMALL, **changes))
 
 
@@ -58,7 +61,7 @@ def load_small(flags) -> Experiment:
 
 
 def test_changes_go_from_the_nearest_to_the_farthest():
-    changes = nearest_fit._changes(small(remat="none"), parse_target("v5e:2x4"), lambda _: True)
+    changes = nearest_fit._changes(small(remat="none"), parse_target("v5e:2x4"))
     found = [(change, target.name) for change, target in itertools.islice(changes, 8)]
     here, wide = "v5e:2x4", {"mesh.fsdp": 8, "mesh.data": 1}
     assert found == [
@@ -75,7 +78,7 @@ def test_changes_go_from_the_nearest_to_the_farthest():
 
 def test_microbatches_are_as_many_as_the_rows_of_a_device_allow():
     experiment = small(remat="none", accumulate=2, global_batch=32)
-    changes = nearest_fit._changes(experiment, parse_target("v5e:2x4"), lambda _: True)
+    changes = nearest_fit._changes(experiment, parse_target("v5e:2x4"))
     assert [change for change, _ in itertools.islice(changes, 2)] == [{"accumulate": 4}] * 2
 
 
@@ -189,15 +192,15 @@ def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
     """The same program, with the text and without it."""
     (tmp_path / "a.txt").write_text("A text. " * 400)
     config = experiment_gpt.Config(
-        layers=1, width=16, heads=2, seq_len=16, data=str(tmp_path), mesh=MeshOptions(data=8)
+        layers=1, width=16, heads=2, seq_len=16, data=str(tmp_path), layout=SMALL.layout
     )
     whole, outline = experiment_gpt.build(config), experiment_gpt.outline(config)
     assert whole.batch == outline.batch
-    assert (whole.flops_per_step, whole.mesh) == (outline.flops_per_step, outline.mesh)
+    assert (whole.flops_per_step, whole.layout) == (outline.flops_per_step, outline.layout)
     programs = []
     for experiment in (whole, outline):
-        step = jt.build_train_step(experiment.loss_fn, experiment.optimizer)
-        state = jt.abstract_state(experiment.init_fn, experiment.optimizer)
+        step = jt.build_train_step(experiment.laid.loss_fn, experiment.laid.optimizer)
+        state = jt.abstract_state(experiment.laid.init_fn, experiment.laid.optimizer)
         programs.append(jax.jit(step).lower(state, experiment.batch).as_text())
     assert programs[0] == programs[1]
     with pytest.raises(ValueError, match="built without its data"):
@@ -259,7 +262,7 @@ class Config:
 def build(config):
     shape = jax.ShapeDtypeStruct((8, config.width), jnp.float32)
     return jt.Experiment(
-        name="own", batch={"x": shape}, steps=1, train_batches=None, mesh={},
+        name="own", batch={"x": shape}, steps=1, train_batches=None, layout=jt.Layout.parse(""),
         init_fn=lambda rng: {"w": jnp.ones(config.width)}, optimizer=jt.make_optimizer("sgd", 0.1),
         loss_fn=lambda params, batch, rng: jt.WeightedLoss(
             (batch["x"] @ params["w"]).sum(), jnp.float32(8)),
@@ -272,23 +275,17 @@ def test_a_module_without_mesh_flags(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     status, _, err = run(capsys, "plan", "own_module", "--target", "cpu:8")
     assert status == 2
-    assert "'own' is made for 1 devices and its Config has no field 'mesh'" in err
+    assert "'own' is made for 1 devices and its Config has no layout" in err
     status, out, _ = run(capsys, "plan", "own_module", "--target", "cpu:1")
     assert (status, "own on cpu:1" in out) == (0, True)
 
 
-def test_changes_by_flags_that_a_module_lacks_are_not_named(monkeypatch):
+def test_the_nearest_layout_is_written_as_flags(monkeypatch):
     # Whatever is planned fits.
     monkeypatch.setattr(nearest_fit, "plan_experiment", lambda *_: types.SimpleNamespace(fits=True))
     box = Box(monkeypatch, 2**40).target
-    found = [
-        nearest_fit.nearest_fit(
-            load_small, [], box, has_flag=lambda flag, has=has: flag.startswith(has)
-        )
-        for has in ("accumulate", "mesh")
-    ]
-    found = [change for change, _ in found]
-    assert found == ["--accumulate 2", "--mesh.fsdp 8 --mesh.data 1"]
+    found = [nearest_fit.nearest_fit(small(global_batch=rows), box)[0] for rows in (64, 8)]
+    assert found == ["--accumulate 2", "--zero 1"]
 
 
 class Box:
@@ -302,14 +299,14 @@ class Box:
 def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
     experiment = small()
     whole = plan_experiment(experiment, parse_target("cpu:8"))
-    finer = plan_experiment(dataclasses.replace(experiment, accumulate=2), parse_target("cpu:8"))
+    finer = plan_experiment(small(accumulate=2), parse_target("cpu:8"))
     assert finer.memory.needed < whole.memory.needed
     box = Box(monkeypatch, (finer.memory.needed + whole.memory.needed) // 2).target
     plan = plan_experiment(experiment, box)
     assert not plan.fits
     assert plan.shortage == whole.memory.needed - box.chip.memory_bytes
     assert f"{plan.shortage:,} bytes" in plan.report()
-    change, found = nearest_fit.nearest_fit(load_small, [], box)
+    change, found = nearest_fit.nearest_fit(small(), box)
     assert change == "--accumulate 2"
     assert found.fits
     assert nearest_fit.describe((change, found)).startswith("--accumulate 2 (compiled: ")
@@ -318,7 +315,7 @@ def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
     monkeypatch.setattr(
         nearest_fit, "plan_experiment", None
     )  # the state alone says no: none is compiled
-    assert nearest_fit.nearest_fit(load_small, [], nothing) is None
+    assert nearest_fit.nearest_fit(small(), nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -381,9 +378,7 @@ def test_of_a_program_that_xla_cannot_print_the_traffic_is_not_known(monkeypatch
 @pytest.mark.slow
 def test_a_call_of_many_steps_is_planned_as_it_runs():
     target = targets.parse_target("cpu:8")
-    one, many = (
-        plan_experiment(dataclasses.replace(small(), steps_per_call=k), target) for k in (1, 4)
-    )
+    one, many = (plan_experiment(small(steps_per_call=k), target) for k in (1, 4))
     # The compiled call's memory: all of its batches, beside one state.
     assert many.memory.batch == 4 * one.memory.batch
     for part in ("parameters", "optimizer_state", "other_state"):

@@ -13,6 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data import packed_shapes
 from jaxtrain.experiment import Experiment, no_batches
+from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.planning.estimate import estimate, predict
 from jaxtrain.planning.roofline import Prediction
@@ -99,11 +100,10 @@ class Run:
             batch=packed_shapes(self.rows, config.seq_len),
             train_batches=no_batches,
             steps=1,
-            mesh=self.mesh,
+            layout=Layout(mesh=MeshShape(**{"data": 1} | self.mesh), accumulate=self.accumulate),
             rules=Rules(decoder.RULES),
             gather="model",
             policy=jt.Policy.bf16(),
-            accumulate=self.accumulate,
         )
         return predict(estimate(experiment, target.size, kind=target.chip.kind), target)
 

@@ -24,6 +24,7 @@ import jaxtrain as jt
 from experiments import gpt
 from jaxtrain import cli
 from jaxtrain.engines.pipeline.tables import make_table, makespan, peak_stash
+from jaxtrain.layout import Layout, MeshShape, PipelineLayout
 from jaxtrain.planning import search as module
 from jaxtrain.planning.candidates import (
     SCHEDULES,
@@ -78,28 +79,21 @@ def result():
 
 
 def test_every_mesh_is_enumerated_once():
-    meshes = list(make_meshes(CONFIG, 64))
+    meshes = list(make_meshes(64, stages=True))
     assert all(math.prod(mesh.values()) == 64 for mesh in meshes)
     # Six factors of two over four axes.
     assert len(meshes) == len({tuple(mesh.items()) for mesh in meshes}) == math.comb(9, 3)
 
 
-def test_only_what_the_config_has_is_varied():
-    @dataclasses.dataclass(frozen=True)
-    class Mesh:
-        data: int = -1
-        fsdp: int = 1
-
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        mesh: Mesh = dataclasses.field(default_factory=Mesh)
-
-    assert [tuple(mesh) for mesh in make_meshes(Config(), 4)] == [("data", "fsdp")] * 3
-    assert list(make_candidates(Config(), {"data": 2, "fsdp": 2})) == [
-        Candidate({"data": 2, "fsdp": 2}, accumulates=False)
-    ]
-    changed = with_candidate(Config(), Candidate({"data": 2, "fsdp": 2}, accumulates=False))
-    assert changed == Config(mesh=Mesh(data=2, fsdp=2))
+def test_a_model_without_stages_has_no_pipeline_and_no_blocks_that_keep_less():
+    assert [tuple(mesh) for mesh in make_meshes(2, stages=False)] == [
+        ("data", "fsdp", "tensor")
+    ] * 3
+    found = list(make_candidates(jt.Config(), {"data": 2, "tensor": 2}, stages=False))
+    assert {(c.remat, c.sequence_parallel) for c in found} == {(None, None)}
+    assert with_candidate(jt.Config(), found[0]) == jt.Config(
+        layout=jt.Layout.parse("data=2,tensor=2")
+    )
 
 
 def test_a_stage_that_runs_again_has_no_blocks_that_do():
@@ -122,13 +116,13 @@ def test_the_flags_of_a_layout_make_its_config():
 
 
 def on_slices(**mesh):
-    return dataclasses.replace(CONFIG, mesh=options.MeshOptions(**mesh)), parse_target(
+    return dataclasses.replace(CONFIG, layout=Layout(mesh=MeshShape(**mesh))), parse_target(
         "v5e:2x2", slices=2
     )
 
 
 def test_a_mesh_lies_over_hosts_in_every_way_that_there_is():
-    for mesh in make_meshes(CONFIG, 8):
+    for mesh in make_meshes(8, stages=True):
         ways = make_placements(CONFIG, mesh, parse_target("h100:4x2"))
         with simulated_hosts(2):
             found = [slow_parts(jt.make_mesh(**mesh, **parts)) for parts in ways]
@@ -185,7 +179,7 @@ def test_the_axes_that_cross_slices_are_searched_or_as_the_flags_say():
     one_chip_each = parse_target("v5e:1x1", slices=2)
     found = search(gpt.outline, CONFIG, one_chip_each, compile_best=0)
     (row,) = found.rows
-    built = tyro.cli(gpt.Config, args=row.candidate.flags).mesh
+    built = tyro.cli(gpt.Config, args=row.candidate.flags).layout.mesh
     assert (built.fsdp, built.dcn_fsdp) == (2, 2)
     assert "pipe=2 dcn_pipe=2" in {family.example for family in found.families}
     chosen = [{"dcn_pipe": 2}]
@@ -193,7 +187,7 @@ def test_the_axes_that_cross_slices_are_searched_or_as_the_flags_say():
     assert make_placements(config, {"data": 4, "pipe": 2}, target) == chosen
     refused = refuse_mesh(Estimator(gpt.outline, config, target), {"data": 4, "fsdp": 2})
     assert refused == "data, fsdp and pipe do not divide over 2 slices"
-    with pytest.raises(ValueError, match="dcn_pipe x dcn_data is 4 and the target has 2 slices"):
+    with pytest.raises(ValueError, match="dcn_data x dcn_pipe is 4 and the target has 2 slices"):
         search(gpt.outline, *on_slices(dcn_pipe=2, dcn_data=2), compile_best=0)
 
 
@@ -298,7 +292,7 @@ def test_a_whole_residual_stream_is_walked_where_a_split_one_fits():
     assert whole.flags[-1] == "--no-sequence-parallel"
     assert rows[1].estimated_bytes > rows[0].estimated_bytes
     assert len(rows) + sum(f.count for f in rejections.families()) == len(candidates)
-    chosen = dataclasses.replace(CONFIG, sequence_parallel=False)
+    chosen = dataclasses.replace(CONFIG, layout=Layout(sequence_parallel=False))
     assert {c.sequence_parallel for c in make_candidates(chosen, mesh)} == {None}
 
 
@@ -442,18 +436,10 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch, result):
         module.compile_rows(None, rows, 2, lines.append)
 
 
-def test_only_flags_that_a_config_has_are_named():
-    mesh = {"data": 4, "fsdp": 2}
-    plain = dataclasses.make_dataclass("Plain", [("mesh", object)])(None)
-    (only,) = make_candidates(plain, mesh)
-    assert only.flags == ["--mesh.data=4", "--mesh.fsdp=2"]
-    assert "--accumulate=1" in next(make_candidates(CONFIG, mesh)).flags
-
-
 def test_what_cannot_be_searched_is_said():
     with pytest.raises(ValueError, match="no published peaks"):
         search(gpt.outline, CONFIG, parse_target("cpu:8"))
-    with pytest.raises(ValueError, match="no field 'mesh'"):
+    with pytest.raises(ValueError, match="has no layout"):
         search(gpt.outline, object(), parse_target("v5e:2x2"))
 
 
@@ -508,7 +494,7 @@ def test_more_chunks_than_layers_are_refused_by_schedule():
 
 def test_flags_that_were_typed_fix_the_schedule(monkeypatch):
     def pipeline(**own):
-        return dataclasses.replace(CONFIG, pipeline=options.PipelineOptions(**own))
+        return dataclasses.replace(CONFIG, layout=Layout(pipeline=PipelineLayout(**own)))
 
     assert open_schedules(pipeline()) == SCHEDULES
     assert open_schedules(pipeline(), {"pipeline.schedule"}) == (("1f1b", 1),)

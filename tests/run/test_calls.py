@@ -120,7 +120,8 @@ def test_a_signal_stops_between_calls_and_the_run_goes_on_in_the_same_bits(tmp_p
 
 def test_skipped_steps_are_counted_one_by_one(tmp_path):
     def train(k):
-        config = poisoned.Config(steps=16, poison=(2, 6, 7, 8), steps_per_call=k)
+        layout = jt.Layout(accumulate=2, steps_per_call=k)
+        config = poisoned.Config(steps=16, poison=(2, 6, 7, 8), layout=layout)
         given = jt.RunOptions(run_dir=str(tmp_path / str(k)), log_every=1, max_consecutive_skips=3)
         with pytest.raises(jt.Diverged) as error:
             jt.fit(poisoned.build(config), given)
@@ -131,7 +132,8 @@ def test_skipped_steps_are_counted_one_by_one(tmp_path):
 
 
 def test_a_replay_makes_the_calls_of_the_run(tmp_path):
-    config = poisoned.Config(steps=8, poison_half=(7,), steps_per_call=4)
+    layout = jt.Layout(accumulate=2, steps_per_call=4)
+    config = poisoned.Config(steps=8, poison_half=(7,), layout=layout)
     jt.fit(poisoned.build(config), jt.RunOptions(run_dir=str(tmp_path), log_every=1))
     examined = replay(tmp_path, 6, module="tests.workers.poisoned")
     assert sum(examined.losses) / len(examined.losses) == pytest.approx(

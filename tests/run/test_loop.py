@@ -53,13 +53,12 @@ def make_experiment(steps=12, **changes):
         train_batches=lambda start, sharding: batches.stream(start, sharding=sharding),
         eval_batches=lambda sharding: data.eval_batches(Rows(1), 8, sharding=sharding),
         steps=steps,
-        mesh={"data": -1},
         items_per_step=8,
         item="rows",
         config={"answer": 42},
         files={"notes.txt": "kept"},
     )
-    return dataclasses.replace(experiment, **changes)
+    return dataclasses.replace(experiment, **problems.with_layout(changes))
 
 
 def lines(run_dir):
@@ -330,7 +329,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_a_folder_is_made(tmp_path):
 
 def test_the_abstract_state_of_an_experiment_is_that_of_its_state(tmp_path):
     experiment = make_experiment(mesh={"data": 2, "fsdp": 4})
-    mesh = jt.make_mesh(**experiment.mesh)
+    mesh = jt.make_mesh(**experiment.layout.mesh.sizes)
     shapes = make_abstract_state(experiment, mesh)
     state = jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path))).state
     assert jax.tree.map(lambda s: (s.shape, s.dtype, s.sharding), shapes) == jax.tree.map(

@@ -155,7 +155,7 @@ def of_layers(stack, *, stages=True, **flags):
     config = dataclasses.make_dataclass("Own", [], bases=(jt.Config,), frozen=True)(optimizer=chain)
     block = lambda layer, x, batch, rng: jax.numpy.tanh(x @ layer["w"] + layer["b"])  # noqa: E731
     model = jt.Stages(lambda p, b, _: b["x"], block, lambda p, x, b: (x @ p["out"]).sum(), stack)
-    given = {"stages": model, "pipeline": {"virtual": stack.virtual}} if stages else {}
+    given = {"stages": model} if stages else {}
     rows = [{"x": np.ones(4, np.float32)}] * 32
     given |= {"init_fn": init_fn, "loss_fn": jt.loss_from_stages(model)}
     return config.experiment("own", **given, **config.batches_of(rows))
@@ -176,7 +176,7 @@ def test_the_chain_of_a_users_layers_acts_layer_by_layer(name, stack):
     rng = np.random.default_rng(0)
     shapes = {"blocks": {"w": (3, 4, 4), "b": (3, 4)}, "out": (4, 2)}
     small = {"min_dim_size_to_factor": 2} if name == "adafactor" else {}
-    chain = of_layers(stack, name=name, **small).optimizer
+    chain = of_layers(stack, name=name, **small).laid.optimizer
     apart = options.make_optimizer(
         options.OptimizerOptions(name=name, clip_norm=None, warmup_steps=0, **small), steps=1000
     )
@@ -220,7 +220,7 @@ def test_an_optimizer_that_does_not_know_the_stack_is_named():
         jt.make_optimizer("lamb", 0.1, stacked=layers.stack.axes),
         jt.make_optimizer("lamb", 0.1, stacked=()),
         jt.make_optimizer("adamw", 0.1),
-        of_layers(jt.Stack(), stages=False).optimizer,
+        of_layers(jt.Stack(), stages=False).laid.optimizer,
     ):
         jt.init_state(layers.init_fn, quiet, rng)
     listed = {"blocks": [{"w": np.ones((4, 4)), "b": np.ones(4)}]}

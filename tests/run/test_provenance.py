@@ -10,23 +10,25 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt, vision
+from jaxtrain.layout import ROUNDED, SAME
 from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
 from jaxtrain.run.main import parse, run_to_resume
 from jaxtrain.run.provenance import (
     LATER,
     MICROBATCHES,
-    ROUNDED,
-    SAME,
     check,
     check_accepted,
     commit,
     compare,
+    flags_of,
     from_plain,
     make_record,
+    nested,
     read_record,
     table,
 )
+from tests import problems
 from tests.run.test_loop import make_experiment
 
 MAY_CHANGE = gpt.outline(gpt.Config()).may_change
@@ -36,17 +38,17 @@ def record(config=None, **provenance):
     config = config or gpt.Config()
     own = {"text": "a", "seedless": 1, "versions": {"jax": "0.10.2"}}
     own |= {"code": {"module": "a"}} | provenance
-    return {"flags": json.loads(json.dumps(dataclasses.asdict(config))), "provenance": own}
+    return {"flags": json.loads(json.dumps(flags_of(config))), "provenance": own}
 
 
 def changed(**flags):
-    return dataclasses.replace(gpt.Config(), **flags)
+    return dataclasses.replace(gpt.Config(), **problems.with_layout(flags))
 
 
 def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
     none = dict.fromkeys(("microbatches", *MICROBATCHES))
     then = record(microbatches=1)
-    piped = changed(mesh=options.MeshOptions(pipe=2))
+    piped = changed(mesh={"pipe": 2})
     for config, name in ((changed(accumulate=2), "accumulate"), (piped, "mesh.pipe")):
         for may_change, meaning in ((MAY_CHANGE, ROUNDED), (MAY_CHANGE | none, None)):
             (change,) = compare(then, record(config, microbatches=2), may_change)
@@ -68,7 +70,7 @@ def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
             "optimizer.name",
             None,
         ),
-        (record(changed(mesh=options.MeshOptions(fsdp=2))), "mesh.fsdp", ROUNDED),
+        (record(changed(mesh={"fsdp": 2})), "mesh.fsdp", ROUNDED),
         (record(changed(accumulate=2)), "accumulate", ROUNDED),
         (record(changed(run=RunOptions(log_every=1))), "log-every", SAME),
         (record(changed(data="elsewhere")), "data", SAME),  # while the text is the same
@@ -188,8 +190,8 @@ def test_the_table_is_four_columns():
     assert table(changes, title="changed:") == [
         "changed:",
         "              then  now  the steps to come",
-        "  accumulate  1     2    the same mathematics, other bits",
         "  seed        0     1    accepted: those of another run",
+        "  accumulate  1     2    the same mathematics, other bits",
         "",
     ]
 
@@ -241,10 +243,10 @@ def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monk
         ({"steps": "many"}, "Config takes no steps 'many'"),
         ({"steps": True}, "Config takes no steps True"),
         ({"optimizer": {"name": "evil"}}, "OptimizerOptions takes no name 'evil'"),
-        ({"mesh": 3}, "Config takes no mesh 3"),
+        ({"mesh": 3}, "Layout takes no mesh 3"),
         ({"run": {"log_every": 0}}, "log_every is 0"),
     ],
 )
 def test_stored_flags_that_cannot_be_are_refused_by_name(flags, words):
     with pytest.raises(ValueError, match=words):
-        from_plain(gpt.Config, flags)
+        from_plain(gpt.Config, nested(gpt.Config, flags))

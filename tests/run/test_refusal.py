@@ -49,7 +49,7 @@ def test_a_mistake_in_a_loss_keeps_its_traceback_and_one_of_its_shapes_is_refuse
     with pytest.raises(ValueError, match="cannot reshape"):
         run(tmp_path, build)
     with pytest.raises(SystemExit, match="2"):
-        run(tmp_path, lambda config: build(config, mesh={"data": 3}))
+        run(tmp_path, lambda config: build(config, layout=jt.Layout.parse("data=3")))
     assert capsys.readouterr().err.startswith("error: mesh data 3 needs 3 devices")
 
 

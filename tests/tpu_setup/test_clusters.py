@@ -120,8 +120,8 @@ def test_the_tpu_manifest_takes_one_slice_and_its_flags_are_those_of_the_experim
     module, *flags = container["args"]
     config = parse(Config, flags)
     assert module == "experiments.gpt"
-    assert config.mesh.fsdp * config.mesh.data == chips * replicated["replicas"]
-    assert config.mesh.dcn_data == replicated["replicas"]
+    assert config.layout.mesh.fsdp * config.layout.mesh.data == chips * replicated["replicas"]
+    assert config.layout.mesh.dcn_data == replicated["replicas"]
     assert config.run.run_dir == "gs://bucket/run"
     assert config.run.auto_resume
     assert container["resources"]["requests"]["google.com/tpu"] == 4
@@ -158,8 +158,8 @@ def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet()
     )
     assert command[:3] == ["python", "-m", "experiments.gpt"]
     config = parse(Config, command[3:])
-    assert config.mesh.data * config.mesh.fsdp == gpus * job["completions"]
-    assert config.mesh.dcn_data == job["completions"]
+    assert config.layout.mesh.data * config.layout.mesh.fsdp == gpus * job["completions"]
+    assert config.layout.mesh.dcn_data == job["completions"]
     assert config.run.auto_resume
     environment = {each["name"]: each["value"] for each in container["env"]}
     assert gpu_env().items() <= environment.items()

@@ -67,7 +67,7 @@ def test_the_tpu_recipe_trains_on_its_slice(tmp_path):
     assert [program, *words[:3]] == ["python", "-u", "-m", "experiments.gpt"]
     config = parse(Config, words[3:])
     chips = int(recipe("tpu.yaml")["resources"]["accelerators"].rpartition("-")[2])
-    assert config.mesh.fsdp * config.mesh.data == chips
+    assert config.layout.mesh.fsdp * config.layout.mesh.data == chips
     assert (config.run.run_dir, config.run.auto_resume) == ("gs://b/run", True)
     assert (config.data, config.tokenizer) == (GIVEN["DATA"], GIVEN["TOKENIZER"])
 
@@ -82,8 +82,8 @@ def test_the_gpu_recipe_launches_a_process_per_gpu(tmp_path):
     assert [pathlib.Path(command[0]).name, *command[1:4]] == ["python", "-u", "-m", command[3]]
     config = parse(Config, command[4:])
     task = recipe("gpu.yaml")
-    assert config.mesh.dcn_data == task["num_nodes"]
-    assert config.mesh.data * config.mesh.fsdp == 8 * task["num_nodes"]
+    assert config.layout.mesh.dcn_data == task["num_nodes"]
+    assert config.layout.mesh.data * config.layout.mesh.fsdp == 8 * task["num_nodes"]
     assert (config.run.run_dir, config.run.auto_resume) == ("gs://b/run", True)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import data
+from jaxtrain.run.options import LayoutFlags
 from tests import problems
 
 
@@ -29,8 +30,7 @@ class Config(jt.Config):
     """Steps (as logs count) with NaN in every target."""
     poison_half: tuple[int, ...] = ()
     """Steps with NaN in every other target: in one of two microbatches."""
-    accumulate: int = 2
-    """Microbatches per step."""
+    layout: LayoutFlags = dataclasses.field(default_factory=lambda: jt.Layout(accumulate=2))
 
 
 def build(config: Config) -> jt.Experiment:

@@ -115,7 +115,6 @@ def main() -> None:
         ),
         eval_batches=evaluated if args.eval_batches else None,
         steps=args.steps,
-        mesh={"data": -1},
         items_per_step=args.global_batch,
         item="rows",
     )

@@ -136,14 +136,15 @@ def stack_for(
       balance: whether stages are weighed where layers divide too.
       recompute: as for :func:`balanced`.
     """
+    natural = stages.stacked
     if pipe == 1:
-        return Stack()
+        return natural
     parts = pipe * virtual
     if not 1 < parts <= layers or not (balance or layers % parts):
-        return Stack(virtual=virtual)
+        return dataclasses.replace(natural, virtual=virtual)
     weights = weigh(stages, init_fn, batch)
     counts = balanced(weights, layers=layers, stages=parts, recompute=recompute)
-    return Stack(virtual=virtual, counts=counts)
+    return dataclasses.replace(natural, virtual=virtual, counts=counts)
 
 
 def _total(loss: Any) -> jax.Array:

@@ -10,7 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment, build_evaluation, compile_eval, evaluate, rows_of
+from jaxtrain.experiment import (
+    Experiment,
+    build_evaluation,
+    compile_eval,
+    evaluate,
+    natural,
+    rows_of,
+)
 from jaxtrain.optim import averaged, reports
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
@@ -69,7 +76,8 @@ class Evaluation(Hook):
         told = jax.eval_shape(reports, state.opt_state)
         if run.experiment.show is not None and any("_histogram/" in name for name in told):
             with run.journal.ledger.during("evaluation"):
-                run.log.show(step, run.experiment.show(averaged(state), means))
+                shown = natural(run.experiment, averaged(state))
+                run.log.show(step, run.experiment.show(shown, means))
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:
@@ -115,7 +123,7 @@ def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> 
         numbers = experiment.derived(dict.fromkeys(found, 1.0))
         shapes.update({f"{prefix}{n}": np.shape(x) for n, x in (found | numbers).items()})
 
-    trace_step(means, state, batch, mesh, experiment.rules)
+    trace_step(means, state, batch, mesh, experiment.laid.rules)
     _check_best_metric(experiment, shapes)
 
 

@@ -24,7 +24,7 @@ class Logging(Hook):
     def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
         experiment, rate = self.run.experiment, self.run.rate
         if step > self.timed_to:  # the first step of a call, all of whose metrics come at once
-            self.timed_to = call_end(step - 1, experiment.steps, experiment.steps_per_call)
+            self.timed_to = call_end(step - 1, experiment.steps, experiment.layout.steps_per_call)
             rate.step(self.timed_to - step + 1)
         self.run.journal.step = step
         self.run.progress.update(step, metrics["loss"], rate.items_per_second)

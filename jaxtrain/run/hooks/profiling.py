@@ -74,7 +74,7 @@ class Profiling(Hook):
     def _asked(self, step: int) -> int | None:
         """The last step to trace from the next call on; None where nobody has asked."""
         experiment = self.run.experiment
-        next_end = call_end(step, experiment.steps, experiment.steps_per_call)
+        next_end = call_end(step, experiment.steps, experiment.layout.steps_per_call)
         if self._named and step < self._named[0] <= next_end:
             return max(self._named[1], next_end)
         wanted = self.run.alerts.wanted

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment, build_step
+from jaxtrain.experiment import Experiment, build_step, natural
 from jaxtrain.host import distributed, memory
 from jaxtrain.planning import by_layer
 from jaxtrain.planning.estimate import estimate_traced, trace_step
@@ -30,8 +30,9 @@ def header_facts(
     left = experiment.steps - int(state.step)
     resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
     devices = mesh.devices.flat
-    split = describe_mesh(mesh) + (f", zero {experiment.zero}" if experiment.zero else "")
-    accumulate = f" in {experiment.accumulate} microbatches" if experiment.accumulate > 1 else ""
+    layout = experiment.layout
+    split = describe_mesh(mesh) + (f", zero {layout.zero}" if layout.zero else "")
+    accumulate = f" in {layout.accumulate} microbatches" if layout.accumulate > 1 else ""
     epochs = experiment.steps_per_epoch and left / experiment.steps_per_epoch
     away = host_bytes(state)
     on_host = f"; {memory.human_bytes(away)} of its optimizer state on the host" if away else ""
@@ -67,10 +68,10 @@ def memory_facts(
       without what layers keep.
     """
     train, kept = next(iter(programs.values())), {}
-    given = (state, experiment.batch, mesh, experiment.rules)
+    given = (state, experiment.batch, mesh, experiment.laid.rules)
     with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
         traced = train.jaxpr
-        if experiment.steps_per_call > 1:
+        if experiment.layout.steps_per_call > 1:
             traced = trace_step(build_step(experiment, state, mesh), *given)
         kept = estimate_traced(traced, *given, kind=mesh.devices.flat[0].platform).kept
     layers = by_layer.layers_per_device(experiment, state, mesh)
@@ -79,7 +80,7 @@ def memory_facts(
 
 
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
-    if experiment.steps_per_call == 1:
+    if experiment.layout.steps_per_call == 1:
         return ""
     most, *shorter = programs
     also = f" (also compiled for {' and '.join(map(str, shorter))})" if shorter else ""
@@ -109,7 +110,7 @@ def print_conclusion(
     lines = []
     # In all processes: it may run the model, whose parameters lie on the devices of all.
     if experiment.conclude is not None:
-        lines += [*experiment.conclude(state, evaluation), ""]
+        lines += [*experiment.conclude(natural(experiment, state), evaluation), ""]
         journal.event("conclusion", lines=lines[:-1])
     journal.beat()
     terminal.print_lines(

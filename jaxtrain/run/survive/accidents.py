@@ -81,7 +81,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     another than in training; otherwise both are as in training.
     """
     piped = mesh.shape.get("pipe", 1) > 1
-    microbatches = 1 if piped else experiment.accumulate
+    microbatches = 1 if piped else experiment.layout.accumulate
 
     def recording(loss_fn):
         each = experiment.engine(loss_fn)
@@ -97,7 +97,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         return engine
 
     engine = build_engine(
-        experiment.loss_fn,
+        experiment.laid.loss_fn,
         policy=experiment.policy,
         accumulate=microbatches,
         has_model_state=experiment.has_model_state,
@@ -116,7 +116,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         norms = jax.tree.map(optax.tree.norm, grads)
         return losses, *map(_not_finite, (state.params, grads, model_state)), norms
 
-    with tracing_on(mesh, state, experiment.rules):
+    with tracing_on(mesh, state, experiment.laid.rules):
         # The same on all devices, so that every process can read it.
         found = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))(state, batch)
     losses, params, grads, model_state, norms = jax.device_get(found)

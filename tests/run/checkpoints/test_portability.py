@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from experiments import gpt
 from experiments.gpt.generate import load
 from jaxtrain.experiment import (
     make_abstract_state,
@@ -52,8 +53,8 @@ def size_of(flags: str) -> int:
 
 
 def experiment_of(texts, flags: str, *more: str):
-    config = parse(decoder.Config, [*SMALL, "--data", texts, *flags.split(), *more])
-    return decoder.build(config)
+    config = parse(gpt.Config, [*SMALL, "--data", texts, *flags.split(), *more])
+    return gpt.build(config)
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "muon")]
@@ -79,7 +80,9 @@ def test_every_layout_holds_the_same_bits_and_gives_them_on(texts, tmp_path, opt
         checkpoints.save(0, state)
         for step, (name, layout) in enumerate(LAYOUTS.items(), 1):
             experiment = experiment_of(texts, layout, *flags)
-            mesh = jt.make_mesh(**experiment.mesh, devices=jax.devices()[: size_of(layout)])
+            mesh = jt.make_mesh(
+                **experiment.layout.mesh.sizes, devices=jax.devices()[: size_of(layout)]
+            )
             abstract = make_abstract_state(experiment, mesh)
             state = restore_state(experiment, abstract, checkpoints.restore)
             for leaf, wanted in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):

@@ -117,7 +117,7 @@ def test_a_hostile_config_names_no_tokenizer_file_of_its_own(tmp_path, alarm):
     content["model"] = {"__class__": "evil_module.Handler", "__reduce__": ["os.system", "true"]}
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
         checkpoints.save(2, {"params": {"w": jnp.ones(2)}}, config=content)
-    with pytest.raises(ValueError, match="no model with the sizes of a GPT"):
+    with pytest.raises(ValueError, match="no model with the sizes of a Decoder"):
         generate.load(str(tmp_path / "run"), 2)
 
 

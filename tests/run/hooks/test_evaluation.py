@@ -15,7 +15,6 @@ from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, ma
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.hooks import evaluation
-from jaxtrain.run.options import MeshOptions
 from jaxtrain.sharding.rules import batch_sharding
 from tests import problems
 from tests.run.test_loop import ROWS, Rows, lines, make_experiment
@@ -139,8 +138,9 @@ HELD_OUT_CASES = {
 @pytest.mark.parametrize("case", HELD_OUT_CASES)
 def test_held_out_means_are_of_the_rows_that_there_are(case):
     loss_fn, axes = HELD_OUT_CASES[case]
-    piped = {"stages": STAGES, "pipeline": {"microbatches": 2}} if "pipe" in axes else {}
-    config = jt.Config(global_batch=8, steps=1, mesh=MeshOptions(**axes))
+    piped = {"stages": STAGES} if "pipe" in axes else {}
+    layout = problems.with_layout({"mesh": axes, "pipeline": {"microbatches": 2}})
+    config = jt.Config(global_batch=8, steps=1, **layout)
     rows = [{"x": np.float32(n + 1), "mask": np.float32(n % 2)} for n in range(24)]
     weights = np.array([0.01, 0.02], np.float32)
 

@@ -120,7 +120,7 @@ def test_a_replayed_step_is_the_step_of_the_run(tmp_path):
 
 
 def test_parameters_that_are_not_finite_are_named_first():
-    experiment = poisoned.build(poisoned.Config(accumulate=1))
+    experiment = poisoned.build(poisoned.Config(layout=jt.Layout(accumulate=1)))
     mesh = jt.make_mesh(data=8)
     state = jt.init_state(experiment.init_fn, experiment.optimizer, jax.random.key(0), mesh=mesh)
     state.params["up"]["kernel"] = state.params["up"]["kernel"].at[0, 0].set(np.inf)
@@ -176,7 +176,7 @@ def test_no_module_is_imported_because_a_runs_folder_names_it(tmp_path, capsys, 
 def test_configs_come_back_from_their_json():
     optimizer = options.OptimizerOptions(skip_spikes=6.0, b1=0.9)
     for config in (
-        poisoned.Config(poison=(3, 4), mesh=options.MeshOptions(data=2, tensor=4)),
+        poisoned.Config(poison=(3, 4), layout=jt.Layout.parse("data=2,tensor=4")),
         gpt.Config(optimizer=optimizer, layers=3, run=jt.RunOptions(run_dir="here", keep=7)),
         vision.Config(),
     ):

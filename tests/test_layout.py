@@ -1,0 +1,89 @@
+"""A layout as text, as flags and as a change of a run."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxtrain as jt
+from experiments import gpt, t5
+from jaxtrain.layout import ROUNDED, SAME, MeshShape, PipelineLayout
+from jaxtrain.run.provenance import flags_of, from_plain, nested
+
+
+def values(kind):
+    """Strategies by the types of fields."""
+    if typing.get_origin(kind) is typing.Literal:
+        return st.sampled_from(typing.get_args(kind))
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(1, 64)
+    arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+    return st.none() | values(arms[0])
+
+
+def layouts():
+    def of(kind, **given):
+        hints = typing.get_type_hints(kind)
+        fields = {
+            f.name: values(hints[f.name]) for f in dataclasses.fields(kind) if f.name not in given
+        }
+        return st.builds(kind, **fields, **given)
+
+    calls = {"steps_per_call": st.just(1)}  # no other number goes with an offloaded optimizer
+    alone = {"context": st.just(1), "expert": st.just(1)}  # without a flag
+    return of(jt.Layout, mesh=of(MeshShape, **alone), pipeline=of(PipelineLayout), **calls)
+
+
+@settings(max_examples=10, deadline=None)
+@given(layouts())
+def test_every_layout_comes_back_from_its_text_its_flags_and_its_record(layout):
+    assert jt.Layout.parse(str(layout)) == layout
+    assert tyro.cli(jt.Config, args=layout.flags()).layout == layout
+    for kind in (gpt.Config, t5.Config):
+        config = kind(layout=layout)
+        kept = json.loads(json.dumps(flags_of(config)))
+        assert "layout" not in kept
+        assert kept["zero"] == layout.zero
+        assert from_plain(kind, nested(kind, kept)) == config
+
+
+@settings(max_examples=20, deadline=None)
+@given(layouts(), layouts())
+def test_a_layout_is_another_with_its_changes(one, other):
+    assert one.with_(other.changes(one)) == other
+    assert jt.Layout.parse(other.text(one), one) == other
+
+
+def test_what_a_text_leaves_out_is_the_bases_but_for_the_mesh():
+    base = jt.Layout.parse("data=2,tensor=4,zero=3,remat=full,pipeline.schedule=gpipe")
+    found = jt.Layout.parse("data=8", base)
+    assert str(found) == "data=8,remat=full,pipeline.schedule=gpipe"
+    assert str(jt.Layout()) == "data=-1"
+    assert jt.Layout.parse("data=4,context=2").mesh.sizes["context"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=x", "layout 'data=x' has data=x: give a whole number"),
+        ("dato=2", "layout 'dato=2' is not known, for 'dato': write sizes of the mesh axes"),
+        ("zero=7", "zero=7: give one of 0, 1, 2, 3"),
+        ("pipeline.balance=1", "pipeline.balance=1: give true or false"),
+        ("data=2,offload_optimizer=true,steps_per_call=2", "steps_per_call is 2 with offload"),
+    ],
+)
+def test_what_is_no_layout_is_said(text, message):
+    with pytest.raises(ValueError, match=message):
+        jt.Layout.parse(text)
+
+
+def test_every_field_may_change_when_a_run_is_resumed():
+    meanings = gpt.outline(gpt.Config()).may_change
+    for path in jt.Layout().values():
+        assert meanings[path] == (SAME if path == "offload_optimizer" else ROUNDED)
