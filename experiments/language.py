@@ -228,6 +228,8 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     if {"width", "heads"} & given.keys():
         # These follow from the width unless the preset's are kept by keeping its width.
         given |= {"kv_heads": None, "mlp_width": None, "head_dim": None}
+    if config.layout.attention is not None:
+        given["attention"] = "auto"  # which leaves it to the layout
     model = dataclasses.replace(preset, **given | own)
     tensor = config.layout.mesh.tensor  # a size of 0 is the mesh's to refuse
     if tensor and (model.heads % tensor or model.kv_heads % tensor):

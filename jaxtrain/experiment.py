@@ -477,7 +477,7 @@ def choose_gather(
     asked, microbatches = experiment.layout.gather, experiment.layout.microbatches
     if asked == "layer" and experiment.gather != "model":
         raise ValueError(
-            f"gather is 'layer' and the model of experiment {experiment.name!r} does not gather "
+            f"`gather` is 'layer' and the model of experiment {experiment.name!r} does not gather "
             "its weights layer by layer (Experiment(gather='model')): leave it out"
         )
     if asked == "step" and obstacle is not None:

@@ -164,19 +164,19 @@ class Layout:
         Raises:
           ValueError: for a name that no layout has, or a value that its field cannot have.
         """
-        base = cls() if base is None else base
+        base, fields = cls() if base is None else base, _fields(cls)
         found: dict[str, Any] = {"mesh.data": 1, "zero": 0}
         for entry in filter(None, (word.strip() for word in text.split(","))):
             name, sign, value = (word.strip() for word in entry.partition("="))
             path = name.replace("-", "_")
-            path = f"mesh.{path}" if f"mesh.{path}" in _fields() else path
-            if path not in _fields() or not sign:
+            path = f"mesh.{path}" if f"mesh.{path}" in fields else path
+            if path not in fields or not sign:
                 raise ValueError(
                     f"layout {text!r} is not known, for {name!r}: write sizes of the mesh axes, "
                     "and what else is a flag of a layout, such as data=2,tensor=4 or data=8,zero=1"
                 )
             try:
-                found[path] = _read(_fields()[path], value)
+                found[path] = _read(fields[path], value)
             except ValueError as error:
                 raise ValueError(f"layout {text!r} has {name}={value}: {error}") from None
         base = dataclasses.replace(base, mesh=MeshShape())
@@ -197,13 +197,15 @@ class Layout:
 
     def changes(self, since: "Layout | None" = None) -> dict[str, Any]:
         """Returns the values by the path of their field where they are not those of ``since``."""
-        since = Layout() if since is None else since
+        since = type(self)() if since is None else since
         then, now = since.values(), self.values()
         return {path: value for path, value in now.items() if value != then[path]}
 
     def values(self) -> dict[str, Any]:
         """Returns all values by the path of their field, as flags name it."""
-        return {path: functools.reduce(getattr, path.split("."), self) for path in _fields()}
+        return {
+            path: functools.reduce(getattr, path.split("."), self) for path in _fields(type(self))
+        }
 
     def flags(self, since: "Layout | None" = None) -> list[str]:
         """Returns the flags that make this layout of ``since``."""
@@ -216,16 +218,21 @@ class Layout:
         named |= {path: value for path, value in others if not path.startswith("mesh.")}
         if since is not None and self.zero:
             named["zero"] = self.zero
-        words = (f"{path}={_written(value)}" for path, value in named.items())
-        return ",".join(words) or "data=1"
+        return _joined(named) or "data=1"
 
     def __str__(self) -> str:
         return self.text()
 
+    @property
+    def choices(self) -> str:
+        """What is not a default, as text, besides the mesh."""
+        found = self.changes().items()
+        return _joined({path: x for path, x in found if not path.startswith("mesh.")})
+
     @classmethod
     def may_change(cls) -> dict[str, str]:
         """Returns what another value of each field means for the steps of a run, by its path."""
-        return {path: cls.MEANING.get(path, ROUNDED) for path in _fields()}
+        return {path: cls.MEANING.get(path, ROUNDED) for path in _fields(cls)}
 
     @property
     def microbatches(self) -> int:
@@ -234,15 +241,13 @@ class Layout:
 
 
 @functools.cache
-def _fields() -> dict[str, Any]:
-    """The types of all fields by their paths, in order."""
-    found = {}
-    for name, kind in typing.get_type_hints(Layout).items():
-        if dataclasses.is_dataclass(kind):
-            inner = typing.get_type_hints(kind).items()
-            found |= {f"{name}.{field}": each for field, each in inner}
-        elif name in Layout.__dataclass_fields__ and name != "MEANING":
-            found[name] = kind
+def _fields(kind: type) -> dict[str, Any]:
+    """The types of all fields of a layout by their paths, in order."""
+    found, types_of = {}, typing.get_type_hints(kind)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        inner = types_of[name]
+        nested = dataclasses.is_dataclass(inner)
+        found |= {f"{name}.{n}": x for n, x in _fields(inner).items()} if nested else {name: inner}
     return found
 
 
@@ -266,8 +271,9 @@ def _read(kind: Any, text: str) -> Any:
     return int(text)
 
 
-def _written(value: Any) -> str:
-    return "default" if value is None else str(value).lower()
+def _joined(named: Mapping[str, Any]) -> str:
+    words = {path: "default" if x is None else str(x).lower() for path, x in named.items()}
+    return ",".join(f"{path}={word}" for path, word in words.items())
 
 
 def flag_of(path: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """A layout as text, as flags and as a change of a run."""
 
 import dataclasses
+import importlib
 import json
 import typing
 
@@ -13,6 +14,7 @@ import jaxtrain as jt
 from experiments import gpt, t5
 from jaxtrain.layout import ROUNDED, SAME, MeshShape, PipelineLayout
 from jaxtrain.run.provenance import flags_of, from_plain, nested
+from tests import commands
 
 
 def values(kind):
@@ -87,3 +89,73 @@ def test_every_field_may_change_when_a_run_is_resumed():
     meanings = gpt.outline(gpt.Config()).may_change
     for path in jt.Layout().values():
         assert meanings[path] == (SAME if path == "offload_optimizer" else ROUNDED)
+
+
+OWN = """
+import dataclasses
+import typing
+
+import jax
+import numpy as np
+import tyro
+
+import jaxtrain as jt
+from jaxtrain.engines.plain import plain
+from tests import problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(jt.Layout):
+    doubled: bool = False
+    \"\"\"Sum gradients in two halves.\"\"\"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(jt.Config):
+    layout: typing.Annotated[Layout, tyro.conf.arg(name="")] = Layout()
+    steps: int = 4
+
+
+def doubled(loss_fn):
+    def engine(*given):
+        sums = plain(loss_fn)(*given)
+        halves = jax.tree.map(lambda g: 0.25 * g + 0.75 * g, sums.grads)
+        return dataclasses.replace(sums, grads=halves)
+
+    return engine
+
+
+def build(config):
+    rows = problems.make_batch(0, 64)
+    return config.experiment(
+        "own",
+        init_fn=problems.init,
+        loss_fn=problems.loss_fn,
+        optimizer=jt.make_optimizer("adamw", 1e-2, eps=1e-4),
+        engine=doubled if config.layout.doubled else plain,
+        **config.batches_of([{name: x[i] for name, x in rows.items()} for i in range(64)]),
+    )
+"""
+
+
+def test_a_field_that_a_layout_gains_is_known_wherever_layouts_are(tmp_path, monkeypatch, capsys):
+    """A throw-away switch, of a subclass of the layout and one engine, and no more."""
+    (tmp_path / "own_layout.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("own_layout")
+    with pytest.raises(SystemExit):
+        jt.main(module.Config, module.build, ["--help"])
+    assert "--doubled" in capsys.readouterr().out
+    jt.main(module.Config, module.build, ["--run-dir", "run", "--doubled"])
+    assert "doubled=true" in capsys.readouterr().out
+    resumed = ["--run-dir", "run", "--resume", "--no-doubled", "--steps", "6"]
+    jt.main(module.Config, module.build, [*resumed, "--accept-changes", "steps"])
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if x.split()[:1] == ["doubled"]]
+    assert row.split(maxsplit=3) == ["doubled", "True", "False", ROUNDED]
+    layout = "data=4,doubled=true"
+    status, out, _ = commands.run(capsys, "parity", "own_layout", "--layout", layout)
+    assert (status, "1 of 1 meshes agree" in out, layout in out) == (0, True, True)
+    flags = ["--target", "cpu:8", "--doubled"]
+    status, out, _ = commands.run(capsys, "plan", "own_layout", *flags)
+    assert (status, "layout doubled=true" in out) == (0, True)

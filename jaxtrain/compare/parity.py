@@ -252,7 +252,7 @@ def compare(
         cast = experiment.policy.cast_batch
         policy = dataclasses.replace(Policy.named(policy), cast_batch=cast)
     experiment = dataclasses.replace(experiment, policy=policy)
-    layouts = {text: Layout.parse(text, experiment.layout) for text in layouts}
+    layouts = {text: type(experiment.layout).parse(text, experiment.layout) for text in layouts}
     # An accumulation has its number everywhere; else a pipeline alone has microbatches.
     numbers = [x.accumulate if x.accumulate > 1 else x.microbatches for x in layouts.values()]
     accumulate = experiment.layout.accumulate

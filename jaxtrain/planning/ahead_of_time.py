@@ -213,6 +213,7 @@ def plan_step(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         flops=flops,
         flops_formula=formula,
+        layout=experiment.layout.choices if experiment else "",
         peak_flops=_peak(flops, target.chip),
         assumed="" if target.chip.hbm_bytes_per_s is None else target.chip.assumed,
         fits=False,

@@ -107,6 +107,7 @@ class Plan(Report):
       device_kind: what JAX calls a device of it.
       devices, hosts: how many.
       mesh: sizes of mesh axes above 1.
+      layout: what else of the layout is not a default, as :class:`jaxtrain.Layout` writes it.
       fits: whether it fits in a device's memory.
       shortage: bytes that are missing where it does not.
       memory: what it takes; None where the compiler refused and said no more.
@@ -138,6 +139,7 @@ class Plan(Report):
     assumed: str
     fits: bool
     shortage: int
+    layout: str = ""
     memory: Memory | None = None
     parts: tuple[Part, ...] = ()
     traffic: tuple[Traffic, ...] | None = None
@@ -172,6 +174,8 @@ class Plan(Report):
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
         _line(console, f"{self.name} on {self.target}", style="bold")
         _line(console, f"{self.devices} x {self.device_kind}, {hosts}; mesh {mesh}", indent=2)
+        if self.layout:
+            _line(console, f"layout {self.layout}", indent=2)
         if crossing := [row for row in self.traffic or () if row.crossing]:
             _line(console, _across(crossing, self.device_kind), indent=2)
         _line(console, "")

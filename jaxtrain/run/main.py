@@ -136,7 +136,7 @@ class Config:
                 )
             self = counted
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
-        may_change = MAY_CHANGE | given.pop("may_change", {})
+        may_change = type(self.layout).may_change() | MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}

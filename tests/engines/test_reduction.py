@@ -351,7 +351,7 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
     with pytest.raises(ValueError, match=r"cannot be gathered once per step .*not declared a sum"):
         choice(when="step", loss_fn=contrastive)
     with pytest.raises(
-        ValueError, match=r"gather is 'layer' and the model of experiment 'toy' does"
+        ValueError, match=r"`gather` is 'layer' and the model of experiment 'toy' does"
     ):
         choice(when="layer", gather=None)
 

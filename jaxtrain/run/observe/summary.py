@@ -46,6 +46,7 @@ def header_facts(
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
         **distributed.facts(),
         "mesh": split,
+        **({"layout": layout.choices} if layout.choices else {}),
         "dtypes": str(experiment.policy),
         **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
