@@ -163,14 +163,15 @@ def open_source(path: str, form: str) -> Source:
     is_run = exists(folder / "checkpoints")
     if not is_run and not exists(folder / "config.json"):
         raise ValueError(
-            f"'{path}' is no run and no Hugging Face folder: give one with checkpoints, or with "
-            "config.json and safetensors"
+            f"'{path}' is neither a run nor a Hugging Face folder: a run has a folder checkpoints, "
+            "a Hugging Face folder has config.json and safetensors"
         )
     model = trained.model(path) if is_run else hf.read_config(path)
     own = next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
     if own != form:
         raise ValueError(
-            f"the model in '{path}' is no {form}: experiments.{TRAINED_BY[own]} trains such a one"
+            f"the model in '{path}' is of the form {own}, not {form}: train it with "
+            f"experiments.{TRAINED_BY[own]}"
         )
     return Source(path, model, is_run)
 

@@ -81,15 +81,15 @@ class Config(jt.Config):
     global_batch: int = 128
     """Images per step, over all devices."""
     channels: tuple[int, ...] | None = None
-    """Of the ConvNet: output channels of each convolution; left out, 32 64."""
+    """Output channels of each convolution of the ConvNet; default 32 64."""
     patch: int | None = None
-    """Of the transformer: side of a patch in pixels; left out, 2."""
+    """Side of the transformer's patches in pixels; default 2."""
     layers: int | None = None
-    """Of the transformer: depth; left out, 4."""
+    """Number of the transformer's layers; default 4."""
     width: int | None = None
-    """Of the transformer: width of the residual stream; left out, 64."""
+    """Width of the transformer's residual stream; default 64."""
     heads: int | None = None
-    """Of the transformer: attention heads; left out, 4."""
+    """Number of the transformer's attention heads; default 4."""
     dropout: float | None = None
     """Rate before the ConvNet's output, or on the transformer's embeddings and branches; left out,
     0.3 and 0.1."""
@@ -307,8 +307,8 @@ def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImag
     if images.shape != shape:
         own, wanted = ("x".join(map(str, each)) for each in (images.shape, shape))
         raise ValueError(
-            f"the images are {own} and those of the model in '{config.init_from}' {wanted}, for "
-            "which it has learned positions: give such, or files of images without --image-size"
+            f"the images are {own} and the model in '{config.init_from}' has learned positions for "
+            f"{wanted}: give images of {wanted}, or image files without --image-size"
         )
     if pixels is None:
         return images

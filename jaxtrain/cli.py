@@ -1,7 +1,7 @@
 """The command line: ``jaxtrain COMMAND ...``, the same as ``python -m jaxtrain COMMAND ...``.
 
 A command is a frozen dataclass of its flags and a function that runs it; :data:`COMMANDS` lists
-them. What cannot be done is one sentence on standard error and exit status 2.
+them. A command that cannot run prints one sentence on standard error and exits with status 2.
 """
 
 import contextlib
@@ -241,9 +241,9 @@ class PlanOptions:
     compile_best: int | None = None
     """How many of the best the search compiles; left out, as many as 45 s hold, at least one."""
     search_seconds: float = 105.0
-    """For how long the search goes on: to further meshes for a third of it (all of it, if nothing
-    is compiled) once one fits, and then compiling. What is not compiled by then is ranked by its
-    estimate alone."""
+    """Time limit of the search in seconds. Once a mesh fits, a third of the time is spent on more
+    meshes and the rest on compiling; layouts that are not compiled in time are ranked by their
+    estimate."""
     dcn_gbps: float | None = None
     """Gb/s of one device's share of the network between hosts (of TPUs: between slices); left out,
     the published figure, which the report prints."""

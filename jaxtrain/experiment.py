@@ -1,4 +1,4 @@
-"""An experiment as plain data and pure functions: what `fit` trains, `plan` sizes, `parity` checks.
+"""Defines :class:`Experiment`: the data and pure functions that `fit`, `plan` and `parity` take.
 
 An experiment module has ``build(config) -> Experiment``. Because everything takes this one object,
 what was planned is what is trained.
@@ -202,7 +202,7 @@ class Experiment:
 
     @property
     def deciding_eval_batches(self) -> EvalBatches | None:
-        """Of the evaluation sets, the one that ``best_metric`` is of; None where there is none."""
+        """The evaluation set that ``best_metric`` refers to, or None."""
         sets = self.eval_sets.items()
         return next((x for name, x in sets if self.best_metric.startswith(name)), None)
 

@@ -93,7 +93,7 @@ def count_jaxpr(jaxpr: Any) -> Flops:
 
 
 def count_equation(equation: Any) -> tuple[Mapping[str, float], set[str]]:
-    """Counts those of one equation of a jaxpr, by dtype; also names what is not known in it."""
+    """Counts the FLOPs of one equation by dtype; also names primitives of unknown cost."""
     counter = _Counter()
     return counter.equation(equation), counter.unknown
 

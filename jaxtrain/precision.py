@@ -225,7 +225,7 @@ def _where(eqn: Any) -> str:
 
 
 def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None) -> Iterator[Any]:
-    """The equations of a jaxpr and of all within it, but for those of Pallas kernels.
+    """Yields the equations of a jaxpr and of its nested jaxprs, except those of Pallas kernels.
 
     Args:
       jaxpr: where to look.

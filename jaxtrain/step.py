@@ -327,7 +327,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
         if not has_model_state:
             if model_state is not None:
                 raise ValueError(
-                    "the state holds model state, which this loss would leave as it is: pass "
+                    "the state holds model state and the loss does not update it: pass "
                     "has_model_state=True to the step builder, or create the state without it"
                 )
             return as_weighted(loss_fn(params, batch, rng)), None

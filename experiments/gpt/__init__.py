@@ -58,8 +58,8 @@ class Config(language.Config):
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
     dpo_beta: float = 0.1
-    """Of a store of preferences, which are learned by DPO: how dear it is to leave what the run
-    begins with (--init-from)."""
+    """DPO's beta: how strongly the policy is held to its reference, the model of --init-from. Used
+    only with a store of preferences."""
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 

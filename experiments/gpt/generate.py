@@ -47,7 +47,7 @@ class Config:
     repetition_penalty: float = 1.0
     """Above 1, tokens that have occurred become less probable."""
     seed: int = 0
-    """Of the draws."""
+    """Seed for sampling."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
     mesh: MeshShape = dataclasses.field(default_factory=MeshShape)

@@ -45,9 +45,9 @@ class TokenizeOptions:
     held_out: float = HELD_OUT
     """Share of the files, or of what is in few files, to hold out."""
     chat_template: str | None = None
-    """Of conversations (rows of messages, of prompt and completion, or of chosen and rejected):
-    chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only what the
-    assistant says then counts in the loss."""
+    """Chat template for conversations (rows of messages, of prompt and completion, or of chosen and
+    rejected): chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only
+    the assistant's turns are trained on."""
     workers: int | None = None
     """Processes; left out, one per processor."""
 

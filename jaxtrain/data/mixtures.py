@@ -86,7 +86,7 @@ def parse_data(text: str) -> DataSpec:
             try:
                 shares[name] = Fraction(match[2])
             except (ValueError, ZeroDivisionError):
-                raise ValueError(f"`data` has the share {match[2]!r}: it is no number") from None
+                raise ValueError(f"`data`: the share {match[2]!r} is not a number") from None
             if paths.setdefault(name, match[3]) is None or match[3] not in (None, paths[name]):
                 raise ValueError(
                     f"`data` gives source {name!r} no place or two: say once where it lies, as in "

@@ -43,7 +43,7 @@ class ExportOptions:
     family: str | None = None
     """Such as mistral; by default the one that the run began from, or the first that fits."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """Of the file; by default as the run keeps its parameters."""
+    """Dtype of the exported weights; default: the dtype in which the run keeps its parameters."""
     max_shard_gb: float = weights.SHARD_BYTES / 1e9
     """Size of one file at most, in 10^9 bytes."""
 

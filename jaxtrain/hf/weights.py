@@ -129,7 +129,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
             f"'{folder}' has {len(tensors)} tensors for the {most} layers of its config.json"
         )
 
-    # A head that the folder has not is left out, and what it has of another is not read.
+    # A head that the folder lacks is initialised anew; another head of the folder is ignored.
     new_head = _head(config) != _head(own)
 
     def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:

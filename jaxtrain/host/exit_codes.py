@@ -1,4 +1,4 @@
-"""With what a training process ends, so that whoever started it knows whether to start it again.
+"""Exit codes of a training process: they tell a launcher whether to start it again.
 
 The scripts of tpu_setup ask this file too, where JAX need not be installed (``python3 -I``):
 ``exit_codes.py run CODE ...``, ``exit_codes.py restart CODE PROGRESS COUNT LIMIT PAUSE`` and

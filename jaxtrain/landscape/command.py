@@ -89,15 +89,15 @@ class LandscapeOptions:
     """Held-out batches to take the loss of; of several sets, of the one that decides which
     checkpoint is best."""
     direction_seed: int = 0
-    """Of random directions."""
+    """Seed of the random directions."""
     png: str | None = None
     """Also draw it in this PNG file."""
     sharpness: bool = False
     """Instead find the largest eigenvalue of the loss's Hessian, in float32, without dropout."""
     iterations: int = 30
-    """Of Lanczos' method, at most; each keeps a copy of the parameters."""
+    """Most iterations of Lanczos' method; each stores a copy of the parameters."""
     tolerance: float = 1e-3
-    """It ends where the eigenvalue is known to this part of itself."""
+    """Relative error of the eigenvalue at which Lanczos' method stops."""
 
 
 def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:

@@ -17,7 +17,7 @@ NORM_POSITIONS = ("pre", "post", "sandwich")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFields:
-    """What a model and each of its layers are told alike.
+    """Fields that a model config shares with the config of its layers.
 
     Args:
       width, heads: D of the residual stream, H query heads.
@@ -176,8 +176,8 @@ class BlockConfig(LayerFields):
             )
         if self.local_rope_theta is not None and None in (self.rope_theta, self.window):
             raise ValueError(
-                f"local_rope_theta={self.local_rope_theta} is of rotary positions in layers with a "
-                "window: give a window and rotary positions, or leave it out"
+                f"local_rope_theta={self.local_rope_theta} needs a window and rotary positions: "
+                "set both, or leave local_rope_theta out"
             )
 
 

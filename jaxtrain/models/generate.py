@@ -81,7 +81,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What a step that generates reads of a train state, for where there is none."""
+    """A stand-in for a train state that holds only parameters, for generation without training."""
 
     params: Any
 

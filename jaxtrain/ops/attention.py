@@ -42,8 +42,9 @@ _say_once = functools.cache(_log.warning)
 
 
 def branch_shares(*counts: int) -> Any:
-    """Returns a scope for a branch of which each side, in the order of ``cond``'s branches (false,
-    true), is taken so many times of their sum: planning counts it so, and not as its largest side.
+    """Returns a named scope that records how often each side of a ``cond`` is taken (false, true).
+
+    Planning weighs the sides by these counts instead of counting the larger one.
     """
     return jax.named_scope("branch_shares_" + "_".join(map(str, counts)))
 

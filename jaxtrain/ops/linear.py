@@ -30,7 +30,7 @@ Product = Callable[[jax.Array, Any], jax.Array]
 
 @runtime_checkable
 class Kernel(Protocol):
-    """What a registered pytree [D, F] needs in order to stand where an array stands."""
+    """Protocol of a pytree that may replace a weight matrix [D, F]."""
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         """Returns ``product(x, kernel)``, of products of ``x`` with arrays and with kernels."""

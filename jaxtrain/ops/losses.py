@@ -98,7 +98,7 @@ def log_probs(
 
 
 class _Form(NamedTuple):
-    """What of a loss is known while it is traced."""
+    """Static arguments of the tiled loss."""
 
     vocab_size: int
     tiles: int

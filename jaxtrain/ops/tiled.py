@@ -481,7 +481,7 @@ def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
 
 
 def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    # What a loop carries is as sharded as what it starts from, and zeros are not.
+    # A loop's carry inherits the sharding of its initial value, and zeros have none.
     return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
 
 

@@ -46,8 +46,8 @@ from jaxtrain.tree import PyTree
 # Without a device XLA takes 95 % of 80 % of its memory for the limit up to which it may schedule
 # collectives ahead. Of a device whose memory JAX has 95 % of, it takes 95 % of that.
 GPU_MEMORY = {"xla_gpu_memory_limit_slop_factor": round(95 * 0.95 / 0.8)}
-# The compiler of TPUs is to write its program down. To print it, JAX makes a module of it, which
-# fails for what a SparseCore does meanwhile if it takes several operands, as a lookup of tokens.
+# Let the TPU compiler dump its program. `compiled.as_text()` fails on programs whose token lookup
+# runs on a SparseCore with several operands.
 TPU_TEXT = {"xla_dump_hlo_as_text": True}
 
 
@@ -261,7 +261,7 @@ def plan_step(
 
 
 def _walk(traced: Any, *step: Any, kind: str) -> tuple[Estimate | None, tuple[str, ...]]:
-    """The estimate of a traced step, and what is to be said where a verdict must do without it."""
+    """Returns the estimate of a traced step, and a note if the trace could not be read."""
     try:
         return estimate_traced(traced, *step, kind=kind), ()
     except Exception as error:  # a jaxpr is no stable interface, and memory is known without it

@@ -1,4 +1,4 @@
-"""For which part of a model an operation works, by the path that JAX notes for it."""
+"""Maps an operation to the part of the model it belongs to, by the scope path that JAX records."""
 
 import re
 

@@ -28,9 +28,8 @@ _DRAIN_SECONDS = 5.0
 _LOST_SECONDS = 15.0
 # Stands in the environment of everything that a launcher has started, however deep.
 _MARK = "JAXTRAIN_LAUNCH"
-# What the guard runs: it waits for the launcher's end of its input to close, which it does however
-# the launcher ends, and then kills everything that is marked, or shares a session with what is,
-# until twice nothing is found.
+# Program of the guard process. Its standard input closes when the launcher dies, however it dies;
+# the guard then kills every marked process and its session until two scans in a row find none.
 _GUARD = """
 import os, pathlib, sys, time
 sys.stdin.buffer.read()

@@ -257,8 +257,8 @@ def main(
       arguments: the flags; by default, those of the process.
       hooks, writers: as for :func:`jaxtrain.fit`.
 
-    Ends the process with the codes of :mod:`jaxtrain.host.exit_codes`: what cannot be is one
-    sentence and ``REFUSED``.
+    Exits with the codes of :mod:`jaxtrain.host.exit_codes`; an invalid configuration prints one
+    sentence and exits with ``REFUSED``.
     """
     with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))

@@ -38,9 +38,9 @@ class RunOptions:
       auto_resume: Resume where run_dir holds a checkpoint, and begin where it holds none yet: one
         command for a run that is started again and again.
       overwrite: Delete the run in run_dir first; files that no run writes stay.
-      accept_changes: Resume although these flags, or what else is named, are not as they were: the
-        steps to come are then those of another run. "stopped" goes on with a run that a hook has
-        stopped on purpose; "all" accepts everything.
+      accept_changes: Resume even though these settings have changed. The run then continues as a
+        different run. "stopped" continues a run that a hook has stopped on purpose; "all" accepts
+        everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       eval_first: Evaluate before the first step too, as step 0.
@@ -64,13 +64,12 @@ class RunOptions:
       hang_minutes: Exit with code 76 and print all stacks where no step (with --steps-per-call, no
         call) ends for so long; 0 never.
       max_consecutive_skips: Stop where so many steps in a row were not finite or spikes; 0 never.
-      alerts: What is to alarm, and what is done then: RULE=LEVEL:ACTION, such as divergence:stop,
-        plateau=2000 or throughput:off. Actions are warn, save, trace, stop and off; "all" is
-        every rule.
+      alerts: Alert rules, as RULE=LEVEL:ACTION, such as divergence:stop, plateau=2000 or
+        throughput:off. An action is warn, save, trace, stop or off; "all" names every rule.
       trackers: Where metrics go too: wandb, mlflow, trackio (each set up by its own environment
         variables), csv, prometheus or prometheus=PORT.
-      sample_seconds: Between two readings of sensors: utilisation, temperature and power of
-        devices, memory and CPU of the host; 0 reads none.
+      sample_seconds: Seconds between two readings of the sensors: utilisation, temperature and
+        power of devices, memory and CPU of the host; 0 disables them.
       price: Price of one GPU or TPU chip for an hour, in any currency; the report and the last
         lines say what the run has cost.
       profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin, or the

@@ -39,8 +39,8 @@ PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 # The run options that are of one start and not of the run.
 OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
 # What a change means for the steps to come; an empty one is of a start, and no change.
-# Of entries whose name ends with the step from which they hold, as of `shares.1000`: while the run
-# has not come there. One that has begun is of the run.
+# Entries such as `shares.1000` take effect from the step in their name. Until that step they may
+# change; afterwards they belong to the run.
 LATER = "others, from that step on"
 # Versions change with an image or a machine, under runs that nobody watches: what they change is
 # rounding, unless a package has a fault, so they are shown and refused nowhere.

@@ -1,4 +1,4 @@
-"""How a program says no: one sentence on standard error and exit status 2, without a traceback.
+"""Turns a user's error into one sentence on standard error and exit status 2, without a traceback.
 
 What is refused is what the user can mend: a value, a file, a folder, a package that is missing.
 Storage that fails for a while is a sentence too, with a status that launchers restart on. Anything

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh
 # Outermost first: neighbours on the last axes talk most, so those get the closest devices.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
-# Those of which a part may cross the slow network: what they move can wait, or is little.
+# Axes that may span the slow network: they move little, or can be overlapped.
 SLOW_AXES = ("pipe", "data", "fsdp")
 
 _DEVICES_PER_HOST: contextvars.ContextVar[int | None] = contextvars.ContextVar(

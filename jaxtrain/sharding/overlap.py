@@ -20,8 +20,8 @@ _ONE_LAYER = 2 * 2**30
 GPU_HOSTS = {
     # Moves starts ahead of the compute that hides them.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # What crosses the network takes as long as many products, and exchanges over tensor lie between
-    # them: with one collective at a time it would be hidden by what is between two of these alone.
+    # A collective over the slow network lasts as long as many matrix products, with collectives of
+    # the tensor axis between them. Alone in flight it could only hide between two of those.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
     # The weights of the next layer are gathered, and the gradients of the last one scattered, while
     # this one computes: within one trip of the loop there is nothing to hide them behind.

@@ -237,7 +237,7 @@ def test_the_outline_is_of_the_experiment_that_trains(folder, task):
     ("flags", "message"),
     [
         (["--tokenizer", "bytes"], "--tokenizer bytes has no token to mask with"),
-        (["--init-from", "{folder}"], "is no run and no Hugging Face folder"),
+        (["--init-from", "{folder}"], "is neither a run nor a Hugging Face folder"),
         (["--init-from", "{masked}", "--layers", "2"], "--layers 2 is not for --init-from"),
         (["--init-from", "{masked}", "--seq-len", "17"], "--seq-len 17 is more than the 16"),
         (["--mesh.tensor", "2", "--heads", "1"], "--mesh.tensor 2 does not divide 1 heads"),

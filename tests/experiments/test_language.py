@@ -85,9 +85,9 @@ def test_equal_mistakes_get_equal_sentences(name, begun, tmp_path):
     run, other = begun[name].run, {"gpt": "bert", "bert": "t5", "t5": "gpt"}[name]
     three = jt.Layout.parse("tensor=3")
     for given, sentence in (
-        ({"init_from": str(tmp_path)}, f"'{tmp_path}' is no run and no Hugging Face folder: give"),
-        ({"init_from": begun[other].run}, f": experiments.{other} trains such a one"),
-        ({"init_from": begun[other].folder}, f": experiments.{other} trains such a one"),
+        ({"init_from": str(tmp_path)}, f"'{tmp_path}' is neither a run nor a Hugging Face fold"),
+        ({"init_from": begun[other].run}, f": train it with experiments.{other}"),
+        ({"init_from": begun[other].folder}, f": train it with experiments.{other}"),
         ({"init_from": run, "width": 32}, "--width 32 is not for --init-from, whose folder says"),
         ({"init_from": run, "tokenizer": str(more)}, "has 410 tokens and the model in"),
         ({"init_from": begun[name].folder, "tokenizer": None}, "has no tokenizer.json: give --tok"),

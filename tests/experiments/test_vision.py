@@ -194,7 +194,7 @@ def tuning(folder):
         (["--data", "digits"], "the images are 8x8x1 and those of the model in .* 8x8x3"),
         (["--layers", "2"], "--layers 2 is not for --init-from"),
         (["--model", "convnet"], "--init-from is not for --model convnet: give --model vit"),
-        (["--init-from", "nothing"], "'nothing' is no run and no Hugging Face folder"),
+        (["--init-from", "nothing"], "'nothing' is neither a run nor a Hugging Face folder"),
     ],
 )
 def test_what_a_pretrained_transformer_cannot_have_is_refused(pretrained, flags, message):

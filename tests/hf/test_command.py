@@ -202,7 +202,7 @@ def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, cap
     assert hf.read_config(tmp_path / "out").seq_len == 128
     with pytest.raises(SystemExit, match="2"):
         generate.main(["--run", str(tmp_path)])
-    assert "is no run and no Hugging Face folder" in capsys.readouterr().err
+    assert "is neither a run nor a Hugging Face folder" in capsys.readouterr().err
 
 
 def test_conversations_without_a_template_are_sent_to_the_command_that_takes_one(tmp_path):

@@ -143,8 +143,8 @@ class Reader:
     def restore_params(
         self, abstract_params: Any, step: int | None = None, *, base: Base | None = None
     ) -> Any:
-        """Reads the parameters of a training state: of those of which its optimizer keeps an
-        average (:func:`jaxtrain.averaged`), that, in float32 or wider; the others as they are.
+        """Reads the parameters of a train state. Where the optimizer keeps an average of one
+        (:func:`jaxtrain.averaged`), the average is read, in float32 or wider.
 
         Args:
           abstract_params: as for ``restore``; where a parameter was kept in another floating-point

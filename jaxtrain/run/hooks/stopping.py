@@ -16,9 +16,12 @@ from jaxtrain.run.survive.lifeline import Lifeline
 
 
 def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) -> Ending | None:
-    """How the loop ends with ``step``, just dispatched, if it does; all processes ask alike and are
-    answered alike. The wish of one hook of the user's, in any process, becomes the agreement of
-    all, as does that of a signal or of an alert in the first process."""
+    """Returns how the loop ends after ``step``, just dispatched, or None.
+
+    Every process must call it; all receive the same answer. The wish of one hook of the user's, in
+    any process, becomes the agreement of all, as does that of a signal or of an alert in the first
+    process.
+    """
     for hook in hooks:
         if answer := hook.stops(step):
             named = f"{type(hook).__name__} asked for it"

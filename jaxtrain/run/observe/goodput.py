@@ -53,7 +53,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Books the time of its body, but for what that books elsewhere."""
+        """Charges the time of the ``with`` body, minus what that charges to other activities."""
         before = self.begin(activity)
         try:
             yield

@@ -44,8 +44,8 @@ class WatchOptions:
     terminal: bool = False
     """Print a table here instead, renewed until Ctrl-C."""
     port: int | None = None
-    """Of the page, on localhost (from afar: ssh -L 8088:localhost:8088); left out, 8088 or, where
-    that is taken, a free one."""
+    """Port of the page on localhost; default 8088, or a free port if that is taken. From another
+    machine: ssh -L 8088:localhost:8088."""
     every: float = 5.0
     """Seconds between two looks."""
     once: bool = False

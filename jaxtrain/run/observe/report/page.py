@@ -207,8 +207,8 @@ def _histogram(record: Record) -> dict[str, list] | None:
 
 
 def _memory(record: Record) -> dict[str, Any] | None:
-    """The memory that the last attempt was compiled for, and what was measured; None where it has
-    not told. Of each part its name, its layers, and bytes of parameters, optimizer state,
+    """Returns the compiled and the measured memory of the last attempt; None if it recorded none.
+    Of each part its name, its layers, and bytes of parameters, optimizer state,
     gradients and what it keeps for the backward pass; ``rest`` is what else is in the peak."""
     told = [line["memory"] for line in record.happened("ready") if line.get("memory")]
     measured = record.values("memory/peak")
