@@ -25,8 +25,8 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
 
 
-LIBRARY, LINEN, NNX, PARITY, PIPELINE, MODULE = blocks("README.md")
-STATEFUL, LOOP = blocks("jaxtrain/README.md")
+LIBRARY, PARITY, PIPELINE, MODULE = blocks("README.md")
+LINEN, NNX, STATEFUL, LOOP = blocks("jaxtrain/README.md")
 F32 = '"f32"'
 BF16 = 'jt.Policy.bf16(cast_batch="^x$")'
 
