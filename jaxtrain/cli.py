@@ -152,7 +152,7 @@ class ParityOptions:
     """The largest relative error of a leaf that counts as agreement; left out, 1e-5 in f32 and 2e-2
     in bf16."""
     compare_steps: int = parity.STEPS
-    """How many steps to compare."""
+    """Number of steps to compare."""
     layout: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
     halves of the data axis, data=8,dcn_data=2; can be given several times. Left out, the usual ones
@@ -225,8 +225,8 @@ class PlanOptions:
     experiment: tyro.conf.Positional[str]
     """A module with Config and build(config), such as experiments.gpt."""
     target: str
-    """What to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x) or v5litepod-16, h100:4x8 (hosts x GPUs;
-    also a100, h200, b200, gb200), or cpu:8."""
+    """Devices to plan for: v5e:4x4 (also v4, v5p, v6e, tpu7x) or v5litepod-16, h100:4x8 (hosts x
+    GPUs; also a100, h200, b200, gb200), or cpu:8."""
     slices: int = 1
     """TPU slices of that topology."""
     json: bool = False
@@ -239,7 +239,7 @@ class PlanOptions:
     search: bool = False
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
     compile_best: int | None = None
-    """How many of the best the search compiles; left out, as many as 45 s hold, at least one."""
+    """Number of the best layouts to compile; left out, as many as fit in 45 s, at least one."""
     search_seconds: float = 105.0
     """Time limit of the search in seconds. Once a mesh fits, a third of the time is spent on more
     meshes and the rest on compiling; layouts that are not compiled in time are ranked by their

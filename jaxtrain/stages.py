@@ -1,4 +1,4 @@
-"""What a model gives to be pipelined: its embedding, one layer, and its loss.
+"""The parts of a model that a pipeline runs: its embedding, one layer, and its loss.
 
 S devices along the mesh axis ``pipe`` hold V chunks of consecutive layers each
 (:mod:`jaxtrain.sharding.stack`); global stage g = v S + s is chunk v of device s. The first stage
@@ -93,7 +93,7 @@ class Stages:
     def enter(
         self, k: int, params: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None
     ) -> PyTree:
-        """What the first layer of stack k is given: of stack 0 embedded, ``x`` not being read.
+        """Returns the first input of stack k; stack 0 embeds the batch and ignores ``x``.
 
         Raises:
           ValueError: where the shape or dtype of ``x`` changes on the way.

@@ -30,7 +30,7 @@ from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a train step carries from one call to the next.
+    """The state that a train step carries from one call to the next.
 
     Args:
       step: int32 scalar, calls of the step so far; the batch and the randomness of a step depend on

@@ -251,11 +251,11 @@ def _obstacle(
     only_xla: str | None = None,
     **shape,
 ) -> str | None:
-    """What keeps a fused kernel from running, as the end of a sentence "cudnn needs ...".
+    """Returns a fused kernel's unmet need, as the end of "cudnn needs ..."; None if it can run.
 
     Args:
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
-      only_xla: what is asked that no fused kernel has, as the end of the sentence.
+      only_xla: a need that no fused kernel meets, as the end of the sentence.
       shape: ``dtype`` and ``head_dim``, and ``packed`` where rows hold several documents.
       kernel, backend, dropout, length: as for :func:`choose`.
     """

@@ -93,7 +93,7 @@ class _Split(NamedTuple):
 
 
 def _find_split(rows: str | None, indices: Sequence[int], table: Sequence[int]) -> _Split | None:
-    """How the ambient mesh splits a lookup; None where all of it is left to the partitioner."""
+    """Returns the split of a lookup over the ambient mesh; None leaves it to the partitioner."""
     if jax.sharding.get_abstract_mesh().empty or len(indices) != 2 or not for_one_size():
         return None
     (B, T), (V, D) = indices, table

@@ -221,7 +221,7 @@ def _gathered(parts):
 
 
 def _in_rows(per_token, parts):
-    """What is [N] of a tile, as its targets lie."""
+    """Reshapes the per-token values [N] of a tile to the shape of its targets."""
     return tuple(a.reshape(parts[1].shape) for a in per_token)
 
 

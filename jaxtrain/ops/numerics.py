@@ -1,4 +1,4 @@
-"""What several operations share: the dtype of sums, the value of masked scores, and dropout."""
+"""Numerics that operations share: the dtype of sums, the value of masked scores, and dropout."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, by name: the one list of rematerialisation policies.
+"""The one list of rematerialisation policies: the values that a block keeps for its backward pass.
 
 ==============  ==================================================================================
 name            kept per layer; the rest is computed again
@@ -10,8 +10,8 @@ save_attention  the block's input and the result of attention (so that its kerne
 full            the block's input
 ==============  ==================================================================================
 
-On a CPU, whose memory is the host's, offload is dots. What cuDNN's kernel keeps has no name in JAX:
-it is known by its primitive, and runs again under offload.
+On a CPU, whose memory is the host's, offload is dots. JAX has no name for the residuals of
+cuDNN's kernel: it is recognised by its primitive, and runs again under offload.
 """
 
 from collections.abc import Callable

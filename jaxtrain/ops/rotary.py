@@ -13,11 +13,11 @@ from jaxtrain.ops.numerics import wide
 
 
 class Llama3Scaling(NamedTuple):
-    """How Llama 3.1 stretches rotary positions (Dubey et al. 2024, https://arxiv.org/abs/2407.21783;
-    ``rope_type: llama3``): long wavelengths by a factor, short ones not, others between.
+    """Scaling of rotary positions in Llama 3.1 (``rope_type: llama3``; Dubey et al. 2024,
+    https://arxiv.org/abs/2407.21783): long wavelengths by a factor, short ones not, others between.
 
     Args:
-      factor: what wavelengths above ``length / low`` are multiplied by.
+      factor: multiplies wavelengths above ``length / low``.
       low, high: between wavelengths ``length / low`` and ``length / high`` the frequencies are
         interpolated; shorter ones are kept.
       length: positions that the model had been trained on before.

@@ -79,7 +79,7 @@ def _block(T: int) -> int:
 
 
 class _Form(NamedTuple):
-    """What of a tiled computation is known while it is traced."""
+    """Static arguments of tiled attention."""
 
     causal: bool
     window: int | None
@@ -332,8 +332,8 @@ def _d_tile(form: _Form, of_rows, of_keys, starts, segments, bias_GRO, rng, tile
 
 
 def _d_weighted(form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
-    """The same from the tile's weights and the slope of its scores' soft cap, if there is one;
-    ``delta_BGRT1`` None sums it from the weights."""
+    """Computes the gradients of :func:`_d_tile` from the tile's weights and the slope of its soft
+    cap, None without one; a ``delta_BGRT1`` of None is summed from the weights."""
     (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
     q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
     d_weights = _drop(wide_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)

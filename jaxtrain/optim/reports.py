@@ -1,4 +1,4 @@
-"""What an optimizer tells of itself by its state; a train step adds it to its metrics."""
+"""Reports that an optimizer's state makes of itself; a train step adds them to its metrics."""
 
 from collections.abc import Callable
 from typing import Any

@@ -36,7 +36,7 @@ LEARNING_RATES: dict[str, float] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a rule puts its own stages together with.
+    """The parts that an update rule combines with its own stages.
 
     Attributes:
       decay: the stage that adds decayed weights.

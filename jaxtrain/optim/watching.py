@@ -159,7 +159,7 @@ def _norms(tree: Any, groups: tuple[Group, ...], stacked: Stacked) -> jax.Array:
     axes, rows = named_leaves(stacked_axes(tree, stacked)), named_leaves(layer_rows(tree, stacked))
 
     def squares(name: str) -> jax.Array:
-        """Of each layer of a parameter, in natural order; [1] outside of stacks."""
+        """Sums the squares in each layer of a parameter, in natural order; [1] without layers."""
         x, n = leaves[name], axes[name]
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         each = jnp.sum(jnp.square(x), axis=tuple(range(n, x.ndim))).ravel()

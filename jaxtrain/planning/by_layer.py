@@ -1,9 +1,9 @@
-"""What a step's memory belongs to: the parts of a model, and what there is besides.
+"""Divides a step's memory among the parts of a model, and names the rest.
 
 Parameters, their optimizer state and their gradients are counted by the paths of the parameters;
 what the forward pass keeps for the backward pass by the scopes of the operations that make it
-(:mod:`.scopes`). Both have one name where a scope is called as the parameters are, as those of
-:class:`jaxtrain.Stages` and of the shipped layers are.
+(:mod:`.scopes`). Both get one name if a scope has the name of its parameters, as in
+:class:`jaxtrain.Stages` and in the shipped layers.
 """
 
 import collections
@@ -34,14 +34,14 @@ WIDTH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What belongs to one part of a model, in bytes on one device.
+    """Bytes on one device that belong to one part of a model.
 
     Args:
-      name: of its parameters, such as ``blocks/attn``.
-      layers: how many layers of the device it is in; 0 outside of stacked layers.
-      parameters, optimizer_state: what is there throughout.
-      gradients: of what trains, as large as their parameters.
-      kept: what loops over layers keep for the backward pass, by the traced step.
+      name: path of its parameters, such as ``blocks/attn``.
+      layers: number of the device's layers that have it; 0 outside of stacked layers.
+      parameters, optimizer_state: bytes that are held throughout.
+      gradients: bytes of the gradients, as large as the parameters that train.
+      kept: bytes that loops over layers keep for the backward pass, by the traced step.
     """
 
     name: str
@@ -94,7 +94,7 @@ def parts_of(
 
 
 def layers_per_device(experiment: Any, state: Any, mesh: Any) -> dict[str, int]:
-    """How many layers one device has, by the key of their parameters; of an experiment alone."""
+    """Counts the layers of one device by the key of their parameters; empty without stages."""
     if experiment is None or experiment.stages is None:
         return {}
     pipe = mesh.shape.get("pipe", 1)
@@ -142,10 +142,9 @@ def table(parts: tuple[Part, ...], memory: Any) -> Table:
 
 
 def besides(parts: tuple[Part, ...], memory: Any) -> dict[str, int]:
-    """What a peak is made of besides parts, by name; with them it is the peak.
+    """Returns the bytes of a peak besides its parts, by name; with the parts they sum to the peak.
 
-    Gradients that have not been made, or are used up, at the fullest moment make it less than its
-    parts.
+    The last is negative if gradients are not made yet, or used up, when memory is fullest.
     """
     found = {"batch": memory.batch, "other state": memory.other_state}
     rest = memory.peak - sum(part.total for part in parts) - sum(found.values())

@@ -61,13 +61,13 @@ class Candidate:
 
     @property
     def microbatches_name(self) -> str:
-        """How many, and of a pipeline whose layers are cut in chunks how many of those."""
+        """Number of microbatches, followed by " x V" in a pipeline of V > 1 chunks per device."""
         chunks = f" x {self.virtual}" if (self.virtual or 1) > 1 else ""
         return f"{self.microbatches}{chunks}"
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What of a :class:`jaxtrain.Layout` this is: values by the path of their field."""
+        """The fields of a :class:`jaxtrain.Layout` that this candidate sets: values by path."""
         changes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
         changes["accumulate"] = 1 if self.stage_remat else self.microbatches
         if self.stage_remat is not None:
@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def flags(self) -> list[str]:
-        """What to type after the experiment's name to train this layout."""
+        """Flags to type after the experiment's name to train this layout."""
         return [flag_of(path, value) for path, value in self.changes.items()]
 
 

@@ -1,4 +1,4 @@
-"""What `jaxtrain plan` does with its flags."""
+"""Runs `jaxtrain plan` with its flags."""
 
 import dataclasses
 import json

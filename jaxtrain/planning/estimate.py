@@ -1,4 +1,4 @@
-"""What a step needs, without a compiler: memory of one device, and the work that takes its time.
+"""Estimates a step without a compiler: memory of one device, and the work that takes its time.
 
 Memory at the peak is a sum of
 
@@ -49,17 +49,17 @@ TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning, PrecisionWarning)
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one device needs in one step.
+    """Memory and work of one device in one step.
 
     Args:
       mesh: sizes of mesh axes by name, all of them.
-      state_bytes: of parameters, optimizer state and the rest of the state.
-      batch_bytes: of the batch.
-      working_bytes: of all else, at its peak.
-      kept: of that, what loops over layers stack for the backward pass, by the part of the model.
+      state_bytes: bytes of parameters, optimizer state and the rest of the state.
+      batch_bytes: bytes of the batch.
+      working_bytes: bytes of all else, at its peak.
+      kept: bytes of it that loops over layers stack for the backward pass, by part of the model.
       cost: products, memory traffic and collectives, on the critical path.
       bubble: the part of a pipeline's time in which a device waits, 0 to 1.
-      slow: over how many slices (or hosts) each axis extends; None for devices that are numbered
+      slow: number of slices (or hosts) that each axis spans; None for devices that are numbered
         along the mesh, the last axis running fastest.
     """
 
@@ -288,7 +288,7 @@ def predict(
 
 
 def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:
-    """How a gradient lies by its shape: as its parameter, or as one layer of it, or transposed."""
+    """Maps gradient shapes to specs: of a parameter, of a layer of it, or of either transposed."""
     layouts: dict[tuple[int, ...], Spec] = {}
     for leaf in named_leaves(params).values():
         shape, spec = tuple(leaf.shape), spec_of(leaf)

@@ -1,4 +1,4 @@
-"""How long a device waits for communication, by the order in which a program was scheduled.
+"""Computes how long a device waits for communication, by the schedule of a program.
 
 A scheduled program is a list of instructions per computation, and a device runs them in that order.
 An asynchronous collective begins with its start and must be over at its done: what lies between
@@ -155,7 +155,7 @@ class _Timeline:
         self.now, self.links, self.waits = max(ends, key=lambda end: end[0], default=begun)
 
     def _collective(self, computation: Computation, instruction: Instruction) -> Collective | None:
-        """What an instruction sends, itself or in the fusion or the computation that it calls."""
+        """Returns the collective of an instruction, or of the fusion or computation it calls."""
         if instruction.op == "async-start" and not instruction.operands:
             return None  # a SparseCore is made ready; what it sends comes with the update
         if instruction.op == "async-update":
@@ -209,7 +209,7 @@ def _read(type_text: str, trips: int) -> float:
 
 
 def _contracted(instruction: Instruction, left: Instruction) -> int:
-    """How many products each element of a result is a sum of."""
+    """Counts the products that are summed into each element of a result."""
     sizes = arrays(left.type)[0][1]
     if found := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes):
         return math.prod(sizes[int(d)] for d in found[1].split(",") if d)

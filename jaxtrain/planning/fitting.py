@@ -91,7 +91,7 @@ class Estimator:
         return experiment, found
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """What a step takes at least, by the time in which its pipeline waits; 0 where unknown."""
+        """Bounds a step's seconds from below, by the time its pipeline waits; 0 where unknown."""
         stages, options = candidate.mesh.get("pipe", 1), self.config.layout.pipeline
         if stages == 1 or math.isinf(self.least_compute):
             return 0.0
@@ -128,7 +128,7 @@ class Rejections:
 
     @property
     def count(self) -> int:
-        """How many there are in all."""
+        """Number of rejected layouts in all."""
         return sum(count for count, *_ in self.found.values())
 
     def add(self, reason: str, example: str, count: int = 1, number: float | None = None) -> None:

@@ -71,13 +71,13 @@ class Collective:
 
     @property
     def crossing(self) -> float:
-        """Those of them that cross the slow network."""
+        """Bytes of ``sent`` that cross the slow network."""
         return self.sent * network_share(self.kind, self.group, self.islands)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What was read from a compiled program.
+    """Collectives, loops and conditionals of a compiled program.
 
     Args:
       collectives: all of them, in program order.
@@ -265,9 +265,9 @@ class _Reader:
     def _inlined(
         self, computation: Computation, instruction: Instruction, op: str | None = None
     ) -> tuple[Instruction, Callable[[str], Instruction]]:
-        """What an instruction computes, and how its operands' names are looked up.
+        """Returns the instruction that computes a value, and a function that looks its operands up.
 
-        That of a fusion is its root, or its only ``op``.
+        In a fusion it is the root, or the only ``op``.
         """
         instruction = _behind(computation, instruction.name)
         if instruction.op != "fusion":
@@ -286,7 +286,7 @@ class _Reader:
 
 
 def _behind(computation: Computation, name: str) -> Instruction:
-    """What a name stands for behind copies and changes of type."""
+    """Returns the instruction that a name stands for behind copies and changes of type."""
     instruction = computation.instructions[name]
     while instruction.op in ("bitcast", "copy", "convert", "copy-done", "copy-start"):
         instruction = computation.instructions[instruction.operands[0]]

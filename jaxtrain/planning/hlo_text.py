@@ -33,13 +33,13 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What the computation results in."""
+        """The instruction whose value is the computation's result."""
         *_, last = self.instructions.values()
         return next((i for i in self.instructions.values() if i.root), last)
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """By their number."""
+        """Parameters in the order of their numbers."""
         found = [i for i in self.instructions.values() if i.op == "parameter"]
         return sorted(found, key=lambda i: int(i.literal))
 

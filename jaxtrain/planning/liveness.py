@@ -22,7 +22,7 @@ class Work:
 
 
 class Liveness:
-    """What is read and written when, on a clock of operations."""
+    """Buffers that are read and written at each tick of a clock of operations."""
 
     def __init__(self):
         self.work = [Work()]

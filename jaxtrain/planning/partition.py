@@ -1,4 +1,4 @@
-"""How values lie on a mesh, and what it costs to move them: the partitioner of the walk.
+"""The partitioner of the walk: how values lie on a mesh, and what it costs to move them.
 
 A spec has the mesh axes of every dimension. Axes of size 1 split nothing and are left out.
 """
@@ -28,14 +28,14 @@ REDUCTIONS = frozenset(
 
 @dataclasses.dataclass
 class Cost:
-    """What one device does in one step.
+    """Work of one device in one step.
 
     Args:
-      flops: of products, by what computes them (``"matmul"``, also of convolutions, or
-        ``"attention"``, of any fused kernel) and the dtype of their operands.
-      product_bytes: read and written by products and kernels, in the device's memory.
-      other_bytes: read and written by everything else that is not fused away.
-      wire_bytes: sent by one device, by (kind of collective, mesh axes).
+      flops: FLOPs of products, by their kind (``"matmul"``, convolutions included, or
+        ``"attention"``, any fused kernel) and the dtype of their operands.
+      product_bytes: bytes that products and kernels read and write in the device's memory.
+      other_bytes: bytes that everything else reads and writes, unless it is fused away.
+      wire_bytes: bytes that one device sends, by (kind of collective, mesh axes).
       unknown: primitives whose operations are not known, see :class:`.flops.Flops`.
     """
 

@@ -1,4 +1,4 @@
-"""What a search found: rows of layouts that fit, families of those that lost, and their tables."""
+"""Results of a search: rows of layouts that fit, families of rejections, and their tables."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class Row:
 
     @property
     def scheduled(self) -> Prediction | None:
-        """By the schedule of the compiled program; None where that could not be read."""
+        """Prediction by the schedule of the compiled program; None where that is not known."""
         found = self.plan.roofline if self.plan else None
         return found if found is not None and found.waits is not None else None
 
     @property
     def time(self) -> Prediction:
-        """The best that is known: by the schedule, or the estimate."""
+        """The best prediction known: by the schedule, or the estimate."""
         return self.scheduled or self.prediction
 
     @property
@@ -103,7 +103,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Args:
       target: its name.
@@ -149,8 +149,9 @@ def rank(rows: Sequence[Row]) -> list[Row]:
 def cost(
     result: SearchResult, *, tokens: float | None = None, price: float | None = None
 ) -> dict[str, float]:
-    """What training ``tokens`` with the first row costs, at the price of a chip (a device of the
-    target) for an hour; empty where nothing says how much a step holds.
+    """Returns the cost of training with the first row; empty if the tokens of a step are unknown.
+
+    ``price`` is that of a chip (a device of the target) for an hour.
 
     Returns:
       ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all

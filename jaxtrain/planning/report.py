@@ -1,4 +1,4 @@
-"""What a plan says, as data and as text: the answer first, then where it comes from."""
+"""Reports of plans, as data and as text: the answer first, then where it comes from."""
 
 import dataclasses
 import io
@@ -85,7 +85,7 @@ class Traffic:
 
 
 class Report:
-    """What is drawn by ``self.draw(console)``."""
+    """Base of reports that ``self.draw(console)`` draws."""
 
     def report(self, width: int = 100) -> str:
         """Draws it as text of at most ``width`` columns."""
@@ -99,7 +99,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Report):
-    """What a step needs on a target.
+    """Memory, communication and time of a step on a target.
 
     Args:
       name: of what was planned.
@@ -159,7 +159,7 @@ class Plan(Report):
 
     @property
     def mfu_ceiling(self) -> float | None:
-        """The same if the step took no longer than its products at the published peak."""
+        """MFU if the step took no longer than its products at the published peak."""
         return None if self.roofline is None else self._mfu(self.roofline.least)
 
     def _mfu(self, seconds: float) -> float | None:
@@ -214,7 +214,7 @@ class Plan(Report):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Report):
-    """What a compiled function communicates and takes.
+    """Communication and memory of a compiled function.
 
     Args:
       traffic, collectives: as in :class:`Plan`.
@@ -312,7 +312,7 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
 
 
 def _across(rows: list[Traffic], device_kind: str) -> str:
-    """What crosses the slow network, in one sentence."""
+    """Describes the traffic that crosses the slow network, in one sentence."""
     parts = [f"{r.kind} {' + '.join(r.axes)} {human_bytes(r.crossing)}" for r in rows]
     between = "slices" if device_kind.startswith("TPU") else "hosts"
     return f"crossing the network between {between}, per device and step: {', '.join(parts)}"

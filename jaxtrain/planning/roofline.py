@@ -1,4 +1,4 @@
-"""How long a step takes: work over what a chip does in a second, and what overlaps with what.
+"""Predicts the time of a step: work over the rates of a chip, and what overlaps with what.
 
 One rule for a compiled plan and for a row of a search:
 
@@ -78,13 +78,13 @@ class Prediction:
 
     @property
     def step_seconds_apart(self) -> float:
-        """The same where no communication overlaps with anything."""
+        """Seconds per step if no communication overlaps with anything."""
         wires = self.hidden + self.exposed + self.host
         return max(self.compute, self.product_hbm) + self.other_hbm + wires
 
     @property
     def bound(self) -> str:
-        """What takes longest: ``"compute"``, ``"HBM"``, or the axes of the longest traffic."""
+        """Bottleneck of a step: ``"compute"``, ``"HBM"``, or the longest traffic, by its name."""
         waits = self.product_hbm if self.product_hbm > self.compute else 0
         parts = {"compute": self.compute, "HBM": self.other_hbm + waits}
         parts["traffic with the host"] = self.host
@@ -107,7 +107,7 @@ def hides(axes: str) -> bool:
 
 
 def ring_share(kind: str, group: int) -> float:
-    """What a device of a ring sends in a collective, as a part of the whole array.
+    """Returns what share of the whole array a device of a ring sends in a collective.
 
     The whole array is what an all-gather ends with, what a reduce-scatter begins with, and what is
     reduced, exchanged or sent.
@@ -121,10 +121,10 @@ def ring_share(kind: str, group: int) -> float:
 
 
 def network_share(kind: str, group: int, islands: int) -> float:
-    """Of what a device sends in a ring (:func:`ring_share`), the part that crosses a slow network.
+    """Returns the part of a ring's traffic (:func:`ring_share`) that crosses a slow network.
 
     A group over several islands (TPU slices, hosts of GPUs) works in two steps: within each island,
-    and then each device exchanges its share with its peers. A permutation goes all one way.
+    and then each device exchanges its share with its peers. A permutation crosses it entirely.
 
     >>> network_share("all-reduce", 8, 1), network_share("all-gather", 4, 4)
     (0.0, 1.0)
@@ -158,8 +158,8 @@ def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[f
 def crossing_bytes(
     kind: str, axes: tuple[str, ...], sent: float, mesh: Mapping[str, int], slow: Mapping[str, int]
 ) -> float:
-    """Of the bytes that a device sends along mesh axes (of all, where the mesh lacks one), those
-    that cross the slow network, where each axis extends over ``slow`` islands."""
+    """Returns the bytes of ``sent`` that cross the slow network; ``slow`` has the islands of each
+    axis. If the mesh lacks one of ``axes``, the traffic counts as that of all axes."""
     axes = axes if set(axes) <= set(mesh) else tuple(mesh)
     group, islands = (math.prod(sizes[axis] for axis in axes) for sizes in (mesh, slow))
     return sent * network_share(kind, group, islands)

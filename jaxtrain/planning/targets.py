@@ -1,4 +1,4 @@
-"""What a step is compiled for: devices of a chip that need not be here.
+"""Targets that a step is compiled for: devices of a chip that need not be here.
 
 A target is written ``v5e:4x4`` (TPU generation and topology in chips), ``h100:4x8`` (hosts x GPUs
 per host) or ``cpu:8`` (simulated devices). TPU and GPU targets need the compilers alone, which the

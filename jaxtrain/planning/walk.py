@@ -1,4 +1,4 @@
-"""What a traced step costs one device: mesh axes propagated through its jaxpr.
+"""Estimates a traced step's cost on one device: mesh axes propagated through its jaxpr.
 
 The compilers answer in seconds to minutes; a search has hundreds of questions. So this module walks
 the jaxpr of **the very step that would be compiled**, traced over an abstract mesh, and keeps for
@@ -508,9 +508,9 @@ def inner_jaxpr(equation: Any) -> Any | None:
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Where a scan's carry begins among its operands, and what it takes an entry of at a time.
+    """Returns the indices of a scan's first carry and first scanned input among its operands.
 
-    Versions of JAX write that in parameters of different names; ranks tell it in all of them.
+    JAX's versions have different names for these parameters; the ranks tell them in every version.
     """
     body = equation.params["jaxpr"].jaxpr
 

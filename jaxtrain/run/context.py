@@ -1,4 +1,4 @@
-"""What the parts of a run share while it lasts."""
+"""The objects that the parts of a run share while it lasts."""
 
 import dataclasses
 
@@ -19,15 +19,15 @@ from jaxtrain.run.survive.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the built-in hooks of one run share.
+    """The objects that the built-in hooks of one run share.
 
     Args:
       owner: the claim to the run's folder, ``owner.path``.
       peers: joins the processes.
-      watchdog: is told of everything that has ended.
+      watchdog: is notified of everything that has ended.
       log: takes values of steps.
       journal: takes what happens, and knows where the time goes.
-      alerts: look at what is logged; they want things done.
+      alerts: check the logged values, and request actions.
       progress: the line of progress, and notes above it.
       rate: times the steps.
     """

@@ -28,9 +28,9 @@ def as_value(metric: Any) -> Value:
 
 
 class Hook:
-    """What may happen around a step. A subclass overrides what it needs.
+    """Callbacks around the steps of a run. A subclass overrides the methods that it needs.
 
-    Where a call of the train step runs several steps, there is a state after the last of them only.
+    If a call of the train step runs several steps, a state exists after the last of them only.
     """
 
     def on_step(self, step: int, state: TrainState) -> None:
@@ -59,12 +59,12 @@ class Hook:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How all processes end a run before its last step.
+    """The end of a run before its last step, the same in all processes.
 
     Args:
-      code: what it ends with: DONE where it was stopped on purpose, ALERTED where an alert has
-        done that, PREEMPTED, or DIVERGED.
-      step: after which step; for DIVERGED the last one that was skipped.
+      code: exit code: DONE after a stop on purpose, ALERTED if an alert stopped it, PREEMPTED, or
+        DIVERGED.
+      step: the step after which it ends; for DIVERGED the last one that was skipped.
       reason: why it was stopped on purpose.
     """
 

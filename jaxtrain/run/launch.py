@@ -73,9 +73,9 @@ class LaunchOptions:
     simulate_devices_per_process: int = 0
     """Run on the CPU, with this many simulated devices in each process."""
     max_restarts: int = 0
-    """How often to start again, with --auto-resume, after the run was preempted, hung, or lost a
-    process or its storage; counted anew after an attempt that left a newer checkpoint. The pause
-    before it doubles, from a second to five minutes."""
+    """Most restarts, with --auto-resume, after the run was preempted, hung, or lost a process or
+    its storage; counted anew after an attempt that left a newer checkpoint. The pause before a
+    restart doubles, from a second to five minutes."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 

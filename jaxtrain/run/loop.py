@@ -156,11 +156,11 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """What a run leaves: the last state, its evaluation, and the folder with everything else.
+    """Results of a run: the last state, its evaluation, and the folder with everything else.
 
-    ``stopped`` is the reason where a hook or an alert has stopped it before its last step, ``best``
-    the best of the checkpoints that are kept, if any has an evaluation, and ``code`` what a program
-    ends with: ``ALERTED`` where it was an alert, otherwise 0.
+    ``stopped`` is the reason if a hook or an alert stopped the run before its last step, ``best``
+    the best of the kept checkpoints, if any has an evaluation, and ``code`` the exit code of a
+    program: ``ALERTED`` if an alert stopped the run, else 0.
     """
 
     state: TrainState
@@ -544,10 +544,10 @@ def _changes(
     options: RunOptions,
     saved: bool,
 ) -> list[provenance.Change]:
-    """What a resumed run has otherwise, printed.
+    """Prints and returns the settings of a resumed run that have changed.
 
     Raises:
-      ValueError: it would not go on as the same run, and nobody has accepted that.
+      ValueError: a change makes it a different run, and is not accepted.
     """
     read = functools.partial(provenance.read_record, run_dir)
     what = f"the record of {run_dir}"

@@ -405,7 +405,7 @@ def module_name(config_type: type) -> str:
 
 
 def program_name() -> str:
-    """What was typed to start this program: ``python -m experiments.gpt``."""
+    """Returns the command that started this program, such as ``python -m experiments.gpt``."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
 

@@ -29,7 +29,7 @@ MAY_CHANGE = Layout.may_change() | {
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Where a run lives and how often it reports.
+    """Settings of a run: where it lives and how often it reports.
 
     Args:
       run_dir: Its folder (local, or a bucket such as gs://...); left out, the next free number
@@ -162,7 +162,7 @@ class ProcessOptions:
     coordinator: str | None = None
     """HOST:PORT of process 0."""
     processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
     """Which one this is, from 0."""
 
@@ -174,7 +174,7 @@ class _ChainOptions:
     learning_rate: float | None = None
     """Peak learning rate; left out, one that suits the optimizer here."""
     schedule: Literal[tuple(sorted(optim.schedules.SCHEDULES))] = "cosine"  # type: ignore[valid-type]
-    """How the learning rate falls after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; left out, 2 % of all steps and at least 10."""
     weight_decay: float = 0.1

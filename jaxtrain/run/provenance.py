@@ -1,6 +1,6 @@
-"""What a run is made of, written down with it, so that resuming it can say what has changed.
+"""Records of a run's settings, data and versions, so that resuming it can say what has changed.
 
-A record is the experiment's config and, under ``provenance``, what its flags do not tell:
+A record is the experiment's config and, under ``provenance``, facts that its flags do not tell:
 fingerprints of its data, the mesh, the versions of packages. ``config.json`` in the run's folder
 holds the one it began with, each line of ``changes.jsonl`` one that it went on with, and every
 checkpoint its own. All of it is data: nothing that is named there is imported or opened.

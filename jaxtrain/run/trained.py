@@ -1,4 +1,4 @@
-"""What a run of a shipped model has trained: its model, parameters and tokenizer."""
+"""Loads the model, parameters and tokenizer that a run of a shipped model has trained."""
 
 import dataclasses
 import os

@@ -26,7 +26,7 @@ Gather = Literal["step", "model"]
 
 @dataclasses.dataclass(eq=False)
 class _Placement:
-    """What code that is traced for a mesh may ask: rules, and how each parameter lies (by path)."""
+    """Context of code traced for a mesh: rules, and shape and spec of each parameter by path."""
 
     rules: Rules = dataclasses.field(default_factory=Rules)
     params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
@@ -92,7 +92,7 @@ def rows_lead() -> bool:
 
 
 def specs_of(params: PyTree) -> dict[str, P] | None:
-    """How parameters lie, by path; None where these are not the ones being compiled for."""
+    """Returns the specs of parameters by path; None if these are not the ones compiled for."""
     known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)
     shapes = {name: shape for name, (shape, _) in known.items()}
     if shapes != {name: tuple(jnp.shape(x)) for name, x in leaves.items()}:
@@ -159,7 +159,7 @@ def pin_residual(x_BTD: jax.Array) -> jax.Array:
 
 
 def gather_sequence(x_BTD: jax.Array) -> jax.Array:
-    """What a branch reads: a residual stream, whole over the axes that split heads or features.
+    """Gathers a residual stream for a branch: whole over the axes that split heads or features.
 
     The transpose of :func:`scatter_sequence`: an all-gather, whose gradient is a reduce-scatter.
     """
@@ -167,10 +167,10 @@ def gather_sequence(x_BTD: jax.Array) -> jax.Array:
 
 
 def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
-    """What a branch adds to the residual stream, of whose sum each device takes its positions.
+    """Splits a branch's sum like the residual stream: each device takes its own positions.
 
-    Behind a product of which every device has a part this is a reduce-scatter, where the product's
-    result is [B, T, D] itself: XLA's GPU compiler looks through no reshape.
+    After a product of which every device has a partial sum this is a reduce-scatter, if the
+    product's result is [B, T, D] itself: XLA's GPU compiler does not look through a reshape.
     """
     return pin_residual(_pin_rows(x_BTD))
 
@@ -272,11 +272,11 @@ def enter_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree:
 
 
 def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
-    """How parameters are to lie where a loss that pins nothing reads them; None for as they are.
+    """Returns the specs in which a loss that pins nothing reads parameters; None changes nothing.
 
-    Where three or more axes are left to XLA's partitioner and the batch's split weights too, it may
+    If three or more axes are left to XLA's partitioner and the batch's split weights too, it may
     reshard wrongly: unconstrained models then have wrong gradients, and some a wrong loss (jax
-    0.10.2). With weights that lose the batch's axes first, that has not been seen.
+    0.10.2). This has not been seen with weights that lose the batch's axes first.
 
     Args:
       params: the parameters, being traced.

@@ -83,7 +83,7 @@ class Stack:
 
     @property
     def lead(self) -> int:
-        """How many leading axes of a stacked parameter count layers, 1 or 2."""
+        """Number of leading axes of a stacked parameter that count layers, 1 or 2."""
         return 1 if self.virtual == 1 else 2
 
     @property
@@ -105,7 +105,7 @@ class Stack:
 
     @property
     def axes(self) -> dict[str, int | Rows]:
-        """What :func:`jaxtrain.make_optimizer` takes as ``stacked``: the axes by pattern of path.
+        """Argument ``stacked`` of :func:`jaxtrain.make_optimizer`: the axes by pattern of path.
 
         >>> Stack("layers", virtual=2).axes
         {'^layers(/|$)': 2}
@@ -214,10 +214,10 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """How L layers lie in the leading axes of a leaf.
+    """The order of L layers in the leading axes of a leaf.
 
     Args:
-      sizes: of these axes.
+      sizes: sizes of these axes.
       rows: the row of each layer, the axes taken as one; the others are padding. None where row l
         is layer l.
 

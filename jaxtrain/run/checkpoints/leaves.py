@@ -130,7 +130,7 @@ def _from_manifest(entry: Mapping[str, Any], leaf: Any) -> np.ndarray:
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where the leaf is to live; None for the host and for arrays bound to no device."""
+    """Returns a leaf's target sharding; None for the host and for arrays bound to no device."""
     return getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: every leaf's shape, dtype and checksum, sealed by a hash.
+"""Manifest of a checkpoint: every leaf's shape, dtype and checksum, sealed by a hash.
 
 A leaf's checksum is computed where the leaf lives, on the devices, when it is saved and again when
 it has been restored: it covers the disk and all software in between. Being a sum modulo 2^32 it is
@@ -196,7 +196,7 @@ def in_file(entry: Mapping[str, Any]) -> bool:
 
 
 def order_in_file(entry: Mapping[str, Any]) -> Order | None:
-    """How the layers of an array lie in the file; None where they are one axis, in order."""
+    """Returns the order of an array's layers in the file; None for one axis, in order."""
     if "cut" not in entry:
         return None
     lead = len(entry["cut"]) - len(entry["shape"]) + 1

@@ -339,7 +339,7 @@ def in_all_processes(values: list[int]) -> list[list[int]]:
 def _left_out(
     of: str, saved: Mapping[str, Any], wanted: Mapping[str, Any], base: Base | None
 ) -> dict[str, Any]:
-    """What stands in the base for the arrays that a checkpoint leaves out; not compared yet."""
+    """Returns the base's arrays for those that a checkpoint leaves out; not compared yet."""
     names = [name for name, entry in saved.items() if manifests.is_left_out(entry)]
     given = named_leaves(base()) if base and names else {}
     given = {name: places.bare(leaf) for name, leaf in given.items()}

@@ -140,7 +140,7 @@ class StepFolders:
             raise self.damage(step, f"its {item} cannot be read ({storage.why(error)})") from None
 
     def _from_first(self, read: Callable[[], Any], what: str, seconds: float | None = None) -> Any:
-        """What ``read`` returns in the first process, as JSON has it."""
+        """Returns the result of ``read`` in the first process, after a round trip through JSON."""
         return json.loads(
             from_first_process(lambda: json.dumps(storage.retrying(read, what, seconds=seconds)))
         )

@@ -49,7 +49,7 @@ class EarlyStopping(Hook):
             self._count(step, float(means[self.run.experiment.best_metric]))
 
     def ending(self, step: int) -> Ending | None:
-        """How the run ends with ``step``, if its evaluation was the last that is waited for."""
+        """Returns how the run ends after ``step`` if its evaluation exhausts the patience."""
         if not self.patience or self.latest != step or self.without < self.patience:
             return None
         change = self.run.options.early_stop_min_change

@@ -1,4 +1,4 @@
-"""How a run ends early: agreed on by all processes, and known when it is resumed."""
+"""The early end of a run: agreed on by all processes, and known when it is resumed."""
 
 import json
 from collections.abc import Sequence

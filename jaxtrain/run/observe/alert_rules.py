@@ -1,10 +1,9 @@
-"""What an alert looks for: conditions on the lines of a log, whose state those lines alone decide.
+"""Conditions of alerts: they read the lines of a log, which alone decide their state.
 
-A condition is told of a metric line by line and says what is wrong, if anything. What it knows
-comes from nothing else, so that a resumed run, which tells it the lines of its log again, knows the
-same. Centre and spread are the median and the median absolute deviation, times 1.4826 to estimate a
-standard deviation (Rousseeuw and Croux 1993, "Alternatives to the Median Absolute Deviation"): one
-spike moves neither.
+A condition receives a metric line by line and says what is wrong, if anything. A resumed run
+replays the lines of its log, and so restores that state. Centre and spread are the median and the
+median absolute deviation, times 1.4826 to estimate a standard deviation (Rousseeuw and Croux 1993,
+"Alternatives to the Median Absolute Deviation"): one spike moves neither.
 """
 
 import collections
@@ -234,8 +233,8 @@ def conditions(rules: Mapping[str, Setting], name: str) -> list[tuple[str, Condi
 def standing(
     rules: Mapping[str, Setting], name: str, points: Sequence[tuple[int, float]]
 ) -> list[tuple[str, str]]:
-    """What is wrong with a metric at the end of its ``(step, value)`` points: each rule with its
-    sentence. Spikes are left out, which do not last."""
+    """Returns the rules that a metric breaks at the end of its ``(step, value)`` points, each with
+    its sentence. Spikes do not last and are left out."""
     found = []
     for rule, condition in conditions(rules, name):
         if not isinstance(condition, Spike):

@@ -167,7 +167,7 @@ class Alerts:
         self._stop(reason)
 
     def _message(self, rule: str, step: int, text: str) -> dict:
-        """What is posted; ``text`` is what chat services show."""
+        """Returns the message to post; chat services show its ``text``."""
         host, run = socket.gethostname(), str(self._run_dir)
         whole = f"{run} on {host}: alert {rule} in step {step}: {text}"
         return {"text": whole, "run": run, "host": host, "rule": rule, "step": step}

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: measured in every attempt, added up over all of them."""
+"""Accounts for the time of a run: measured in every attempt, added up over all of them."""
 
 import contextlib
 import dataclasses
@@ -103,15 +103,15 @@ def process_began() -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What is known of one start of a run.
+    """One start of a run: its times, steps, end and costs.
 
     Args:
       number: from 1.
-      began, until: seconds since 1970; ``until`` is the last that was heard of it.
-      seconds: by activity.
-      first, last: the step that it went on from, and the last one that it has done.
+      began, until: seconds since 1970; ``until`` is its last sign of life.
+      seconds: seconds by activity.
+      first, last: the step that it began from, and the last one that it has done.
       ended: how it ended; None where it was killed, or still runs.
-      costs: what is known of ``COSTS``.
+      costs: the known values of ``COSTS``.
     """
 
     number: int

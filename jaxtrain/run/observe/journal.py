@@ -1,7 +1,7 @@
-"""What happened to a run, over all its attempts: ``events.jsonl`` and ``heartbeat.json``.
+"""Journal of a run over all its attempts: ``events.jsonl`` and ``heartbeat.json``.
 
-The log holds the run as if nobody had ever killed it: a resumed run drops what it does again. The
-journal drops nothing. Every line has the time (UTC), attempt, host and process.
+The log reads as if the run had never been killed: a resumed run drops the steps that it repeats.
+The journal drops nothing. Every line has the time (UTC), attempt, host and process.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class Journal:
         return {"attempt": self.attempt, "host": host, "process": jax.process_index()}
 
     def counts(self) -> dict[str, float]:
-        """What the log has of the journal.
+        """Returns the journal's metrics for the log.
 
         Returns:
           ``run/restarts`` and ``run/lost_steps`` of all attempts, ``run/failed_saves`` and

@@ -1,4 +1,4 @@
-"""What a run says of itself: before it starts, and when it is over."""
+"""Facts of a run, for its header and its report, and its conclusion."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from jaxtrain.state import TrainState, host_bytes, local_bytes
 def header_facts(
     experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, str]:
-    """What the header says will run, name to text; ``programs`` are of the train step, by the
-    number of steps in a call, that of most calls first."""
+    """Returns the facts of a run's header, name to text; ``programs`` are the compiled train steps
+    by the number of steps in a call, that of most calls first."""
     train = next(iter(programs.values()))
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     left = experiment.steps - int(state.step)
@@ -60,13 +60,13 @@ def header_facts(
 def memory_facts(
     experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, Any]:
-    """What a compiled step's memory is made of, for the report; the arguments are those of
+    """Divides a compiled step's memory into parts, for the report; the arguments are those of
     :func:`header_facts`.
 
     Returns:
-      Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of what
-      :class:`jaxtrain.planning.by_layer.Part` has; of a step that the estimate cannot follow,
-      without what layers keep.
+      Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of the fields of
+      :class:`jaxtrain.planning.by_layer.Part`. ``kept`` is 0 if the estimate cannot follow the
+      step.
     """
     train, kept = next(iter(programs.values())), {}
     given = (state, experiment.batch, mesh, experiment.laid.rules)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: what will run, one line of progress, and what came of it."""
+"""Terminal output of a run: its header, one line of progress, and lines of text."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Where metrics go: a JSON-lines file and TensorBoard, written by the first process alone."""
+"""Writers of metrics: a JSON-lines file and TensorBoard, written by the first process alone."""
 
 import contextlib
 import datetime
@@ -32,7 +32,7 @@ CLOSE_SECONDS = 10.0
 
 
 class Histogram(NamedTuple):
-    """How many values lie in each of some equal parts of ``-largest`` to ``largest``."""
+    """Counts of values in bins of equal width from ``-largest`` to ``largest``."""
 
     counts: np.ndarray
     largest: float

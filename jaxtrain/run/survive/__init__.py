@@ -1,4 +1,4 @@
-"""What a run does about signals, lost processes, hangs and steps that come to nothing.
+"""Protects a run from signals, lost processes, hangs and steps that come to nothing.
 
 Each module is one idea. ``lifeline`` joins the processes of a run, so that they agree on the step
 to stop at and notice when one is gone. ``preemption`` stops the loop there. ``watchdog`` notices a

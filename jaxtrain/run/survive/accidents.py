@@ -37,7 +37,7 @@ class Diverged(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """What one step computes, leaf by leaf.
+    """Results of one step, leaf by leaf.
 
     Attributes:
       losses: mean loss of each microbatch.

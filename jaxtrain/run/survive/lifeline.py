@@ -396,7 +396,7 @@ def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], s
 
 
 class _Greeting:
-    """What somebody who has connected has said so far."""
+    """The part of a greeting that a new connection has sent so far."""
 
     def __init__(self):
         self._said, self._until = b"", time.monotonic() + GREETING_SECONDS
@@ -489,7 +489,7 @@ def _code_for_others(error: BaseException | None) -> int:
 
 
 def _addresses() -> list[str]:
-    """Where others may find this host: what its name resolves to, and its way out."""
+    """Returns IPv4 addresses of this host: those of its name, of its way out, and localhost."""
     found = []
     with contextlib.suppress(OSError):
         found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]

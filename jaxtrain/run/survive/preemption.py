@@ -1,4 +1,4 @@
-"""What a signal does: before training it ends the process, then it asks all of them to stop."""
+"""Handles signals: before training one ends the process, later it asks all processes to stop."""
 
 import contextlib
 import os

@@ -1,1 +1,1 @@
-"""Where a step's time goes: traces of the devices, read without TensorBoard or a browser."""
+"""Profiles of a step's time: traces of the devices, read without TensorBoard or a browser."""

@@ -1,4 +1,4 @@
-"""What each instruction of a traced program is: its kind, and for which part of the model it works.
+"""Classifies the instructions of traced programs by their kind and their part of the model.
 
 A trace holds the compiled programs (HLO) that ran, as XLA's own protocol buffers. Their fields are
 read by number, from openxla/xla's ``xplane.proto`` and ``hlo.proto``; no other package that is
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 
 
 def rank(operation: Operation) -> int:
-    """What hides what: computation hides communication, which hides transfers and loops."""
+    """Ranks operations: computation hides communication, which hides transfers and loops."""
     if operation.kind in COLLECTIVES:
         return 1
     return {TRANSFERS: 2, CONTROL: 3}.get(operation.kind, 0)
@@ -119,7 +119,7 @@ class _Instruction(NamedTuple):
 
 
 def _operations(module: Iterable[int], program: str) -> dict[str, Operation]:
-    """Of an ``HloModuleProto``."""
+    """Returns the operations of an ``HloModuleProto``, by the instruction's name."""
     computations = {}
     for computation in _all(_fields(module), 3):
         fields = list(_fields(computation))
@@ -127,9 +127,9 @@ def _operations(module: Iterable[int], program: str) -> dict[str, Operation]:
     known: dict[int, list[_Instruction]] = {}
 
     def inside(number: int) -> list[_Instruction]:
-        """What a computation and those that it calls are made of."""
+        """Returns the instructions of a computation and of those that it calls."""
         if number not in known:
-            known[number] = []  # Of itself, should it ever call itself.
+            known[number] = []  # Ends the recursion, should it ever call itself.
             for each in computations.get(number, ()):
                 known[number] += [*(x for called in each.calls for x in inside(called)), each]
         return known[number]

@@ -59,11 +59,11 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where the time of traced steps goes.
+    """The time of traced steps, by operation.
 
     Args:
-      name: of the trace.
-      steps: how many steps it holds; None where its name does not say.
+      name: name of the trace.
+      steps: number of steps in it; None where its name does not say.
       seconds: from the first operation to the last, per step (of the whole trace where ``steps`` is
         None), which what follows adds up to.
       shares: seconds of each operation, mean of the devices; ``Operation(IDLE)`` is for nothing.
@@ -237,7 +237,7 @@ def _devices(data: Any, xspace: bytes) -> dict[str, list[list[Event]]]:
 
 
 def _of_device(plane: Any, programs: Programs) -> list[list[Event]]:
-    """What a GPU's streams did, or a TPU's core and its transfers."""
+    """Returns the events of a GPU's streams, or of a TPU's core and its transfers."""
     lines = {line.name: list(line.events) for line in plane.lines}
     streams = [events for name, events in lines.items() if name.startswith("Stream")]
     if streams:  # The other lines of a GPU are made of them.
@@ -257,7 +257,7 @@ def _of_device(plane: Any, programs: Programs) -> list[list[Event]]:
 
 
 def _of_host(plane: Any, programs: Programs) -> dict[str, list[list[Event]]]:
-    """What threads did for the CPU's devices, by the device's name."""
+    """Returns the events of the CPU's devices, thread by thread, by the device's name."""
     devices = collections.defaultdict(list)
     for line in plane.lines:
         threads = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, for the page: the newest trace of a run, as tables and as a flame."""
+"""The newest trace of a run, for the page: a step's time as tables and as a flame."""
 
 import functools
 from typing import Any

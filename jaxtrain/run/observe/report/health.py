@@ -121,7 +121,7 @@ def _held_out(record: Record) -> list[Finding]:
 
 
 def recent(lines: int) -> int:
-    """How many of so many lines are the last part of a run."""
+    """Returns how many of ``lines`` are the last part of a run."""
     return max(min(5, -(-lines // 4)), int(RECENT * lines))
 
 
@@ -149,7 +149,7 @@ def _attempts(record: Record) -> list[Finding]:
 
 
 def _alerts(record: Record) -> list[Finding]:
-    """What alerts have told, rule by rule, and what their rules say of the last lines."""
+    """Finds the alerts that have fired, by rule, and the rules broken at the end of the log."""
     told: dict[str, list[dict]] = {}
     for line in record.happened("alert"):
         told.setdefault(str(line.get("rule")), []).append(line)

@@ -49,7 +49,7 @@ class WatchOptions:
     every: float = 5.0
     """Seconds between two looks."""
     once: bool = False
-    """With --terminal: print the table once and end."""
+    """Print the table once and end; needs --terminal."""
 
 
 def run_watch(options: WatchOptions, rest: list[str]) -> int:

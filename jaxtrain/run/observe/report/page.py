@@ -131,7 +131,7 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
 
 
 def _last(record: Record, event: str, key: str, kind: type) -> Any:
-    """What the last event of a kind says; empty where there is none, or it is damaged."""
+    """Returns ``key`` of the last ``event``; an empty ``kind`` if it is missing or damaged."""
     told = record.happened(event)
     found = told[-1].get(key) if told else None
     return found if isinstance(found, kind) else kind()
@@ -233,7 +233,7 @@ def _memory(record: Record) -> dict[str, Any] | None:
 
 
 def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What is drawn, in order; a chart without a series in any run is left out."""
+    """Returns the charts in order; a chart without a series in any run is left out."""
     names = sorted({n for record in records for n in record.series if not heat.of_one_layer(n)})
     held_out = sorted({name for record in records for name in record.held_out_losses})
     rates = sorted({name for record in records for name in record.rates})

@@ -1,4 +1,4 @@
-"""What the folder of a run says of it, read as it is: cut off, half written, or still growing."""
+"""Reads the folder of a run as it is: cut off, half written, or still growing."""
 
 import array
 import collections
@@ -46,7 +46,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is known of one run.
+    """Metrics, settings and events of one run.
 
     Args:
       path: its folder.
@@ -233,8 +233,8 @@ class _Points:
         self.values.append(value)
 
     def series(self) -> Series:
-        """In the order of steps. A later line of a step has other names, or is of a later attempt
-        and comes in its place."""
+        """Returns the points in the order of steps. The last value of a step counts: it is of a
+        later attempt."""
         steps, values = (np.array(each)[::-1] for each in (self.steps, self.values))
         steps, last = np.unique(steps, return_index=True)
         return Series(steps, values[last])

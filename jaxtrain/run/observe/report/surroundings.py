@@ -1,4 +1,4 @@
-"""What ``jaxtrain landscape`` has found around a run's checkpoints, as a page draws it."""
+"""Results of ``jaxtrain landscape`` around a run's checkpoints, as a page draws them."""
 
 import json
 import math
