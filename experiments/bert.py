@@ -82,7 +82,7 @@ class Config(language.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What is learned: rows to train on and held out, their tokenizer, and names of classes."""
+    """Rows to train on and held-out rows, their tokenizer, and the names of classes."""
 
     tokenizer: data.SubwordTokenizer
     train: Any
@@ -215,7 +215,7 @@ def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
 
 
 def special_tokens(config: Config, tokenizer: data.SubwordTokenizer) -> dict[str, Any]:
-    """What an export says of tokens that begin, end, pad and mask a row."""
+    """Returns an export's fields for the tokens that begin, end, pad and mask a row."""
     ours = {
         "bos_token_id": None,
         "eos_token_id": None,
@@ -472,7 +472,7 @@ def baseline(text: Text) -> float:
 
 
 def facts(config: Config, text: Text) -> dict[str, str]:
-    """What the header says of the text."""
+    """Returns the header's facts about the task and its text."""
     rows, files = (len(text.train), len(text.held_out)), text.files
     task = f"{config.mask_rate:.0%} of the tokens are to be filled in"
     if text.classes:

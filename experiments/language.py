@@ -1,7 +1,7 @@
-"""What the experiments on text share: flags of a model, what it begins with, and its tokenizer.
+"""Shared parts of the experiments on text: model flags, pretrained sources and tokenizers.
 
 `experiments.gpt`, `experiments.bert` and `experiments.t5` each add their rows of text, their loss
-and what they say when training is over.
+and the lines that they print when training is over.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class Config(jt.Config):
 
     @functools.cached_property
     def source(self) -> "Source | None":
-        """What the run begins with; None for weights at random."""
+        """The model that the run starts from; None for random weights."""
         return None if self.init_from is None else open_source(self.init_from, self.form)
 
 
@@ -95,7 +95,7 @@ class Source:
     is_run: bool
 
     def told(self, name: str) -> Any:
-        """What an export of it says, by a name of :func:`jaxtrain.run.trained.stored`."""
+        """Returns a fact about the model, by its name in :func:`jaxtrain.run.trained.stored`."""
         if self.is_run:
             return trained.stored(self.path).get(name)
         return getattr(hf, "family_name" if name == "family" else name)(self.path)
@@ -374,7 +374,7 @@ def of_text(
 def facts(
     config: Config, model: Any, own: Mapping[str, str], *, length: int, **shape: Any
 ) -> dict[str, str]:
-    """What the header says of the model and, in the experiment's words, of its text.
+    """Returns the header's facts about the model, and ``own``: the experiment's about its text.
 
     ``length`` and ``shape`` are for :func:`jaxtrain.ops.attention.explain_choice`.
     """
@@ -423,7 +423,7 @@ def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:
 
 
 def text_name(config: Config) -> str:
-    """What the header calls the text."""
+    """Returns the name of the text in the header."""
     return "the Python standard library's source" if config.data == "python" else config.data
 
 

@@ -93,7 +93,7 @@ class Config(language.Config):
 
 
 class Pair(NamedTuple):
-    """What is read, and what is to be written of it."""
+    """A source text, and the target text to be written from it."""
 
     source: str
     target: str
@@ -267,7 +267,7 @@ class NameRows:
 
 
 def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[Any, ...]:
-    """As :func:`span_rows`, of functions.
+    """Returns rows of functions to train on and held out, and facts for the header.
 
     Raises:
       ValueError: the text is a store, or has no function.
@@ -310,7 +310,7 @@ def open_rows(path: str, *, field: str, tokenizer: str, kept: Any) -> data.TextD
 
 
 def pair_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[Any, ...]:
-    """As :func:`span_rows`, of rows of source and target."""
+    """Returns rows of source and target to train on and held out, and facts for the header."""
     train, held_out = (NameRows(side, text.tokenizer, model) for side in text.found[""])
     rows = f"{config.data}: {len(train):,} rows to train on, {len(held_out):,} held out"
     return train, held_out, {"text": rows, "task": "the target of a row, of its source"}

@@ -58,8 +58,8 @@ class Config(jt.Config):
     model: Literal[tuple(SIZES)] = "convnet"  # type: ignore[valid-type]
     """A ConvNet with BatchNorm, or a vision transformer."""
     init_from: str | None = None
-    """Of the transformer: a run, a Hugging Face folder, or a name on its hub (ORG/NAME or
-    ORG/NAME@REVISION) to begin with; its head is new where it has another number of classes."""
+    """Transformer to start from, with --model vit: a run, a Hugging Face folder, or a name on its
+    hub (ORG/NAME or ORG/NAME@REVISION). Its head is new if the number of classes differs."""
     data: str = "digits"
     """Images: "digits" (scikit-learn's), a folder with a folder for each class, a .parquet file
     with columns image and label, or an .npz of images and labels."""
@@ -97,7 +97,7 @@ class Config(jt.Config):
 
     @functools.cached_property
     def source(self) -> language.Source | None:
-        """What the run begins with; None for weights at random."""
+        """The model that the run starts from; None for random weights."""
         if self.init_from is None:
             return None
         if self.model != "vit":
@@ -162,7 +162,7 @@ def sizes_of(config: Config) -> dict[str, Any]:
 
 
 def about(config: Config, images: data.LabelledImages, sizes: Mapping[str, Any]) -> str:
-    """What the header says of the model."""
+    """Returns the header's description of the model."""
     told = ", ".join(f"{name} {value}" for name, value in sizes.items())
     if config.source is None:
         return f"{config.model}: {told}"
@@ -192,7 +192,7 @@ def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
 
 
 def fingerprints(images: data.LabelledImages) -> dict[str, str]:
-    """By what the images are known again."""
+    """Returns the fingerprints of the images and of the order of their rows."""
     return {"images": images.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
 
 

@@ -1,4 +1,4 @@
-"""From a pure step to a sharded, donated, compiled program, with its promises checked."""
+"""Compiles a pure step to a sharded, donated program, and checks the program's promises."""
 
 import contextlib
 import dataclasses

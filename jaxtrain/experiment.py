@@ -40,7 +40,7 @@ from jaxtrain.tree import PyTree
 
 
 class BatchStream(Protocol):
-    """Where training batches come from: a batch is a function of the step and of nothing else."""
+    """A source of training batches; each batch is a function of its step and of nothing else."""
 
     def __call__(
         self, start_step: int, sharding: jax.sharding.NamedSharding
@@ -213,7 +213,7 @@ class Experiment:
 
     @property
     def stack(self) -> Stack:
-        """How its parameters are stacked by layer, and cut for the layout."""
+        """The stack of the parameters by layer, cut for the layout."""
         return self.laid.stack
 
 

@@ -44,12 +44,11 @@ CHEAP = frozenset(_CHEAP.split())
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """What a traced function multiplies.
+    """The floating-point operations of a traced function, over all devices.
 
-    Matrix products and convolutions alone, at two operations per multiplication and addition, over
-    all devices. What a backward pass computes again is counted; a ``cond`` counts as its largest
-    branch, or as the mean of them where :func:`jaxtrain.ops.attention.branch_shares` says how
-    often each is taken.
+    Only matrix products and convolutions count, at two operations per multiplication and addition.
+    Recomputation in a backward pass is counted. A ``cond`` counts as its largest branch, or as the
+    mean of them where :func:`jaxtrain.ops.attention.branch_shares` says how often each is taken.
 
     Args:
       by_dtype: operations by dtype of the operands (the wider one where they differ).
@@ -67,7 +66,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Over all dtypes."""
+        """Operations over all dtypes."""
         return sum(self.by_dtype.values())
 
 
@@ -113,14 +112,14 @@ def bodies(eqn: Any) -> list[Any]:
 
 
 def branch_shares_of(eqn: Any) -> list[float] | None:
-    """How often each branch of a ``cond`` is taken, where the model says it."""
+    """Returns the share of calls that take each branch of a ``cond``; None if not stated."""
     stack = getattr(getattr(eqn, "source_info", None), "name_stack", "")
     shares = shares_of(str(stack))
     return shares if shares and len(shares) == len(eqn.params["branches"]) else None
 
 
 def product_flops(eqn: Any) -> float:
-    """Those of a ``dot_general`` or a ``ragged_dot_general``.
+    """Counts the operations of a ``dot_general`` or a ``ragged_dot_general``.
 
     A ragged product multiplies each row with the matrix of its own group: the groups do not count.
     """
@@ -211,7 +210,7 @@ def _dtype(eqn: Any) -> str:
 
 
 def _attention(eqn: Any) -> float:
-    """Of cuDNN's kernel: two products forward; scores again and four gradients backward."""
+    """Counts cuDNN's attention: two products forward; scores again and four gradients backward."""
     (B, T, H, K), S = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
     return 2.0 * B * T * S * H * K * (5 if "bwd" in eqn.primitive.name else 2)
 

@@ -79,7 +79,7 @@ class MeshShape:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineLayout:
-    """How microbatches go through the stages of a mesh with a pipe axis."""
+    """The schedule of microbatches through the stages of a mesh with a pipe axis."""
 
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     """Pipeline schedule: 1f1b keeps few microbatches in memory, interleaved has the smaller bubble,
@@ -89,7 +89,7 @@ class PipelineLayout:
     virtual: int = 1
     """Chunks of layers per device, above 1 for interleaved only."""
     remat: Literal["full", "none"] = "full"
-    """full runs a stage again for its backward pass; none keeps what that needs."""
+    """full runs a stage again for its backward pass; none keeps its residuals instead."""
     balance: bool = False
     """Place layers on stages so that the busiest, with the embedding or the head, has least to do;
     layers that do not divide are always placed so."""
@@ -97,7 +97,7 @@ class PipelineLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a step is laid out over devices and scheduled.
+    """The layout of a step over devices, and its schedule.
 
     >>> layout = Layout.parse("data=2,tensor=4,zero=1,pipeline.microbatches=16")
     >>> str(layout)
@@ -108,7 +108,7 @@ class Layout:
 
     mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
     zero: Literal[0, 1, 2, 3] = 0
-    """What is split over the data axis too: 1 optimizer state, 2 gradients, 3 parameters."""
+    """ZeRO stage on the data axis: 1 splits optimizer state, 2 gradients too, 3 parameters too."""
     accumulate: int = 1
     """Microbatches per step, in one scan; their gradients are summed by weight."""
     gather: Literal["layer", "step"] | None = None
@@ -125,8 +125,8 @@ class Layout:
     """Attention kernel: auto, xla, cudnn or pallas (GPU), or splash (TPU). T5 needs xla, the only
     kernel with a bias. Left out, the model's own choice."""
     sequence_parallel: bool = True
-    """Between blocks, split rows over the tensor axis too, where their length divides: what a block
-    keeps for its backward pass, and the work of norms, shrink by it."""
+    """Split rows between blocks over the tensor axis too, where their length divides; this shrinks
+    the memory that a block keeps for its backward pass, and the work of norms."""
     pipeline: PipelineLayout = dataclasses.field(default_factory=PipelineLayout)
     steps_per_call: int = 1
     """Train steps in one compiled call, for steps that take hardly longer than their dispatch;
@@ -225,7 +225,7 @@ class Layout:
 
     @property
     def choices(self) -> str:
-        """What is not a default, as text, besides the mesh."""
+        """Fields that differ from their defaults, as text, without those of the mesh."""
         found = self.changes().items()
         return _joined({path: x for path, x in found if not path.startswith("mesh.")})
 

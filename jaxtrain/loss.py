@@ -1,4 +1,4 @@
-"""What a loss returns: sums over tokens and their weight, and metrics beside them."""
+"""Results of losses: sums over tokens and their weight, and metrics beside them."""
 
 import dataclasses
 import functools

@@ -48,15 +48,15 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What every variant of a row does in one run, for rates.
+    """The work that every variant of a row does in one run, from which rates are computed.
 
     Args:
       steps: train steps.
-      tokens: per step.
-      flops: per step, of the model, whatever a variant computes besides.
+      tokens: tokens per step.
+      flops: FLOPs of the model per step, without whatever else a variant computes.
       formula: the name of the formula that gives ``flops``.
-      dtype: of the operands of most products.
-      devices: that a step runs on.
+      dtype: dtype of the operands of most products.
+      devices: number of devices that a step runs on.
     """
 
     steps: int
@@ -144,7 +144,7 @@ def interleave(
 
 
 def rates(times: Sequence[float], work: Work, products_rate: float) -> dict[str, Any]:
-    """What runs of ``work`` that took ``times`` (seconds) come to per step and per second.
+    """Returns the rates of runs of ``work`` that took ``times`` seconds: step time, tokens, MFU.
 
     Args:
       products_rate: FLOP/s of matrix products on one device.
@@ -179,7 +179,7 @@ def experiment_work(experiment: Experiment, *, steps: int, devices: int) -> Work
 
 
 def step_facts(train: CompiledStep) -> dict[str, Any]:
-    """What is worth knowing of a compiled step: its memory on one device, and compile seconds."""
+    """Returns the memory of a compiled step on one device, and its compile time in seconds."""
     return {
         "compiled_bytes": train.memory_bytes,
         "temp_bytes": train.compiled.memory_analysis().temp_size_in_bytes,

@@ -35,7 +35,7 @@ class Config(Rounds):
     head_dim: int | None = None
     """Features per head."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of operands and gradients."""
+    """Dtype of the operands and gradients."""
     rounds: int = 20
     calls: int = 5
     """Forward and backward passes per round."""

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the loop: steps with a save among them against steps without.
+"""The cost of a checkpoint to the training loop: steps with a save against steps without.
 
 The default run (``python -m experiments.gpt``: its model, batch and optimizer) takes the same
 number of steps in each variant. ``save`` returns when the devices have been copied from, having
@@ -41,7 +41,7 @@ class Config(Rounds):
     """Train steps in each variant and round; the save comes after the second."""
     rounds: int = 7
     directory: str | None = None
-    """Where to save; left out, the system's temporary folder."""
+    """Folder to save in; default: the system's temporary folder."""
 
 
 def main(config: Config) -> None:

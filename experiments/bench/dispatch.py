@@ -1,4 +1,4 @@
-"""What a call of a compiled step costs before the device has anything to do.
+"""The host's time per call of a compiled step, with next to nothing for the device to do.
 
 The step hardly computes: it adds the batch to every leaf of a state of many small leaves. What
 remains is the host's work per call, for `jax.jit` and for the function that `compile_step` returns.

@@ -1,7 +1,7 @@
-"""What the input pipeline costs: the default run's step fed by its loader, and by one batch.
+"""The cost of the input pipeline: the default run's step fed by its loader, and by one batch.
 
-The loader packs, shuffles and places batches in threads of its own while the device works; what it
-adds to a step is what could not be hidden. Alone, it says what it could feed.
+The loader packs, shuffles and places batches in threads of its own while the device works; only
+work that cannot be hidden adds to a step. Running it alone shows how many batches it could feed.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where a row was measured: machine, versions, flags, and the rate of its matrix products."""
+"""Facts about where a row was measured: machine, versions, flags, and matrix-product rate."""
 
 import importlib.metadata
 import os

@@ -47,11 +47,11 @@ class Config(Rounds):
     """Opening a store, and reading it at random, in a process of its own."""
 
     tokens: int = 10**9
-    """Of the store, about; a token takes two bytes of the disk's temporary folder."""
+    """Approximate number of tokens in the store; each takes two bytes in the temporary folder."""
     mean: int = 1000
     """Bytes of a document."""
     batches: int = 300
-    """To read, of 16 x 1024 tokens."""
+    """Batches of 16 x 1024 tokens to read."""
     rounds: int = 5
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline costs in total work: a pipelined step against the unpipelined one.
+"""The total work of a pipeline: a pipelined step against the unpipelined one.
 
 On simulated devices the same few cores run everything and idle devices cost nothing, so CPU time is
 the sum of all devices' work: its ratio shows recomputation and the pipeline's own overhead, not its

@@ -63,7 +63,7 @@ class Config(Rounds):
     rows: tuple[int, ...] = ()
     """Batches to try, in ascending order; left out, 1, 2, 4 and so on."""
     most_rows: int = 1024
-    """Where the search ends, if neither memory nor a fall ends it."""
+    """Largest batch to try; the search ends earlier if memory runs out or the speed falls."""
     rounds: int = 3
     timings: int = 8
     """Timings per process."""
@@ -163,7 +163,7 @@ def environment(programs: str, backend: str) -> dict[str, str]:
 def make_trial(
     config: Config, model: decoder.DecoderConfig, framework: str, backend: str
 ) -> trial.Trial:
-    """What processes of a framework measure, at one row."""
+    """Returns the trial of a framework with a batch of one row, to be varied by the search."""
     return trial.Trial(
         framework=framework,
         model=model,
@@ -197,7 +197,7 @@ def why_not_torch(config: Config, model: decoder.DecoderConfig, backend: str) ->
 
 
 def about_torch(without: str | None) -> dict[str, Any]:
-    """What the row says of PyTorch: its version, or None and why."""
+    """Returns the row's entries for PyTorch: its version, or None and the reason."""
     if without is not None:
         return {"torch": None, "torch_skipped": without}
     import torch
@@ -232,7 +232,7 @@ def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> lis
       rows: of the batches, ascending.
 
     Returns:
-      Of each batch its ``rows`` and what was measured.
+      The ``rows`` of each batch and its measurements.
     """
     results: list[dict[str, Any]] = []
     best, falls = 0.0, 0
@@ -249,7 +249,7 @@ def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> lis
 
 
 def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the batches of a search, that of most tokens per second; None where none fitted."""
+    """Returns the result of the batch with the most tokens per second; None if no batch fitted."""
     fitted = [result for result in measured if "tokens_per_second" in result]
     return max(fitted, key=lambda result: result["tokens_per_second"], default=None)
 

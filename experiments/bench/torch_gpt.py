@@ -1,4 +1,4 @@
-"""The same GPT-2 train step in PyTorch, as its users write it: for comparison alone.
+"""A GPT-2 train step in PyTorch, as its users write it, for comparison only.
 
 Fused scaled-dot-product attention, AdamW (fused where the device has it), clipping by global norm,
 no biases left out, the output projection tied to the token table. The parameters come from

@@ -33,18 +33,18 @@ LAST_LINES = 15
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What to measure.
+    """A measurement of one framework's train step at one batch.
 
     Args:
       framework: jaxtrain or torch.
       model: the GPT.
-      rows: of the batch.
+      rows: rows of the batch.
       precision: name of a policy.
       optimizer: name of an update rule; PyTorch has adamw alone.
-      compiled: PyTorch's through torch.compile.
+      compiled: whether PyTorch's step goes through torch.compile.
       backend: JAX's name of the device to run on.
       calls: steps per timing.
-      timings: how many are taken, after one that does not count.
+      timings: number of timings, after one that does not count.
     """
 
     framework: str
@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What the row calls it."""
+        """The name of the trial in the row."""
         if self.framework == "torch":
             return f"torch, {'compiled' if self.compiled else 'eager'}"
         return f"jaxtrain, remat {self.model.remat}"

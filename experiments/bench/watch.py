@@ -1,4 +1,4 @@
-"""What the norms of every layer cost, measured inside the step in every k-th one."""
+"""The cost of the norms of every layer, measured inside every k-th train step."""
 
 import dataclasses
 import functools

@@ -272,7 +272,7 @@ def sample(
 def facts(
     config: Config, texts: Mapping[str, tuple[data.Corpus, data.Corpus]], rows: data.RowSource
 ) -> dict[str, str]:
-    """What the header says of the text."""
+    """Returns the header's facts about the text."""
     train, held_out = (sum(each[i].num_bytes for each in texts.values()) for i in (0, 1))
     mixture = {}
     if isinstance(rows, data.Mixture):

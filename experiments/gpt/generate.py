@@ -30,14 +30,14 @@ class Config:
     run: str
     """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
     prompt: str = ""
-    """What the text begins with; by default the beginning of a document. The tokenizer's special
-    tokens may be spelled in it, such as those of a chat template."""
+    """Text to continue; default: the beginning of a document. It may spell out special tokens of
+    the tokenizer, such as those of a chat template."""
     chat: bool = False
     """Render the prompt as a user's message by the chat template of the run or the model."""
     tokens: int = 200
-    """How many tokens to write; it ends earlier where the model ends its document."""
+    """Most tokens to write; a text ends earlier if the model ends its document."""
     samples: int = 1
-    """How many texts to write."""
+    """Number of texts to write."""
     temperature: float = 0.8
     """0 always takes the most probable token."""
     top_k: int | None = None

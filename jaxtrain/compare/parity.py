@@ -100,7 +100,7 @@ LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What came of one layout.
+    """The errors of one layout against a single device, or the reason why it does not fit.
 
     Args:
       layout: the layout, as :meth:`jaxtrain.Layout.parse` reads it.
@@ -283,7 +283,7 @@ def compare(
 
 
 class Program(NamedTuple):
-    """What is compiled for a mesh: the train step and, where there is one, the evaluation."""
+    """The compiled programs of a mesh: the train step and, if there is one, the evaluation."""
 
     experiment: Experiment
     shapes: TrainState

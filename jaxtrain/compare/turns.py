@@ -44,20 +44,20 @@ from jaxtrain.tree import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of one variant.
+    """The measurements of one variant.
 
     Args:
       name: its flags.
-      mesh: in words.
+      mesh: the mesh in words.
       step_seconds: mean of each timed round's steps.
-      ratio: the median over rounds of that over the first variant's.
-      items_per_second: by the median.
+      ratio: the median over rounds of the ratio to the first variant's ``step_seconds``.
+      items_per_second: items per second at the median of ``step_seconds``.
       mfu: model FLOPs utilisation; None where the device's peak or the model's FLOPs are not known.
-      compiled_bytes: of one device at the step's peak, by the compiler.
+      compiled_bytes: memory of one device at the step's peak, by the compiler.
       measured_bytes: the same by the device's own count; None where it keeps none, and where an
         earlier variant needed more.
-      compile_seconds: of the train step.
-      losses: of every step, those of the round that is not timed among them.
+      compile_seconds: compile time of the train step.
+      losses: the loss of every step, including those of the round that is not timed.
       loss: mean over the steps of the last round.
       held_out: loss after the last step; None where it was not evaluated.
     """
@@ -131,7 +131,7 @@ def _warm_up(runs: Sequence["_Run"], block_steps: int) -> None:
 def _result(
     run: "_Run", times: list[float], first: list[float], block_steps: int, held_out_batches: int
 ) -> Result:
-    """What came of a variant whose rounds took ``times``, and the first variant's ``first``."""
+    """Returns the result of a variant from its step seconds and those of the first variant."""
     experiment, median = run.experiment, statistics.median(times)
     with naming(run.name):
         held_out = run.evaluate(held_out_batches)

@@ -95,7 +95,7 @@ class DataOptions:
     seq_len: int = 1024
     """Its tokens per row."""
     samples: int = 3
-    """How many documents to show the beginning of."""
+    """Number of documents whose beginning is shown."""
     verify: bool = False
     """Read the whole store and compare every file with its checksum, such as after a copy; show
     nothing else."""

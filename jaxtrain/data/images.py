@@ -122,11 +122,11 @@ class Augmented:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledImages:
-    """What `open_images` has found.
+    """Labelled images to train on and held out, as `open_images` returns them.
 
     Attributes:
       train, held_out: rows; none is in both.
-      classes: their names, by label.
+      classes: names of the classes, by label.
       fingerprint: another where the images are others: of a file by its content, of a folder by
         the names and sizes in it.
     """

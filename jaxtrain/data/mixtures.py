@@ -1,4 +1,4 @@
-"""What ``--data`` names: text, a token store, or a mixture of several in stated shares.
+"""The sources that ``--data`` names: text, a token store, or a mixture in stated shares.
 
 A mixture's shares are exact over every window of a stated number of rows, and a batch remains a
 function of (seed, step): row n of a run is found from n by two divisions and two tables.
@@ -209,13 +209,13 @@ class _Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class TextData:
-    """What ``--data`` names, opened.
+    """The opened sources that ``--data`` names, with their tokenizer.
 
     Attributes:
-      spec: what it says.
-      tokenizer: of all sources.
-      found: the stores and the texts by name; the only one has an empty name.
-      field: of rows, that holds the text.
+      spec: the parsed ``--data``.
+      tokenizer: the tokenizer of all sources.
+      found: the stores and the texts by name; a single source has an empty name.
+      field: name of the field of a row that holds its text.
     """
 
     spec: DataSpec

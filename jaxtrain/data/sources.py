@@ -441,7 +441,7 @@ def _size_and_time(path: str) -> tuple[int, float]:
 
 
 def _spans(path: Path, num_bytes: int) -> list[Span]:
-    """Where to cut a large file; nowhere if it is of one piece."""
+    """Cuts a large file into spans; returns none if its format cannot be cut."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         return _spans_of_row_groups(path, num_bytes)
@@ -550,7 +550,7 @@ def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
 
 
 def _of_conversations(names: Iterable[str]) -> str:
-    """What mends rows that are conversations, where one of text is wanted; nothing for others."""
+    """Returns advice for rows that are conversations instead of text; empty for other rows."""
     conversation = ({"messages"}, {"prompt", "completion"}, {"chosen", "rejected"})
     if not any(each <= set(names) for each in conversation):
         return ""

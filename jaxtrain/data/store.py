@@ -194,7 +194,7 @@ class Store:
         return sum(os.path.getsize(self.path / name) for name in names)
 
     def _starts(self, name: str, tokens: int) -> np.ndarray:
-        """Where documents begin; the ends are looked at, what lies between is for `verify`."""
+        """Returns the starts of documents; checks the first and last, and `verify` all."""
         starts = self._array(name, "starts")
         if len(starts) and not (starts[0] == 0 <= starts[-1] < tokens):
             raise ValueError(
@@ -291,7 +291,7 @@ def _mapped(path: Path, dtype: np.dtype) -> tuple[mmap.mmap, np.ndarray]:
 def source_of(
     data: str, field: str, held_out: float = HELD_OUT, chat: ChatTemplate | None = None
 ) -> dict[str, Any]:
-    """What a manifest says of where its text comes from."""
+    """Returns the manifest's entry for the origin of a store's text."""
     local = data != "python" and "://" not in data
     return {
         "data": os.path.abspath(data) if local else data,
@@ -410,7 +410,7 @@ def naming_damage(path: Path) -> Iterator[None]:
 
 
 def make_again(folder: Path) -> str:
-    """What mends a damaged store."""
+    """Returns the advice for a damaged store."""
     return f"delete '{folder}' and make it again"
 
 

@@ -33,7 +33,7 @@ _INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 
 class Tokenizer(Protocol):
-    """What packing, generation and bits per byte need of a tokenizer.
+    """The interface of a tokenizer that packing, generation and bits per byte need.
 
     Attributes:
       vocab_size: one more than the highest id.
@@ -351,7 +351,7 @@ class SubwordTokenizer(_BytePieces):
 
     @property
     def eod_token(self) -> str:
-        """How the file spells `eod`."""
+        """The token of `eod`, as the file spells it."""
         return self._tokenizer.id_to_token(self.eod)
 
     @property

@@ -198,7 +198,7 @@ def tokenize(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What becomes one shard of a set: ``name`` is that of its files without suffix."""
+    """Documents that become one shard of a set; ``name`` names its files, without suffix."""
 
     set: str
     name: str
@@ -463,7 +463,7 @@ def _load_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _stamp(documents: Iterable[Document]) -> str:
-    """What is another where the documents are: of files without reading them."""
+    """Returns a hash that changes with the documents; files are not read for it."""
     if isinstance(documents, Files):
         return documents.stamp()
     if iter(documents) is documents:
@@ -482,7 +482,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def cpus() -> int:
-    """How many processors this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -31,14 +31,14 @@ from jaxtrain.tree import PyTree, combine, partition, widen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSums:
-    """What a gradient engine returns.
+    """The result of a gradient engine: summed gradients, the loss and the model state.
 
     Args:
       grads: like the parameters, float32 or wider: the gradient of ``loss.total``, loss scale
         removed. None stands for parameters that are frozen or no floating-point numbers.
       loss: sums over the whole batch.
       model_state: the model state after the batch (None where the model has none).
-      microbatches: in how many parts the batch was taken.
+      microbatches: number of parts in which the batch was taken.
     """
 
     grads: PyTree
@@ -108,7 +108,7 @@ def run_engine(engine: GradientEngine, *given: Any, frozen: Collection[str] = ()
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` takes."""
+    """Returns the ``arguments`` that ``function`` accepts."""
     takes = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return arguments

@@ -42,13 +42,13 @@ ONCE = ", and weights are gathered once"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What a map over axes of the batch knows.
+    """The axes and specs of a map over axes of the batch.
 
     Args:
-      axes: those that it takes over, outermost first.
-      params: how parameters lie on the mesh, by path.
-      grads: how their gradients are to, by path.
-      slow: over how many parts across the slow network an axis extends, where that is above 1.
+      axes: axes that the map takes over, outermost first.
+      params: spec of each parameter on the mesh, by path.
+      grads: spec that the gradient of each parameter is to have, by path.
+      slow: number of parts across the slow network of each axis that has more than 1.
     """
 
     axes: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ def reduced_once(
 def why_not(
     loss_fn: Callable[..., Any], *, has_model_state: bool = False, own_engine: bool = False
 ) -> str | None:
-    """What is known of a loss before it is traced; see ``obstacle`` of :func:`find_shards`."""
+    """Returns the ``obstacle`` of :func:`find_shards` that is known before the loss is traced."""
     if has_model_state:
         return "for the model has state, which is that of all rows"
     if not is_row_wise(loss_fn):
@@ -279,7 +279,7 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
 
 
 def _obstacle(loss_fn: Callable[..., Any], *given: Any) -> str | None:
-    """What of a loss that is declared a sum over rows depends on all of them nevertheless."""
+    """Returns why a loss that is declared a sum over rows is not one; None if it seems to be."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
     if draws_otherwise(jaxpr.jaxpr):
         return (
@@ -293,7 +293,7 @@ def _obstacle(loss_fn: Callable[..., Any], *given: Any) -> str | None:
 
 
 def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str | None:
-    """What of a batch cannot be cut into the rows that each device has of a microbatch."""
+    """Returns why a batch cannot be cut into each device's rows of a microbatch, or None."""
     counts = {name: x.shape[0] for name, x in named_leaves(batch).items() if jnp.ndim(x)}
     rows = max(counts.values(), default=0)
     other = [name for name, count in counts.items() if count != rows]
@@ -308,7 +308,7 @@ def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str 
 
 
 def _inside_first(mesh: Any, axes: tuple[str, ...]) -> str:
-    """What is said where a sum goes over fast links first."""
+    """Returns the report's note on a sum that goes over fast links first; empty for others."""
     slow = slow_axes()
     both = math.prod(mesh.shape[a] for a in axes) > math.prod(slow.get(a, 1) for a in axes) > 1
     return ", on fast links first and in shares over the slow network" if both else ""

@@ -26,8 +26,8 @@ class CheckOptions:
     bits in both directions; prints what maps to what. The exit status is 1 where they differ."""
 
     folder: tyro.conf.Positional[str]
-    """With config.json and model.safetensors, or shards and their index; or a name on the hub,
-    ORG/NAME or ORG/NAME@REVISION, which is downloaded into its cache."""
+    """Folder with config.json and model.safetensors, or shards and their index; or a name on the
+    hub, ORG/NAME or ORG/NAME@REVISION, which is downloaded into the hub's cache."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ OF_HEADS = r"^(cls|classifier|lm_head|head|decoder)\.|(^|\.)pooler\."
 
 
 def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any]:
-    """What is predicted, by the architecture, and of how many classes."""
+    """Reads the kind of head from the architecture, and its number of classes."""
     named = theirs.get("architectures") or list(heads)
     head = heads[named[0]]
     labels, number = theirs.get("id2label"), theirs.pop("num_labels", None)

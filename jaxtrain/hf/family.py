@@ -99,7 +99,7 @@ class Family:
 
     @property
     def stack(self) -> Stack:
-        """How the parameters of its models are stacked by layer."""
+        """The stack of its models' parameters by layer."""
         return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
 
     def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
@@ -190,7 +190,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def _essence(config: ModelConfig) -> dict[str, Any]:
-    """What makes the function that a model is."""
+    """Returns the fields of a config that determine the function that its model computes."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
     fields["window_pattern"] = windows_of(config)
     if config.positions == "learned":

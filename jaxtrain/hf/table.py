@@ -19,12 +19,12 @@ T = (1, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What a field of theirs is called here.
+    """Our counterpart of a field of their ``config.json``.
 
     Args:
-      ours: the name.
-      default: what a ``config.json`` without it means.
-      values: their values, where they have other names than ours.
+      ours: our name of the field.
+      default: the value that a ``config.json`` without the field means.
+      values: our value by theirs, where the two have different names.
     """
 
     ours: str
@@ -138,12 +138,12 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As our model has it."""
+        """The shape of the parameter in our model."""
         return (*self.places.shape, *self.inner)
 
     @property
     def dtype(self) -> np.dtype:
-        """As their file has it."""
+        """The dtype of the tensors in their file."""
         return np.result_type(*{tensor.dtype for tensor in self.tensors})
 
     def __getitem__(self, index: Sequence[slice]) -> np.ndarray:

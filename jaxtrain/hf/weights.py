@@ -272,7 +272,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What :func:`check` found of a parameter, or of several that are parts of the same tensors."""
+    """The result of :func:`check` for a parameter, or for several that share their tensors."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What each accelerator can do, by published figures: one row per chip that can be planned for."""
+"""Published figures of accelerators: one row per chip that can be planned for."""
 
 import dataclasses
 from collections.abc import Mapping

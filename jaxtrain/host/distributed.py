@@ -233,7 +233,7 @@ method='deactivate')
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """How many NVIDIA GPUs a process with this environment sees, without starting a backend."""
+    """Counts the NVIDIA GPUs that a process in this environment sees; starts no backend."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])

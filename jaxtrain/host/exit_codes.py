@@ -137,7 +137,7 @@ def restart(
 
 
 def _main(verb: str, *words: str) -> int:
-    """What the scripts ask: prints a code, or a count and a pause; 1 for no restart."""
+    """Answers the scripts: prints codes, or a count and a pause; returns 1 for no restart."""
     numbers = [int(float(word)) for word in words]
     if verb == "run":
         print(of_run(numbers))

@@ -61,7 +61,7 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 class Entry(NamedTuple):
-    """What is at a path: whether it is a folder, its bytes, and when it changed (0: not known)."""
+    """A file or folder at a path: its size in bytes, and when it changed (0: not known)."""
 
     is_folder: bool
     size: int

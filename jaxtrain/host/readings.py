@@ -1,7 +1,7 @@
-"""What sensors say of this process's devices and its host: utilisation, temperature, power, memory.
+"""Reads sensors of this process's devices and its host: utilisation, temperature, power, memory.
 
-Each source is a function without arguments that returns readings by name; what a sensor cannot say
-is left out. Sources may take milliseconds, so they are for a thread.
+Each source is a function without arguments that returns readings by name; readings that a
+sensor lacks are left out. Sources may take milliseconds, so they are for a thread.
 """
 
 import contextlib
@@ -168,7 +168,7 @@ def _machine_memory() -> float:
 
 
 def _group_memory() -> float:
-    """Of the control group (version 2) that a container is; what the kernel can drop left out."""
+    """Returns the used share of a container's memory (cgroup v2), without droppable file pages."""
     try:
         limit = int((CGROUP / "memory.max").read_text())  # "max" where there is none
         used = int((CGROUP / "memory.current").read_text())

@@ -80,8 +80,7 @@ class LandscapeOptions:
     points: int = 21
     """Points on a line, or along each side of a plane."""
     span: float = 1.0
-    """How far to go along random directions, to both sides; 1 is as far as the parameters are
-    long."""
+    """Distance along random directions, to both sides; 1 moves each filter by its own norm."""
     at_once: int = 1
     """Points to evaluate together, which takes as many times the memory; the others follow in the
     same program."""
@@ -350,7 +349,7 @@ def _check(options: LandscapeOptions) -> None:
 
 
 def _kept(path: epath.Path) -> dict[str, Any]:
-    """What was found before; nothing where the file is damaged, for it can be found again."""
+    """Returns the earlier findings; none if the file is damaged, as they can be found again."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):

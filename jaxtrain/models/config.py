@@ -113,7 +113,7 @@ class LayerFields:
 
 
 class TokenFields(LayerFields):
-    """What a model of tokens makes of its fields."""
+    """Values and checks that a model of tokens derives from its fields."""
 
     @property
     def padded_vocab(self) -> int:

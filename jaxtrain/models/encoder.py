@@ -231,7 +231,7 @@ class Transform(nnx.Module):
 
 
 class TokenHead(Transform):
-    """What stands between the last layer and the token table, and the bias of its logits."""
+    """The transform between the last layer and the token table, and the bias of the logits."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -242,7 +242,7 @@ class TokenHead(Transform):
 
 
 class NormedClassHead(Transform):
-    """From one hidden state of a row to float32 logits of classes."""
+    """Maps the first or the mean hidden state of a row to float32 logits of classes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -261,7 +261,7 @@ class NormedClassHead(Transform):
 
 
 class ClassHead(nnx.Module):
-    """From the first token's hidden state, pooled, to float32 logits of classes."""
+    """Maps the first token's hidden state, pooled, to float32 logits of classes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         self.pool = _dense(config.width, config.width, rngs)

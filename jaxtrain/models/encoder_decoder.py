@@ -179,7 +179,7 @@ class DecoderBlock(layers.Block):
 
 
 class DistanceBias(nnx.Module):
-    """What is added to scores, by the bucket of the distance: a table [R, H]."""
+    """A bias of attention scores by the bucket of the distance: a table [R, H]."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         shape = (config.buckets, config.heads)
@@ -317,7 +317,7 @@ def between(
     batch: Batch,
     rng: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """What comes between the stacks: the encoder's last norm, and the target's embedding."""
+    """Applies the encoder's last norm and embeds the target, between the two stacks."""
     norm = layers.apply(layers.Norm, config.block, params["encoder_norm"])
     rng_norm = layers.fold(rng, config.layers + config.decoder_layers + 2)
     source_BSD = drop(norm(x["source"]), config.dropout, rng_norm)

@@ -49,7 +49,7 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are to be chosen; None leaves a part out of the compiled loop."""
+    """Options for choosing tokens; None leaves an option out of the compiled loop."""
 
     temperature: float | None
     top_k: int | None

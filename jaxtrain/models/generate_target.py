@@ -268,7 +268,7 @@ _generated = jax.jit(_written, static_argnums=(0, 1))
 
 
 class _Form(NamedTuple):
-    """What of a search is known while it is traced."""
+    """The static arguments of a search."""
 
     count: int
     beams: int

@@ -241,7 +241,7 @@ def row_angles(
 
 
 def _scale(config: BlockConfig) -> float | None:
-    """Of the scores; None where it is attention's own."""
+    """Returns the scale of attention scores; None where it is the default of attention."""
     scalar = config.query_pre_attn_scalar
     return None if scalar == config.head_dim else scalar**-0.5
 

@@ -98,7 +98,7 @@ class ViTConfig(LayerFields):
 
     @property
     def head(self) -> str:
-        """What is predicted, as of an encoder: classes, or none."""
+        """The kind of head, named as in an encoder: classes, or none."""
         return "none" if self.classes is None else "classes"
 
     # Of every one; no fields, for there is no other.
@@ -142,7 +142,7 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From the first token's hidden state to float32 logits of classes."""
+    """Maps the first token's hidden state to float32 logits of classes."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(INIT_STD)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline computes, and how many layers each is to have.
+"""Counts the work of the stages of a pipeline, and chooses how many layers each has.
 
 A tick of a pipeline lasts as long as its slowest device. The first stage also embeds, the last also
 has the loss; where that weighs as much as several layers (a large vocabulary and few layers), the

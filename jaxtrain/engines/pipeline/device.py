@@ -39,7 +39,7 @@ Sums = dict[str, jax.Array]  # of gradients, by the path of their parameter
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What is known before any array is.
+    """The static part of a pipeline, known before any array exists.
 
     Args:
       stages: the model.
@@ -47,7 +47,7 @@ class Pipeline:
       recompute: whether a backward unit runs its stage again (``remat="full"``).
       skip_bubbles: as for :func:`jaxtrain.pipeline`.
       gradient_specs: how running sums lie on the axes that the map leaves to the partitioner, by
-        path; None where nobody says.
+        path; None if not given.
       counts: how many layers each global stage has.
       trains: the paths of the parameters that have a gradient; none in an evaluation.
       shards: the axes of the batch that the map takes over besides ``pipe``; None for none.
@@ -91,14 +91,14 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What one device has at hand throughout the scan.
+    """The constants of one device throughout the scan.
 
     Args:
-      plan: see there.
+      plan: the static part.
       params: in the compute dtype: the stacked ones [C, ...], or [V, C, ...] with several chunks,
         and all others whole.
       batch: leaves [B, M, ...].
-      keys_M: of the microbatches; None in an evaluation.
+      keys_M: keys of the microbatches; None in an evaluation.
       x: shapes and dtypes of the residual stream.
       seeds_M: the cotangent of each microbatch's loss.
       factors_M: what its gradients are multiplied by to be those of the sum.
@@ -128,7 +128,7 @@ class _Device:
         return rows(self.batch, j), None if self.keys_M is None else read(self.keys_M, j)
 
     def weights(self, k: int, v: jax.Array | int) -> dict[str, PyTree]:
-        """What layers of stack k read: chunk v, [C, ...], and the parameters that all share."""
+        """Returns the parameters that stack k reads: chunk v, [C, ...], and all shared ones."""
         stages = self.plan.stages
         key = stages.stacked.parts[k].key
         chunk = self.params[key] if stages.stacked.virtual == 1 else read(self.params[key], v)
@@ -136,16 +136,16 @@ class _Device:
 
     @functools.cached_property
     def residual_buffers(self) -> tuple:
-        """What :func:`residuals.common_buffers` gives for all stacks."""
+        """The residual buffers of all stacks, as from :func:`residuals.common_buffers`."""
         return residuals.common_buffers(self.layouts)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What goes from tick to tick: three buffers [slots, ...] and the sums.
+    """The state carried from tick to tick: three buffers [slots, ...] and the sums.
 
-    An evaluation has inputs and a loss alone.
+    An evaluation has only inputs and a loss.
     """
 
     inputs: PyTree
@@ -262,7 +262,7 @@ def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple
 
 
 def _ring(device: _Device) -> list[tuple[int, int]]:
-    """From which device a stage's result goes to which."""
+    """Returns the pairs of devices (from, to) along which stages pass their results."""
     S, wraps = device.plan.table.stages, device.plan.table.virtual > 1
     return [(s, (s + 1) % S) for s in range(S if wraps else S - 1)]
 
@@ -358,7 +358,7 @@ def _backward(device: _Device, carry: _Carry, unit: Unit) -> tuple:
 def _unit_arguments(
     device: _Device, k: int, unit: Unit, batch, rng, x
 ) -> tuple[Sums, PyTree, tuple]:
-    """What :func:`_layers` reads: the weights that train, by path, ``x``, and all the rest."""
+    """Returns arguments of :func:`_layers`: weights that train by path, ``x``, and the context."""
     weights = device.weights(k, unit.chunk)
     context = (weights, batch, rng, unit.layer, unit.layers)
     return picked(weights, device.plan.trains), x, context
@@ -410,7 +410,7 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
 def _enter_backward(
     device: _Device, k: int, carry: _Carry, d_outer: Sums, unit: Unit, d_x, batch, rng
 ) -> tuple[PyTree, Sums]:
-    """What :meth:`Stages.enter` needs of its result's cotangent: that of ``x``, and the sums."""
+    """Runs the backward pass of :meth:`Stages.enter`; returns ``x``'s cotangent and the sums."""
 
     def enter(training, x):
         return device.plan.stages.enter(k, replaced(device.outer, training), x, batch, rng)

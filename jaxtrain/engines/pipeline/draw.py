@@ -149,7 +149,7 @@ def picture(table: Table, width: int) -> Text:
 
 
 def shown_ends(widths: list[int], room: int) -> tuple[int, int]:
-    """How many columns at the head and at the tail fit into ``room``, with the mark between.
+    """Counts the columns at the head and the tail that fit into ``room``, with the mark between.
 
     >>> shown_ends([3, 3, 3], 9)
     (3, 0)

@@ -1,4 +1,4 @@
-"""What a backward pass needs, as arrays that can wait in a buffer.
+"""The residuals of a forward pass, as arrays that wait in a buffer for the backward pass.
 
 ``jax.vjp`` returns a pytree: its leaves are the residuals of the forward pass. A pipeline writes
 those of one unit to a slot and reads them many ticks later. Residuals that are the function's own
@@ -19,7 +19,7 @@ from jaxtrain.tree import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """How the residuals of ``function(weights, x, context) -> y`` are stored.
+    """The storage layout of the residuals of ``function(weights, x, context) -> y``.
 
     Args:
       function: is differentiated with respect to ``weights`` and ``x``.
