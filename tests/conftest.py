@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 
@@ -131,6 +132,13 @@ def _shared(item):
         return item.nodeid
     del params["layout"]
     return f"{item.nodeid.split('[')[0]} {params}"
+
+
+@pytest.fixture
+def traces():
+    """Of tests that trace: XLA's profiler crashes a process that has loaded PyTorch."""
+    if "torch" in sys.modules:
+        pytest.skip("jax.profiler.start_trace crashes where torch is loaded: run this file alone")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,8 @@ from jaxtrain.run.hooks import profiling
 from jaxtrain.run.observe.journal import read_events
 from tests.run.test_loop import make_experiment
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 
 class Signal(jt.Hook):
     def __init__(self, at):
