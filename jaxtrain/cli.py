@@ -161,11 +161,11 @@ class ParityOptions:
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
+    with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
+        simulate_devices(parity.DEVICES)
     config = load_config(options.experiment, rest, command="parity")[1]
     for text in options.layout:  # what cannot be read is refused before anything is built
         type(getattr(config, "layout", Layout())).parse(text)
-    with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
-        simulate_devices(parity.DEVICES)
     experiment = load_experiment(options.experiment, rest, command="parity")
     layouts = options.layout or parity.usual_layouts(experiment)
     tolerance = options.tolerance

@@ -301,6 +301,16 @@ def test_the_experiments_own_mesh_comes_first(module):
         layouts("--tensor", "3")
 
 
+EMPTY = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config: ...
+
+def build(config): return 3
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "sentence"),
     [
@@ -308,14 +318,13 @@ def test_the_experiments_own_mesh_comes_first(module):
         ("Config = 1", [], "module 'theirs' has no build: an experiment has"),
         ("build = 1", [], "module 'theirs' has no Config"),
         (
-            None,
+            EMPTY,
             ["--layout", "cube=2"],
             "layout 'cube=2' is not known, for 'cube': write sizes of the mesh axes",
         ),
-        (None, ["--layout", "data"], "layout 'data' is not known"),
+        (EMPTY, ["--layout", "data"], "layout 'data' is not known"),
         (
-            "import dataclasses\n@dataclasses.dataclass\nclass Config: ...\n"
-            "def build(config): return 3",
+            EMPTY,
             [],
             "build of module 'theirs' returns int: it must return a jaxtrain.Experiment",
         ),
