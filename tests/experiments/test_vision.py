@@ -191,7 +191,10 @@ def tuning(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "digits"], "the images are 8x8x1 and those of the model in .* 8x8x3"),
+        (
+            ["--data", "digits"],
+            "the images are 8x8x1 and the model in .* has learned positions for 8x8x3",
+        ),
         (["--layers", "2"], "--layers 2 is not for --init-from"),
         (["--model", "convnet"], "--init-from is not for --model convnet: give --model vit"),
         (["--init-from", "nothing"], "'nothing' is neither a run nor a Hugging Face folder"),

@@ -129,7 +129,7 @@ def test_the_mean_of_a_row_leaves_its_padding_out():
     [
         ({"classes": 3}, "classes=3 and head='tokens': give a number of classes with"),
         ({"head": "classes"}, "classes=None and head='classes'"),
-        ({"window": 4, "local_rope_theta": 9.0}, "give a window and rotary positions, or leave it"),
+        ({"window": 4, "local_rope_theta": 9.0}, "needs a window and rotary positions: set both"),
         ({"unused_positions": -1}, "unused_positions=-1 must be a whole number"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"window_pattern": (True, False)}, "window=None must be a number then"),
         ({"window": 3, "window_pattern": (False,)}, "and true at least once"),
         ({"window": 3, "window_pattern": (1, 0)}, r"window_pattern=\(1, 0\) must say by true and"),
-        ({"local_rope_theta": 1e4}, "give a window and rotary positions, or leave it out"),
+        ({"local_rope_theta": 1e4}, "needs a window and rotary positions: set both"),
         ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
     ],
