@@ -7,22 +7,26 @@ experiments (:mod:`jaxtrain.host.memory`). A row is one line of JSON; those that
 """
 
 import dataclasses
+import itertools
 import json
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from experiments.bench import machine
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.models import decoder
+from jaxtrain.precision import Policy
 
 MATRIX_PRODUCTS = "matrix products"
+FLOAT32 = Policy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,27 @@ class Work:
     devices: int = 1
 
 
+def stepping(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    calls: int = 1,
+    facts: Mapping[str, Any] = {},
+) -> Variant:
+    """Takes ``calls`` steps in each run, ``step(state, batch) -> (state, metrics)``, on from where
+    the run before has stopped."""
+    batches = iter(batches)
+
+    def run() -> None:
+        nonlocal state
+        for batch in itertools.islice(batches, calls):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return Variant(run, facts)
+
+
 def row(
     name: str,
     config: Rounds,
@@ -79,6 +104,23 @@ def row(
     """Times the variants as :func:`interleave` does, and prints them as :func:`print_row` does."""
     results = interleave(variants, rounds=config.rounds, work=work, children=children)
     print_row(name, config, about, results, work=work)
+
+
+def gpt_row(
+    name: str,
+    config: Rounds,
+    variants: Mapping[str, Variant],
+    model: decoder.DecoderConfig,
+    rows: int,
+    *,
+    steps: int,
+    policy: Policy = FLOAT32,
+    **about: Any,
+) -> None:
+    """Does as :func:`row` for variants that each take ``steps`` train steps of a GPT in a run."""
+    shape = {"model": dataclasses.asdict(model), "batch": (rows, model.seq_len)}
+    work = gpt_work(model, rows, steps=steps, dtype=policy.compute_dtype.name)
+    row(name, config, variants, shape | {"dtypes": str(policy)} | about, work=work)
 
 
 def interleave(
@@ -165,17 +207,6 @@ def gpt_work(
     tokens = rows * model.seq_len
     flops = float(decoder.flops_per_token(model) * tokens)
     return Work(steps, tokens, flops, decoder.FLOPS_FORMULA, dtype)
-
-
-def experiment_work(experiment: Experiment, *, steps: int, devices: int) -> Work:
-    """The work of ``steps`` train steps of an experiment on so many devices, in float32."""
-    return Work(
-        steps=steps,
-        tokens=experiment.items_per_step,
-        flops=experiment.flops_per_step,
-        formula=experiment.flops_formula,
-        devices=devices,
-    )
 
 
 def step_facts(train: CompiledStep) -> dict[str, Any]:

@@ -5,13 +5,14 @@ variant is PyTorch as it is most often run, eager.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from experiments.bench import Rounds, Variant, gpt_work, row
+from experiments.bench import Rounds, Variant, gpt_row
 from experiments.bench import step as ours
 from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
@@ -45,34 +46,26 @@ def main(config: Config) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
 
-    scanned = dataclasses.replace(model, scan_unroll=1)
-    unrolled = dataclasses.replace(model, scan_unroll=model.layers)
     policy = Policy.named(config.precision)
-    bf16 = config.precision == "bf16"
+    theirs = functools.partial(
+        torch_variant, model, params, batch, config.calls, bf16=config.precision == "bf16"
+    )
+
+    def own(layers_per_iteration: int) -> Variant:
+        its_model = dataclasses.replace(model, scan_unroll=layers_per_iteration)
+        return ours.jaxtrain_variant(
+            its_model, lambda rng: params, batch, config.calls, policy=policy
+        )
+
     variants = {
-        "torch, eager": torch_variant(
-            model, params, batch, config.calls, compiled=False, bf16=bf16, device=device
-        ),
-        "torch, compiled": torch_variant(
-            model, params, batch, config.calls, compiled=True, bf16=bf16, device=device
-        ),
-        "jaxtrain, layers scanned": ours.jaxtrain_variant(
-            scanned, params, batch, config.calls, policy
-        ),
-        "jaxtrain, layers unrolled": ours.jaxtrain_variant(
-            unrolled, params, batch, config.calls, policy
-        ),
+        "torch, eager": theirs(compiled=False, device=device),
+        "torch, compiled": theirs(compiled=True, device=device),
+        "jaxtrain, layers scanned": own(1),
+        "jaxtrain, layers unrolled": own(model.layers),
     }
-    about = {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "model": dataclasses.asdict(model),
-        "batch": list(batch["tokens"].shape),
-        "dtypes": str(policy),
-    }
-    dtype = policy.compute_dtype.name
-    work = gpt_work(model, len(batch["tokens"]), steps=config.calls, dtype=dtype)
-    row("torch", config, variants, about, work=work)
+    rows, steps = len(batch["tokens"]), config.calls
+    told = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    gpt_row("torch", config, variants, model, rows, steps=steps, policy=policy, **told)
 
 
 def torch_variant(
@@ -90,13 +83,7 @@ def torch_variant(
 
     from experiments.bench import torch_gpt
 
-    module = torch_gpt.GPT(
-        vocab_size=model.vocab_size,
-        seq_len=model.seq_len,
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-    )
+    module = torch_gpt.GPT(model)
     torch_gpt.load(module, params)
     step = torch_gpt.make_step(
         module.to(device),

@@ -8,13 +8,18 @@ the cores.
 """
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
+import optax
+from jax.sharding import Mesh
 
 import jaxtrain as jt
-from experiments.bench import Rounds, Variant, gpt_work, row, step_facts
+from experiments.bench import Rounds, Variant, gpt_row, step_facts, stepping
+from experiments.bench.step import make_batch
 from jaxtrain.models import decoder
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.step import build_update
@@ -50,35 +55,21 @@ def main(config: Config) -> None:
     model = decoder.DecoderConfig(
         vocab_size=257, seq_len=config.seq_len, layers=config.layers, width=config.width, heads=4
     )
-    r = np.random.default_rng(0)
-    shape = (4 * config.microbatches, config.seq_len)
-    tokens = r.integers(0, model.vocab_size, (2, *shape)).astype(np.int32)
-    batch = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
+    rows = 4 * config.microbatches
+    batch = make_batch(model, rows)
     variants = {"data 2, accumulate": unpipelined(config, model, batch)}
     for name, pipeline in PIPELINES.items():
         variants[f"pipe 4 x data 2, {name}"] = pipelined(config, model, batch, *pipeline)
-    about = {
-        "model": dataclasses.asdict(model),
-        "batch": shape,
-        "mesh": "by variant",
-    }
     # Eight devices are one CPU here, whose rate of products one of them can have to itself.
-    row("pipeline", config, variants, about, work=gpt_work(model, shape[0], steps=1))
+    gpt_row("pipeline", config, variants, model, rows, steps=1, mesh="by variant")
 
 
 def unpipelined(config: Config, model: decoder.DecoderConfig, batch: Any) -> Variant:
     """The step without a pipeline, with as many microbatches, over the same data axis."""
     mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
-    state = jt.init_state(
-        lambda rng: decoder.init(model, rng),
-        optimizer,
-        jax.random.key(0),
-        mesh=mesh,
-        rules=decoder.RULES,
-    )
-    step = jt.build_train_step(decoder.loss_fn(model), optimizer, accumulate=config.microbatches)
-    return variant(jt.compile_step(step, state, batch, mesh=mesh), state, batch)
+    loss = decoder.loss_fn(model)
+    build = functools.partial(jt.build_train_step, loss, accumulate=config.microbatches)
+    return variant(model, batch, mesh, jt.Stack(), build)
 
 
 def pipelined(
@@ -91,15 +82,6 @@ def pipelined(
 ) -> Variant:
     """The step of a pipeline of four stages."""
     mesh = jt.make_mesh(pipe=4, data=2)
-    stack = jt.Stack(virtual=virtual)
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
-    state = jt.init_state(
-        lambda rng: stack.cut(decoder.init(model, rng)),
-        optimizer,
-        jax.random.key(0),
-        mesh=mesh,
-        rules=jt.Rules(decoder.RULES, stacked=stack),
-    )
     engine = jt.pipeline(
         decoder.stages(model),
         mesh=mesh,
@@ -108,18 +90,25 @@ def pipelined(
         remat=remat,
         microbatches=config.microbatches,
     )
-    return variant(
-        jt.compile_step(build_update(engine, optimizer), state, batch, mesh=mesh), state, batch
+    build = functools.partial(build_update, engine)
+    return variant(model, batch, mesh, jt.Stack(virtual=virtual), build)
+
+
+def variant(
+    model: decoder.DecoderConfig,
+    batch: Any,
+    mesh: Mesh,
+    stack: jt.Stack,
+    build: Callable[[optax.GradientTransformation], Any],
+) -> Variant:
+    """One step per call; ``build`` makes it of the optimizer."""
+    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
+    state = jt.init_state(
+        lambda rng: stack.cut(decoder.init(model, rng)),
+        optimizer,
+        jax.random.key(0),
+        mesh=mesh,
+        rules=jt.Rules(decoder.RULES, stacked=stack),
     )
-
-
-def variant(train: jt.CompiledStep, state: jt.TrainState, batch: Any) -> Variant:
-    """Steps on from a state, one step per call."""
-    placed = train.place(batch)
-
-    def run() -> None:
-        nonlocal state
-        state, metrics = train(state, placed)
-        jax.block_until_ready((state, metrics))
-
-    return Variant(run, step_facts(train))
+    train = jt.compile_step(build(optimizer), state, batch, mesh=mesh)
+    return stepping(train, state, itertools.repeat(train.place(batch)), facts=step_facts(train))

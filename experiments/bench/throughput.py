@@ -12,6 +12,7 @@ same step: GPT-2's form, AdamW, f32 or bf16.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from experiments.bench import Rounds, print_row, trial
 from experiments.bench import step as ours
 from jaxtrain import optim
+from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.refusal import refusing
@@ -46,6 +48,9 @@ MOST_MEMORY = "0.95"
 RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
 FACTS = ("rows", "compiled_bytes", "temp_bytes", "measured_peak_bytes", "host_peak_bytes")
 FACTS += ("compile_seconds",)
+
+# A step, and what its batches measured.
+Tried = tuple[trial.Trial, list[dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +78,23 @@ class Config(Rounds):
 
 def main(config: Config) -> None:
     """Runs the row and prints it."""
-    with refusing():
+    with refusing(Config):
         model = make_model(config)
-        check(config)
+        Policy.named(config.precision)
+        check_least(config, most_rows=1, rounds=1, timings=2, calls=1)
+        if min(config.rows, default=1) < 1:
+            raise ValueError(f"--rows has {min(config.rows)}: a batch has 1 row or more")
     # In a process of its own like the rest: a backend here would hold the device's memory.
     ask = "import jax, json; print(json.dumps(jax.default_backend()))"
     backend = trial.last_json_line([sys.executable, "-c", ask], {})
     without_torch = why_not_torch(config, model, backend)
     with tempfile.TemporaryDirectory() as programs:
-        variables, found = environment(programs, backend), []
-
-        def tried(step: trial.Trial) -> list[dict[str, Any]]:
-            found.append(
-                (step, search(lambda rows: measure(step, rows, variables), batches(config)))
-            )
-            return found[-1][1]
-
-        for remat in REMAT_TRIED:
-            its_model = dataclasses.replace(model, remat=remat)
-            if fastest(tried(make_trial(config, its_model, "jaxtrain", backend))):
-                break
-        for compiled in (False, True) if without_torch is None else ():
-            step = make_trial(config, model, "torch", backend)
-            tried(dataclasses.replace(step, compiled=compiled))
+        variables = environment(programs, backend)
+        found = try_all(config, model, backend, variables, with_torch=without_torch is None)
         best = repeat(best_of_each_side(found), config.rounds, variables)
     shape = dataclasses.asdict(model)
     del shape["remat"]
+    peaks = [each.get("measured_peak_bytes") for _, measured in found for each in measured]
     about = {
         "model": shape,
         "dtypes": str(Policy.named(config.precision)),
@@ -107,8 +103,10 @@ def main(config: Config) -> None:
         "flops_formula": decoder.FLOPS_FORMULA,
         "mfu_formula": "flops_per_token x tokens_per_second / products_flops_per_second, the "
         "fastest matrix products of the same process",
-        "measured_peak_bytes": largest_peak(found),
-        **about_torch(without_torch),
+        # None where device memory is not counted.
+        "measured_peak_bytes": max(filter(None, peaks), default=None),
+        "torch": importlib.metadata.version("torch") if without_torch is None else None,
+        "torch_skipped": without_torch,
         "best": best,
     }
     if len(best) == 2:
@@ -116,6 +114,32 @@ def main(config: Config) -> None:
         about["ratio"] = round(ratio, 3)
     results = {step.name: {"batches": measured} for step, measured in found}
     print_row("throughput", config, about, results)
+
+
+def try_all(
+    config: Config,
+    model: decoder.DecoderConfig,
+    backend: str,
+    variables: Mapping[str, str],
+    *,
+    with_torch: bool,
+) -> list[Tried]:
+    """Searches the best batch of every contender, jaxtrain's with no more remat than it needs."""
+    found: list[Tried] = []
+
+    def fits(step: trial.Trial) -> bool:
+        results = search(lambda rows: measure(step, rows, variables), batches(config))
+        found.append((step, results))
+        return fastest(results) is not None
+
+    for remat in REMAT_TRIED:
+        its_model = dataclasses.replace(model, remat=remat)
+        if fits(make_trial(config, its_model, "jaxtrain", backend)):
+            break
+    for compiled in (False, True) if with_torch else ():
+        step = make_trial(config, model, "torch", backend)
+        fits(dataclasses.replace(step, compiled=compiled))
+    return found
 
 
 def make_model(config: Config) -> decoder.DecoderConfig:
@@ -138,17 +162,6 @@ def make_model(config: Config) -> decoder.DecoderConfig:
     return dataclasses.replace(model, seq_len=config.seq_len)
 
 
-def check(config: Config) -> None:
-    """Raises ValueError for what cannot be measured."""
-    Policy.named(config.precision)
-    for name, low in {"most_rows": 1, "rounds": 1, "timings": 2, "calls": 1}.items():
-        if (given := getattr(config, name)) < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {given}: give {low} or more")
-    for rows in config.rows:
-        if rows < 1:
-            raise ValueError(f"--rows has {rows}: a batch has 1 row or more")
-
-
 def environment(programs: str, backend: str) -> dict[str, str]:
     """Variables of every process, which keeps compiled programs in a folder."""
     variables = {
@@ -164,17 +177,10 @@ def make_trial(
     config: Config, model: decoder.DecoderConfig, framework: str, backend: str
 ) -> trial.Trial:
     """Returns the trial of a framework with a batch of one row, to be varied by the search."""
-    return trial.Trial(
-        framework=framework,
-        model=model,
-        rows=1,
-        precision=config.precision,
-        optimizer=config.optimizer,
-        compiled=False,
-        backend=backend,
-        calls=config.calls,
-        timings=config.timings,
-    )
+    shared = {
+        name: getattr(config, name) for name in ("precision", "optimizer", "calls", "timings")
+    }
+    return trial.Trial(framework=framework, model=model, backend=backend, **shared)
 
 
 def why_not_torch(config: Config, model: decoder.DecoderConfig, backend: str) -> str | None:
@@ -194,15 +200,6 @@ def why_not_torch(config: Config, model: decoder.DecoderConfig, backend: str) ->
     if backend == "gpu" and not torch.cuda.is_available():
         return "JAX sees a GPU and PyTorch does not: install its CUDA build"
     return None
-
-
-def about_torch(without: str | None) -> dict[str, Any]:
-    """Returns the row's entries for PyTorch: its version, or None and the reason."""
-    if without is not None:
-        return {"torch": None, "torch_skipped": without}
-    import torch
-
-    return {"torch": torch.__version__}
 
 
 def batches(config: Config) -> Iterator[int]:
@@ -255,7 +252,7 @@ def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def best_of_each_side(
-    found: Sequence[tuple[trial.Trial, list[dict[str, Any]]]],
+    found: Sequence[Tried],
 ) -> list[tuple[trial.Trial, Mapping[str, Any]]]:
     """The fastest step of each framework that fitted, with its best batch."""
     fitted = [(step, result) for step, measured in found if (result := fastest(measured))]
@@ -292,9 +289,3 @@ def repeat(
             told |= {name: statistics.median(of_rounds), f"{name}_rounds": of_rounds}
         summary[step.framework] = told
     return summary
-
-
-def largest_peak(found: Sequence[tuple[trial.Trial, list[dict[str, Any]]]]) -> float | None:
-    """The most device memory of any process; None where it is not counted."""
-    peaks = [r.get("measured_peak_bytes") for _, measured in found for r in measured]
-    return max((peak for peak in peaks if peak is not None), default=None)

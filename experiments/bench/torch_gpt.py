@@ -7,7 +7,6 @@ no biases left out, the output projection tied to the token table. The parameter
 Shapes: B batch, T positions, D width, H heads.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from jaxtrain.models.decoder import DecoderConfig
 
 
 class Block(nn.Module):
@@ -39,11 +40,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, *, vocab_size: int, seq_len: int, layers: int, width: int, heads: int):
+    def __init__(self, model: DecoderConfig) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab_size, width), nn.Embedding(seq_len, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.tokens = nn.Embedding(model.vocab_size, model.width)
+        self.positions = nn.Embedding(model.seq_len, model.width)
+        self.blocks = nn.ModuleList(Block(model.width, model.heads) for _ in range(model.layers))
+        self.norm = nn.LayerNorm(model.width)
 
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats."""
@@ -119,7 +121,7 @@ def make_step(
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = forward(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, clip_norm if clip_norm else math.inf)
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss

@@ -38,24 +38,24 @@ class Trial:
     Args:
       framework: jaxtrain or torch.
       model: the GPT.
-      rows: rows of the batch.
       precision: name of a policy.
       optimizer: name of an update rule; PyTorch has adamw alone.
-      compiled: whether PyTorch's step goes through torch.compile.
       backend: JAX's name of the device to run on.
       calls: steps per timing.
       timings: number of timings, after one that does not count.
+      rows: rows of the batch.
+      compiled: whether PyTorch's step goes through torch.compile.
     """
 
     framework: str
     model: decoder.DecoderConfig
-    rows: int
     precision: str
     optimizer: str
-    compiled: bool
     backend: str
     calls: int
     timings: int
+    rows: int = 1
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -121,7 +121,7 @@ def _jaxtrain(trial: Trial) -> dict[str, Any]:
     policy = Policy.named(trial.precision)
     return _measured(
         trial,
-        lambda: ours.initialised_variant(
+        lambda: ours.jaxtrain_variant(
             trial.model,
             jax.jit(functools.partial(decoder.init, trial.model)),
             ours.make_batch(trial.model, trial.rows),

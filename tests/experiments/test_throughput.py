@@ -1,6 +1,7 @@
 """The row ``throughput``: its search, its processes, and what it prints."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -209,7 +210,7 @@ def test_each_side_is_repeated_at_its_best_batch_turn_by_turn(capsys, monkeypatc
 
     run = fake_runs(monkeypatch, result)
     monkeypatch.setattr(throughput, "why_not_torch", lambda *_: None)
-    monkeypatch.setattr(throughput, "about_torch", lambda _: {"torch": "9.9"})
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.9")
     throughput.main(dataclasses.replace(TINY, rows=(1, 2, 4), rounds=3))
     row = json.loads(capsys.readouterr().out)
     repeated = [(t.framework, t.compiled, t.rows) for t, _ in run[9:]]
