@@ -23,11 +23,10 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.finetune import preferences
+from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
-from jaxtrain.models.generate import generate_step, prompts
 from jaxtrain.run.options import make_optimizer
-from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
-from jaxtrain.sharding.rules import Rules, batch_parts
+from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
@@ -42,7 +41,6 @@ class Config(language.Config):
     default_tokenizer = "bytes"
 
     model: Literal[tuple(decoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
-    """Which preset; the flags layers to attention change it."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
@@ -64,9 +62,7 @@ class Config(language.Config):
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
     steps: int = 250
-    """Train steps."""
     global_batch: int = 16
-    """Rows per step, over all devices."""
     seq_len: int | None = None
     """Tokens per row; left out, the preset's."""
     sample_tokens: int = 250
@@ -79,13 +75,9 @@ def build(config: Config) -> jt.Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
-    language.check_least(config, held_out_bytes=0, sample_tokens=0)
-    text = data.open_data(
-        config.data,
-        field=config.field,
-        tokenizer=language.tokenizer_name(config),
-        kept=kept_file(config.run, TOKENIZER_FILE),
-    )
+    check_least(config, held_out_bytes=0, sample_tokens=0)
+    options = language.tokenizer_options(config)
+    text = data.open_data(config.data, field=config.field, **options)
     tokenizer = text.tokenizer
     model = language.model_config(config, tokenizer.vocab_size)
     rows = text.rows(model.seq_len, config.packing)
@@ -101,10 +93,9 @@ def build(config: Config) -> jt.Experiment:
     fingerprints, mixture = {}, {}
     for name, (train, held_out) in texts.items():
         of = f".{name}" if name else ""  # the only one has no name
-        fingerprints |= {f"text{of}": train.fingerprint}
-        fingerprints |= {f"held_out_text{of}": held_out.fingerprint}
+        fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
     if isinstance(rows, data.Mixture):
-        fingerprints |= {f"shares.{step}": told for step, told in text.spec.described().items()}
+        fingerprints["shares"] = text.spec.described()
         mixture = {
             "best_metric": f"{next(iter(texts))}/loss",
             "counts": lambda step: {
@@ -112,8 +103,7 @@ def build(config: Config) -> jt.Experiment:
                 for name, n in rows.epochs(step, config.global_batch).items()
             },
         }
-    return dataclasses.replace(
-        step,
+    return step.with_(
         **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
         **mixture,
         **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
@@ -149,25 +139,18 @@ def of_preferences(
     config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment
 ) -> jt.Experiment:
     """Makes of the experiment the one that learns preferences, against what it begins with."""
-    if experiment.params is None:
-        raise ValueError(
-            "preferences refine a trained model: give the one to begin with, --init-from"
-        )
+    task = experiment.task
+    if task.params is None:
+        raise ValueError("preferences refine a trained model: give it with --init-from")
     if not 0 < config.dpo_beta < math.inf:
         raise ValueError(f"--dpo-beta is {config.dpo_beta}: give a number above 0")
     if model.z_loss:
-        raise ValueError(
-            f"--z-loss {model.z_loss} is not for preferences, whose loss has no such term"
-        )
+        raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
     log_probs = functools.partial(decoder.log_probs, model)
-    stages = preferences.dpo_stages(experiment.stages, log_probs, beta=config.dpo_beta)
-    # The reference's forward pass is a third of what the policy costs; both read two rows.
-    flops = experiment.flops_per_step * 2 * 4 / 3
-    return dataclasses.replace(
-        experiment,
-        init_fn=lambda rng: preferences.with_reference(experiment.init_fn(rng)),
-        params=lambda: preferences.with_reference(experiment.params()),
-        stages=stages,
+    return experiment.with_(
+        init_fn=lambda rng: preferences.with_reference(task.init_fn(rng)),
+        params=lambda: preferences.with_reference(task.params()),
+        stages=preferences.dpo_stages(task.stages, log_probs, beta=config.dpo_beta),
         optimizer=lambda stack: make_optimizer(
             config.optimizer,
             steps=config.steps,
@@ -178,8 +161,9 @@ def of_preferences(
         batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
         rules=Rules(preferences.reference_rules(decoder.RULES)),
         derived=lambda means: {},  # the loss is of a preference
-        items_per_step=2 * experiment.items_per_step,
-        flops_per_step=flops,
+        items_per_step=2 * experiment.data.items_per_step,
+        # The reference's forward pass is a third of what the policy costs; both read two rows.
+        flops_per_step=task.flops_per_step * 2 * 4 / 3,
         flops_formula=f"{decoder.FLOPS_FORMULA}, and a third of it for the reference",
     )
 
@@ -255,18 +239,17 @@ def sample(
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     room = model.seq_len - 1 - len(prompt) if model.positions == "learned" else config.sample_tokens
     count = min(config.sample_tokens, room)
-    batch = prompts(
+    (written,) = language.write(
         model,
-        # A row for every device that has rows; the first is shown.
-        [[tokenizer.eod, *prompt]] * batch_parts(jax.tree.leaves(params)[0].sharding.mesh),
+        params,
+        [[tokenizer.eod, *prompt]],
+        rules=Rules(decoder.RULES),
         max_new_tokens=count,
         rng=jax.random.key(config.seed),
         temperature=0.8,
         top_p=0.95,
     )
-    step = generate_step(model, max_new_tokens=count)
-    write = language.compile_writer(step, params, batch, rules=Rules(decoder.RULES))
-    return tokenizer.decode([*prompt, *write(batch)[0].tolist()]).splitlines()
+    return tokenizer.decode([*prompt, *written.tolist()]).splitlines()
 
 
 def facts(

@@ -10,17 +10,16 @@ import jax
 
 from experiments import language
 from jaxtrain import hf
-from jaxtrain.compile import compile_step
 from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
 from jaxtrain.host import output, quiet
+from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
-from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.run.main import parse
 from jaxtrain.run.refusal import refusing
 from jaxtrain.run.trained import load
 from jaxtrain.sharding.mesh import make_mesh
-from jaxtrain.sharding.rules import batch_parts, param_shardings
+from jaxtrain.sharding.rules import param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +37,8 @@ class Config:
     """Most tokens to write; a text ends earlier if the model ends its document."""
     samples: int = 1
     """Number of texts to write."""
+    beams: int = 1
+    """Number of texts that a search for the most probable text follows; 1 searches for none."""
     temperature: float = 0.8
     """0 always takes the most probable token."""
     top_k: int | None = None
@@ -60,13 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the flags, and prints what the model writes."""
     config = parse(Config, arguments)
     with refusing(Config):
-        language.check_least(config, samples=1, tokens=1)
+        check_least(config, samples=1, beams=1, tokens=1)
         quiet.start()
         if config.mesh.pipe != 1:
             raise ValueError(
                 f"--mesh.pipe {config.mesh.pipe} is for training, where microbatches fill a "
                 "pipeline: split the weights over fsdp or tensor"
             )
+        for name in ("samples", "temperature", "top_k", "top_p") if config.beams > 1 else ():
+            if (value := getattr(config, name)) not in (0, getattr(Config, name)):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
+                    f"{config.beams} searches for one: leave either out"
+                )
         mesh = make_mesh(**config.mesh.sizes)
         source, asked = language.open_source(config.run, "decoder"), config.prompt
         if source.is_run:
@@ -81,23 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A pretrained model may have more tokens than its tokenizer, which has no text for those.
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         prompt = [tokenizer.eod, *encode_prompt(asked, tokenizer).tolist()]
-        # All devices that split the batch have rows.
-        rows = -(-config.samples // batch_parts(mesh)) * batch_parts(mesh)
-        batch = prompts(
+        written = language.write(
             model,
-            [prompt] * rows,
+            params,
+            [prompt] * config.samples,
+            rules=decoder.RULES,
             max_new_tokens=config.tokens,
+            beams=config.beams,
             rng=jax.random.key(config.seed),
-            temperature=config.temperature,
+            temperature=config.temperature if config.beams == 1 else 0.0,
             top_k=config.top_k,
             top_p=config.top_p,
             repetition_penalty=config.repetition_penalty,
             eod=tokenizer.eod,
         )
-        step, weights = generate_step(model, max_new_tokens=config.tokens), Weights(params)
-        write = compile_step(step, weights, batch, mesh=mesh, rules=decoder.RULES, donate=False)
-        written = write(weights, batch)
-    for row in written[: config.samples]:
+    for row in written:
         # Together: some tokenizers drop the space that begins a text.
         print(tokenizer.decode([*prompt, *row.tolist()]))
         if config.samples > 1:

@@ -1,8 +1,6 @@
-"""The shape of a block, which all models share, and of a decoder, with presets."""
+"""The shape of a block, of which all models are made, and the fields that their configs share."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -12,6 +10,7 @@ from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, scaling_of
 
 INIT_STD = 0.02
+Activation = Literal[tuple(ACTIVATIONS)]
 NORM_POSITIONS = ("pre", "post", "sandwich")
 
 
@@ -58,7 +57,7 @@ class LayerFields:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     norm_offset: bool = False
-    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # type: ignore[valid-type]
+    mlp: Activation = "gelu"  # type: ignore[valid-type]
     bias: bool = True
     qkv_bias: bool | None = None
     qk_norm: bool = False
@@ -78,7 +77,7 @@ class LayerFields:
         if isinstance(self.window_pattern, list):
             object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
         _check_fields(self)
-        _check_positive(self, "local_rope_theta", "query_pre_attn_scalar", "attention_softcap")
+        check_positive(self, "local_rope_theta", "query_pre_attn_scalar", "attention_softcap")
         pattern = self.window_pattern
         kinds = {*map(type, pattern)} if isinstance(pattern, tuple) else set()
         if kinds != {bool} or not any(pattern) or (self.window is None and pattern != (True,)):
@@ -87,7 +86,7 @@ class LayerFields:
                 f"which layers have the window, and window={self.window!r} must be a number then"
             )
         gated = _round_up(-(-8 * self.width // 3), 64)
-        _fill(
+        fill(
             self,
             kv_heads=self.heads,
             mlp_width=gated if self.mlp in GATED else 4 * self.width,
@@ -104,30 +103,6 @@ class LayerFields:
             raise ValueError(
                 f"attention_dropout={self.attention_dropout} is not offered by "
                 f"attention={self.attention!r}; use 'xla' or 'auto'"
-            )
-
-    def layer(self, **own: Any) -> "BlockConfig":
-        """One layer of a model with these fields, and with the layer's own."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(**shared, **own)
-
-
-class TokenFields(LayerFields):
-    """Values and checks that a model of tokens derives from its fields."""
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
-        return _round_up(self.vocab_size, self.vocab_multiple)
-
-    def check_loss(self, length: str) -> None:
-        """Raises where ``z_loss`` is negative, or ``loss_chunk`` no divisor of the field."""
-        if not 0.0 <= self.z_loss < float("inf"):
-            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
-        if self.loss_chunk is not None and getattr(self, length) % self.loss_chunk:
-            raise ValueError(
-                f"loss_chunk={self.loss_chunk} must be a divisor of {length}="
-                f"{getattr(self, length)}, or None"
             )
 
 
@@ -167,8 +142,8 @@ class BlockConfig(LayerFields):
                 f"width={self.width} is not divisible by heads={self.heads}; "
                 f"use a width that is a multiple of {self.heads}"
             )
-        _fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
-        _fill(self, query_pre_attn_scalar=self.head_dim)
+        fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
+        fill(self, query_pre_attn_scalar=self.head_dim)
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(
                 f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
@@ -182,187 +157,66 @@ class BlockConfig(LayerFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(TokenFields):
-    """A decoder.
+class ModelFields(LayerFields):
+    """Fields that all model configs share; ``block`` is the config of one of their layers.
 
     Args:
-      vocab_size: number of tokens. The tables hold ``padded_vocab`` rows; the padding takes no part
-        in the softmax, starts at zero and gets no gradient.
-      seq_len: tokens per row in training; with learned positions also the most there can be.
       layers: L, the depth.
-      positions: learned table, or rotary (of base ``rope_theta``).
-      norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
-      embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
-      tied: the output projection is the transposed token table.
-      logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.ops.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
         unrolls the few layers of a small model on a lone CPU device
         (:data:`jaxtrain.stages.UNROLLED`) and nothing elsewhere.
-      loss_chunk: positions of a row per tile of logits; None chooses.
+    """
+
+    layers: int
+    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
+    scan_unroll: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.block  # It has checks of its own.
+
+    def layer(self, **own: Any) -> BlockConfig:
+        """One layer of a model with these fields, and with the layer's own."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
+        return BlockConfig(**shared, **own)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenFields(ModelFields):
+    """Fields that the configs of models of tokens share.
+
+    Args:
+      vocab_size: number of tokens. The tables hold ``padded_vocab`` rows; the padding takes no part
+        in the softmax, starts at zero and gets no gradient.
+      loss_chunk: predicted positions of a row per tile of logits; None chooses.
       z_loss: coefficient of the squared log of the softmax's normaliser, added to the loss (1e-4 in
         PaLM, https://arxiv.org/abs/2204.02311, section 5).
       vocab_multiple: the tables' rows are a multiple of this, so that a tensor axis divides them.
-
-    The other arguments are those of each layer, :class:`LayerFields`.
-
-    >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
-    >>> config.block.head_dim, config.mlp_width, config.padded_vocab
-    (8, 96, 320)
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     vocab_size: int
-    seq_len: int
-    layers: int
-    positions: Literal["learned", "rope"] = "learned"
-    rope_theta: float = 10000.0
-    norm_position: Literal["pre", "sandwich"] = "pre"
-    embed_scale: bool = False
-    tied: bool = True
-    logit_softcap: float | None = None
-    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
-    scan_unroll: int | None = None
     loss_chunk: int | None = None
     z_loss: float = 0.0
     vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "logit_softcap")
-        self.check_loss("seq_len")
-        _ = self.block  # It has checks of its own.
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss={self.z_loss} must be at least 0")
 
-    @functools.cached_property
-    def block(self) -> BlockConfig:
-        """One of its layers."""
-        rope_theta = self.rope_theta if self.positions == "rope" else None
-        # 2 L branches are added to the residual stream, whose variance is not to grow with L.
-        residual_std = INIT_STD / (2 * self.layers) ** 0.5
-        return self.layer(
-            norm_position=self.norm_position,
-            rope_theta=rope_theta,
-            residual_std=residual_std,
-        )
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: ``vocab_size`` rounded up to ``vocab_multiple``."""
+        return _round_up(self.vocab_size, self.vocab_multiple)
 
-
-def tiny() -> DecoderConfig:
-    """Byte-level, 1.8 M parameters: trains on a laptop's CPU."""
-    return DecoderConfig(
-        vocab_size=257,
-        seq_len=256,
-        layers=4,
-        width=192,
-        # On a CPU the softmax costs more than attention's products: few, wide heads.
-        heads=2,
-        positions="rope",
-        norm="rmsnorm",
-        bias=False,
-    )
-
-
-def gpt2_124m() -> DecoderConfig:
-    """GPT-2 small (Radford et al. 2019): 124,439,808 parameters."""
-    return DecoderConfig(vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12)
-
-
-def llama_1b() -> DecoderConfig:
-    """The shape of TinyLlama 1.1B (Zhang et al. 2024): 1,100,048,384 parameters."""
-    return _llama(layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, seq_len=2048)
-
-
-def llama_7b() -> DecoderConfig:
-    """The shape of Llama 2 7B (Touvron et al. 2023): 6,738,415,616 parameters."""
-    return _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096)
-
-
-# Rows of the length that most of their training has had.
-_LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
-_MISTRAL = {"kv_heads": 8, "seq_len": 8192, "window": 4096}
-_QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
-_QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
-_QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
-_GEMMA2 = {
-    "vocab_size": 256000,
-    "seq_len": 8192,
-    "head_dim": 256,
-    "window": 4096,
-    "window_pattern": (True, False),
-    "attention_softcap": 50.0,
-    "logit_softcap": 30.0,
-}
-_GEMMA2_27B = _GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144}
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "seq_len": 32768,
-    "head_dim": 256,
-    "window": 1024,
-    "window_pattern": (*[True] * 5, False),
-    "rope_theta": 1e6,
-    "rope_scaling": LinearScaling(8.0),
-    "local_rope_theta": 1e4,
-    "qk_norm": True,
-}
-_GEMMA3_1B = _GEMMA3 | {"vocab_size": 262144, "window": 512, "rope_scaling": None, "kv_heads": 1}
-_GEMMA3_27B = _GEMMA3 | {"head_dim": 128, "query_pre_attn_scalar": 168}
-
-
-def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        **shape,
-        positions="rope",
-        norm="rmsnorm",
-        mlp="swiglu",
-        bias=False,
-        tied=False,
-        remat="dots",
-    )
-
-
-def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderConfig:
-    return DecoderConfig(
-        **{"heads": heads, "kv_heads": heads // 2} | family | shape,
-        positions="rope",
-        norm="rmsnorm",
-        norm_eps=1e-6,
-        norm_offset=True,
-        norm_position="sandwich",
-        embed_scale=True,
-        mlp="geglu",
-        bias=False,
-        remat="dots",
-    )
-
-
-# Names on the command line, each a model's shape, with its number of parameters.
-PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
-    "tiny": tiny,
-    "gpt2-124m": gpt2_124m,
-    "llama-1b": llama_1b,
-    "llama-7b": llama_7b,
-    # Llama 3 and 3.1 (Dubey et al. 2024): 70,553,706,496 and 405,853,388,800.
-    "llama-70b": lambda: _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3),
-    "llama-405b": lambda: _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3),
-    # Mistral v0.1 (Jiang et al. 2023): 7,241,732,096.
-    "mistral-7b": lambda: _llama(layers=32, width=4096, heads=32, mlp_width=14336, **_MISTRAL),
-    # Qwen2.5 (Qwen team 2024): 7,615,616,512. Qwen3 (Qwen team 2025): 8,190,735,360.
-    "qwen2.5-7b": lambda: _llama(layers=28, width=3584, heads=28, mlp_width=18944, **_QWEN25),
-    "qwen3-8b": lambda: _llama(layers=36, width=4096, heads=32, mlp_width=12288, **_QWEN3),
-    # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
-    # 27,227,128,320.
-    "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
-    "gemma2-9b": lambda: _gemma(_GEMMA2, layers=42, width=3584, heads=16, mlp_width=14336),
-    "gemma2-27b": lambda: _gemma(_GEMMA2_27B, layers=46, width=4608, heads=32, mlp_width=36864),
-    # The text models of Gemma 3 (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952,
-    # 3,880,263,168, 11,766,034,176 and 27,009,346,304.
-    "gemma3-1b": lambda: _gemma(_GEMMA3_1B, layers=26, width=1152, heads=4, mlp_width=6912),
-    "gemma3-4b": lambda: _gemma(_GEMMA3, layers=34, width=2560, heads=8, mlp_width=10240),
-    "gemma3-12b": lambda: _gemma(_GEMMA3, layers=48, width=3840, heads=16, mlp_width=15360),
-    "gemma3-27b": lambda: _gemma(_GEMMA3_27B, layers=62, width=5376, heads=32, mlp_width=21504),
-}
+    def check_chunk(self, length: str) -> None:
+        """Raises where ``loss_chunk`` is no divisor of the field."""
+        if self.loss_chunk is not None and getattr(self, length) % self.loss_chunk:
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk} must be a divisor of {length}="
+                f"{getattr(self, length)}, or None"
+            )
 
 
 def windows_of(config: Any) -> list[bool]:
@@ -375,6 +229,7 @@ def keys_seen(config: Any, length: int) -> int:
     """Keys that a token's queries meet, summed over a model's layers: the row, or the window where
     that is shorter; not halved for causality.
 
+    >>> from jaxtrain.models.decoder import PRESETS
     >>> keys_seen(PRESETS["gemma2-2b"](), 8192) == 13 * 8192 + 13 * 4096
     True
     """
@@ -383,14 +238,14 @@ def keys_seen(config: Any, length: int) -> int:
     return sum(min(length, reach) if near else length for near in windows_of(config))
 
 
-def _fill(config: Any, **defaults: Any) -> None:
+def fill(config: Any, **defaults: Any) -> None:
     """Sets the fields that are None."""
     for name, value in defaults.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
 
 
-def _check_positive(config: Any, *names: str) -> None:
+def check_positive(config: Any, *names: str) -> None:
     """Raises where a field is neither None nor a number above 0."""
     for name in names:
         value = getattr(config, name)

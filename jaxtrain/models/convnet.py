@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
@@ -125,13 +124,8 @@ def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str
         model = layers.apply(ConvNet, config, params, model_state)
         dtype = params["convolutions"]["0"]["kernel"].dtype
         logits_NK = model(batch["image"].astype(dtype), rng).astype(jnp.float32)
-        nll_N = optax.softmax_cross_entropy_with_integer_labels(logits_NK, batch["label"])
-        correct_N = logits_NK.argmax(-1) == batch["label"]
-        statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-        return WeightedLoss(
-            total=(nll_N * batch["mask"]).sum(),
-            weight=batch["mask"].sum(),
-            metrics={"accuracy": (correct_N * batch["mask"]).sum()},
-        ), jax.tree.map(lambda new, old: new.astype(old.dtype), statistics, dict(model_state))
+        new = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, dict(model_state))
+        return layers.class_loss(logits_NK, batch), new
 
     return loss

@@ -14,50 +14,22 @@ Shapes: B batch, T positions, N = B * T tokens, D width, L layers, H query heads
 heads, K features per head, V rows of the token table.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import (
-    PRESETS,
-    DecoderConfig,
-    gpt2_124m,
-    keys_seen,
-    llama_1b,
-    llama_7b,
-    tiny,
-)
+from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields, check_positive, keys_seen
 from jaxtrain.ops import losses
-from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
+from jaxtrain.ops.rotary import LinearScaling
 from jaxtrain.sharding.placement import pin_residual
 from jaxtrain.sharding.rules import OptionalRules
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
-
-__all__ = [
-    "PRESETS",
-    "RULES",
-    "DecoderConfig",
-    "block",
-    "embed",
-    "flops_per_token",
-    "gpt2_124m",
-    "head_loss",
-    "init",
-    "llama_1b",
-    "llama_7b",
-    "log_probs",
-    "logits",
-    "loss_fn",
-    "parameter_count",
-    "stages",
-    "tiny",
-]
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -84,6 +56,161 @@ RULES = OptionalRules(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(TokenFields):
+    """A decoder.
+
+    Args:
+      seq_len: tokens per row in training; with learned positions also the most there can be.
+      positions: learned table, or rotary (of base ``rope_theta``).
+      norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
+      embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
+      tied: the output projection is the transposed token table.
+      logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
+
+    The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`.
+
+    >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
+    >>> config.block.head_dim, config.mlp_width, config.padded_vocab
+    (8, 96, 320)
+
+    Raises:
+      ValueError: for sizes that do not fit each other or names that are not known.
+    """
+
+    seq_len: int
+    positions: Literal["learned", "rope"] = "learned"
+    rope_theta: float = 10000.0
+    norm_position: Literal["pre", "sandwich"] = "pre"
+    embed_scale: bool = False
+    tied: bool = True
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "logit_softcap")
+        self.check_chunk("seq_len")
+
+    @functools.cached_property
+    def block(self) -> BlockConfig:
+        """One of its layers."""
+        return self.layer(
+            norm_position=self.norm_position,
+            rope_theta=self.rope_theta if self.positions == "rope" else None,
+            # 2 L branches are added to the residual stream, whose variance is not to grow with L.
+            residual_std=INIT_STD / (2 * self.layers) ** 0.5,
+        )
+
+
+def tiny() -> DecoderConfig:
+    """Byte-level, 1.8 M parameters: trains on a laptop's CPU."""
+    return DecoderConfig(
+        vocab_size=257,
+        seq_len=256,
+        layers=4,
+        width=192,
+        # On a CPU the softmax costs more than attention's products: few, wide heads.
+        heads=2,
+        positions="rope",
+        norm="rmsnorm",
+        bias=False,
+    )
+
+
+# Rows of the length that most of their training has had.
+_LLAMA1B = {"kv_heads": 4, "seq_len": 2048}
+_LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
+_MISTRAL = {"kv_heads": 8, "seq_len": 8192, "window": 4096}
+_QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
+_QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
+_QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
+_GEMMA2 = {
+    "vocab_size": 256000,
+    "seq_len": 8192,
+    "head_dim": 256,
+    "window": 4096,
+    "window_pattern": (True, False),
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+_GEMMA2_27B = _GEMMA2 | {"head_dim": 128, "query_pre_attn_scalar": 144}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "seq_len": 32768,
+    "head_dim": 256,
+    "window": 1024,
+    "window_pattern": (*[True] * 5, False),
+    "rope_theta": 1e6,
+    "rope_scaling": LinearScaling(8.0),
+    "local_rope_theta": 1e4,
+    "qk_norm": True,
+}
+_GEMMA3_1B = _GEMMA3 | {"vocab_size": 262144, "window": 512, "rope_scaling": None, "kv_heads": 1}
+_GEMMA3_27B = _GEMMA3 | {"head_dim": 128, "query_pre_attn_scalar": 168}
+
+
+def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        **shape,
+        positions="rope",
+        norm="rmsnorm",
+        mlp="swiglu",
+        bias=False,
+        tied=False,
+        remat="dots",
+    )
+
+
+def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderConfig:
+    return DecoderConfig(
+        **{"heads": heads, "kv_heads": heads // 2} | family | shape,
+        positions="rope",
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        norm_offset=True,
+        norm_position="sandwich",
+        embed_scale=True,
+        mlp="geglu",
+        bias=False,
+        remat="dots",
+    )
+
+
+# Names on the command line, each a model's shape, with its number of parameters.
+PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
+    "tiny": tiny,
+    # GPT-2 small (Radford et al. 2019): 124,439,808.
+    "gpt2-124m": lambda: DecoderConfig(
+        vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12
+    ),
+    # TinyLlama 1.1B (Zhang et al. 2024): 1,100,048,384. Llama 2 (Touvron et al. 2023):
+    # 6,738,415,616.
+    "llama-1b": lambda: _llama(layers=22, width=2048, heads=32, mlp_width=5632, **_LLAMA1B),
+    "llama-7b": lambda: _llama(layers=32, width=4096, heads=32, mlp_width=11008, seq_len=4096),
+    # Llama 3 and 3.1 (Dubey et al. 2024): 70,553,706,496 and 405,853,388,800.
+    "llama-70b": lambda: _llama(layers=80, width=8192, heads=64, mlp_width=28672, **_LLAMA3),
+    "llama-405b": lambda: _llama(layers=126, width=16384, heads=128, mlp_width=53248, **_LLAMA3),
+    # Mistral v0.1 (Jiang et al. 2023): 7,241,732,096.
+    "mistral-7b": lambda: _llama(layers=32, width=4096, heads=32, mlp_width=14336, **_MISTRAL),
+    # Qwen2.5 (Qwen team 2024): 7,615,616,512. Qwen3 (Qwen team 2025): 8,190,735,360.
+    "qwen2.5-7b": lambda: _llama(layers=28, width=3584, heads=28, mlp_width=18944, **_QWEN25),
+    "qwen3-8b": lambda: _llama(layers=36, width=4096, heads=32, mlp_width=12288, **_QWEN3),
+    # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
+    # 27,227,128,320.
+    "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
+    "gemma2-9b": lambda: _gemma(_GEMMA2, layers=42, width=3584, heads=16, mlp_width=14336),
+    "gemma2-27b": lambda: _gemma(_GEMMA2_27B, layers=46, width=4608, heads=32, mlp_width=36864),
+    # The text models of Gemma 3 (Gemma team 2025, https://arxiv.org/abs/2503.19786): 999,885,952,
+    # 3,880,263,168, 11,766,034,176 and 27,009,346,304.
+    "gemma3-1b": lambda: _gemma(_GEMMA3_1B, layers=26, width=1152, heads=4, mlp_width=6912),
+    "gemma3-4b": lambda: _gemma(_GEMMA3, layers=34, width=2560, heads=8, mlp_width=10240),
+    "gemma3-12b": lambda: _gemma(_GEMMA3, layers=48, width=3840, heads=16, mlp_width=15360),
+    "gemma3-27b": lambda: _gemma(_GEMMA3_27B, layers=62, width=5376, heads=32, mlp_width=21504),
+}
+
+
 def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     """Draws float32 parameters: N(0, 0.02), residual projections divided by sqrt(2 L).
 
@@ -96,13 +223,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
     (3, 8, 8)
     """
-    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
-    params = {
-        "embed": layers.pure(layers.Embed, config, rng_embed),
-        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
-        "final_norm": layers.pure(layers.Norm, config.block, rng_head),
-    }
-    return params if config.tied else params | {"head": layers.pure(layers.Head, config, rng_head)}
+    head = None if config.tied else layers.Head
+    return layers.draw(config, rng, embed=layers.Embed, head=head)
 
 
 def loss_fn(config: DecoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
@@ -122,10 +244,9 @@ def loss_fn(config: DecoderConfig) -> Callable[[Params, Batch, jax.Array | None]
     return loss_from_stages(stages(config))
 
 
-def stages(config: DecoderConfig, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it, its layers' parameters in ``virtual`` chunks
-    (:class:`jaxtrain.Stack`)."""
-    return layers.stages(config, embed=embed, head_loss=head_loss, stacked=Stack(virtual=virtual))
+def stages(config: DecoderConfig) -> Stages:
+    """Returns the model as a pipeline takes it."""
+    return layers.stages(config, embed=embed, head_loss=head_loss)
 
 
 def logits(
@@ -161,28 +282,6 @@ def embed(
     return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
 
 
-def block(
-    config: DecoderConfig,
-    layer_params: Params,
-    x_BTD: jax.Array,
-    batch: Batch,
-    rng: jax.Array | None = None,
-    *,
-    index: int | jax.Array = 0,
-) -> jax.Array:
-    """One layer, [B, T, D] to [B, T, D], without rematerialisation.
-
-    Args:
-      layer_params: one layer's, without the leading axis L.
-      batch: ``segments`` and ``positions`` are read, where present.
-      rng: ``jax.random.fold_in(rng, l)`` of the step's key for layer l, so that any split of the
-        layers into stages drops the same features; None means no dropout.
-      index: l; where some layers have a window and others none, it says which this is.
-    """
-    packing = {"segments_BT": batch.get("segments"), "positions_BT": batch.get("positions")}
-    return layers.block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
-
-
 def head_loss(
     config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
 ) -> WeightedLoss:
@@ -191,9 +290,8 @@ def head_loss(
     With ``config.z_loss`` its part of the loss is a metric of its own. ``params`` is the whole
     model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
     """
-    x_BTD, kernel_DV = _final_norm(config, params, x_BTD), _head_kernel(config, params)
-    options = {"z_loss": config.z_loss, "softcap": config.logit_softcap}
-    return layers.token_loss(config, x_BTD, kernel_DV, batch, **options)
+    x_BTD, kernel_DV = _final_norm(config, params, x_BTD), layers.head_kernel(config, params)
+    return layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -201,7 +299,7 @@ def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Ba
     ``targets``, [B, T]; other arguments are those of :func:`head_loss`."""
     return losses.log_probs(
         _final_norm(config, params, x_BTD),
-        _head_kernel(config, params),
+        layers.head_kernel(config, params),
         batch["targets"],
         vocab_size=config.vocab_size,
         softcap=config.logit_softcap,
@@ -211,9 +309,8 @@ def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Ba
 
 def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Final norm and output projection: float32 [B, T, vocab_size]."""
-    x_ND = _final_norm(config, params, x_BTD).reshape(-1, config.width)
-    logits_NV = soft_cap(matmul_float32(x_ND, _head_kernel(config, params)), config.logit_softcap)
-    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+    x_BTD, kernel_DV = _final_norm(config, params, x_BTD), layers.head_kernel(config, params)
+    return soft_cap(layers.token_logits(config, x_BTD, kernel_DV), config.logit_softcap)
 
 
 parameter_count = functools.partial(layers.parameter_count, init)
@@ -233,7 +330,7 @@ def flops_per_token(config: DecoderConfig) -> int:
     causality, where T is the window if that is shorter, in the layers that have it; recomputation
     is not counted.
 
-    >>> flops_per_token(gpt2_124m())
+    >>> flops_per_token(PRESETS["gpt2-124m"]())
     855166464
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
@@ -244,7 +341,3 @@ def flops_per_token(config: DecoderConfig) -> int:
 
 def _final_norm(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
-
-
-def _head_kernel(config: DecoderConfig, params: Params) -> jax.Array:
-    return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]

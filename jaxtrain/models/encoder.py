@@ -27,11 +27,10 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import decoder, layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields, keys_seen
+from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_seen
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
-from jaxtrain.ops.linear import matmul_float32, through
+from jaxtrain.ops.linear import through
 from jaxtrain.ops.numerics import drop, wide
-from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather_sequence, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -60,9 +59,7 @@ class EncoderConfig(TokenFields):
     """An encoder; the defaults are BERT's.
 
     Args:
-      vocab_size: number of tokens; the table holds ``padded_vocab`` rows, as a decoder's does.
       seq_len: positions of a row, at most.
-      layers: L, the depth.
       positions: learned table, or rotary (of base ``rope_theta``).
       norm_position: ``post`` norms the sum behind a branch; ``pre`` what a branch reads (but for
         the first, since embeddings are normed) and the last sum.
@@ -76,10 +73,9 @@ class EncoderConfig(TokenFields):
       pooling: what a head for classes reads: the ``first`` token, under a dense layer and tanh; or
         the ``first_normed`` or the ``mean`` of the row, under what a head for tokens has, a dense
         layer, an activation and a norm.
-      remat, scan_unroll, loss_chunk, vocab_multiple: as in
-        :class:`jaxtrain.models.decoder.DecoderConfig`.
 
-    The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
+    The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`.
 
     >>> config = EncoderConfig(vocab_size=99, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.norm_position, config.block.causal, config.mlp_width, config.padded_vocab
@@ -89,11 +85,9 @@ class EncoderConfig(TokenFields):
       ValueError: for sizes that do not fit each other or names that are not known.
     """
 
-    mlp: Literal[tuple(ACTIVATIONS)] = "gelu_exact"  # type: ignore[valid-type]
+    mlp: Activation = "gelu_exact"  # type: ignore[valid-type]
     norm_eps: float = 1e-12
-    vocab_size: int
     seq_len: int
-    layers: int
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10000.0
     norm_position: Literal["post", "pre"] = "post"
@@ -102,10 +96,6 @@ class EncoderConfig(TokenFields):
     head: Literal[HEADS] = "tokens"  # type: ignore[valid-type]
     classes: int | None = None
     pooling: Literal[POOLINGS] = "first"  # type: ignore[valid-type]
-    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
-    scan_unroll: int | None = None
-    loss_chunk: int | None = None
-    vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +104,6 @@ class EncoderConfig(TokenFields):
                 f"classes={self.classes} and head={self.head!r}: give a number of classes with "
                 "head='classes', and with no other"
             )
-        _ = self.block  # It has checks of its own.
 
     @functools.cached_property
     def block(self) -> BlockConfig:
@@ -136,17 +125,6 @@ def tiny() -> EncoderConfig:
     return EncoderConfig(
         vocab_size=4096, seq_len=64, layers=2, width=128, heads=2, token_types=1, norm_eps=1e-6
     )
-
-
-def bert_base() -> EncoderConfig:
-    """The shape of BERT base, uncased (Devlin et al. 2018): 109,514,298 parameters."""
-    return _bert(layers=12, width=768, heads=12)
-
-
-def modernbert_base() -> EncoderConfig:
-    """The shape of ModernBERT base (Warner et al. 2024, https://arxiv.org/abs/2412.13663):
-    149,655,232 parameters."""
-    return _modernbert(layers=22, width=768, heads=12, mlp_width=1152)
 
 
 def _bert(**shape: int) -> EncoderConfig:
@@ -177,16 +155,16 @@ def _modernbert(**shape: int) -> EncoderConfig:
     )
 
 
-# Names on the command line, each a model's shape.
+# Names on the command line, each a model's shape, with its number of parameters.
 PRESETS: Mapping[str, Callable[[], EncoderConfig]] = {
     "tiny": tiny,
-    "bert-base": bert_base,
-    # 335,174,458 parameters.
+    # BERT, uncased (Devlin et al. 2018): 109,514,298 and 335,174,458.
+    "bert-base": lambda: _bert(layers=12, width=768, heads=12),
     "bert-large": lambda: _bert(layers=24, width=1024, heads=16),
     # RoBERTa (Liu et al. 2019): 124,697,433.
     "roberta-base": lambda: _roberta(layers=12, width=768, heads=12),
-    "modernbert-base": modernbert_base,
-    # 395,881,664.
+    # ModernBERT (Warner et al. 2024, https://arxiv.org/abs/2412.13663): 149,655,232, 395,881,664.
+    "modernbert-base": lambda: _modernbert(layers=22, width=768, heads=12, mlp_width=1152),
     "modernbert-large": lambda: _modernbert(layers=28, width=1024, heads=16, mlp_width=2624),
 }
 
@@ -200,8 +178,7 @@ class Embed(layers.Embed):
         super().__init__(dataclasses.replace(config, seq_len=rows), rngs=rngs)
         self.typed = config.token_types is not None
         if self.typed:
-            shape = (config.token_types, config.width)
-            self.types = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+            self.types = nnx.Param(layers.normal(rngs, config.token_types, config.width))
         self.norm = layers.Norm(config.block, rngs=rngs)
 
     def __call__(
@@ -222,7 +199,7 @@ class Transform(nnx.Module):
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         self.form = "gelu_exact" if config.mlp in GATED else config.mlp
-        self.transform = _dense(config.width, config.width, rngs, bias=config.bias)
+        self.transform = layers.dense(config.width, config.width, rngs, bias=config.bias)
         self.norm = layers.Norm(config.block, rngs=rngs)
 
     def hidden(self, x: jax.Array) -> jax.Array:
@@ -237,9 +214,6 @@ class TokenHead(Transform):
         super().__init__(config, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.padded_vocab, jnp.float32))
 
-    def __call__(self, x_BMD: jax.Array) -> jax.Array:
-        return self.hidden(x_BMD)
-
 
 class NormedClassHead(Transform):
     """Maps the first or the mean hidden state of a row to float32 logits of classes."""
@@ -247,34 +221,28 @@ class NormedClassHead(Transform):
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         self.mean = config.pooling == "mean"
-        self.out = _dense(config.width, config.classes, rngs)
+        self.out = layers.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         x_BTD = gather_sequence(x_BTD)
         if not self.mean:
-            return class_logits(self.out, self.hidden(x_BTD[:, 0]))
+            return layers.class_logits(self.out, self.hidden(x_BTD[:, 0]))
         seen_BT = jnp.ones(x_BTD.shape[:2]) if segments_BT is None else segments_BT > 0
         large_BTD = x_BTD.astype(wide(x_BTD.dtype))
         seen_BT = seen_BT.astype(large_BTD.dtype)
         mean_BD = (large_BTD * seen_BT[..., None]).sum(1) / seen_BT.sum(1, keepdims=True)
-        return class_logits(self.out, self.hidden(mean_BD.astype(x_BTD.dtype)))
+        return layers.class_logits(self.out, self.hidden(mean_BD.astype(x_BTD.dtype)))
 
 
 class ClassHead(nnx.Module):
     """Maps the first token's hidden state, pooled, to float32 logits of classes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.pool = _dense(config.width, config.width, rngs)
-        self.out = _dense(config.width, config.classes, rngs)
+        self.pool = layers.dense(config.width, config.width, rngs)
+        self.out = layers.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-        return class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
-
-
-def class_logits(out: layers.Dense, pooled_BD: jax.Array) -> jax.Array:
-    """Returns the float32 logits of classes [B, C] of a last dense layer."""
-    logits_BC = matmul_float32(pooled_BD, out.kernel.get_value())
-    return logits_BC + out.bias[...].astype(logits_BC.dtype)
+        return layers.class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
 
 
 def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
@@ -288,16 +256,8 @@ def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
     (3, 8, 8)
     """
-    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
-    params = {
-        "embed": layers.pure(Embed, config, rng_embed),
-        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
-    }
-    if config.norm_position == "pre":
-        params["final_norm"] = layers.pure(layers.Norm, config.block, rng_head)
-    if config.head != "none":
-        params["head"] = layers.pure(_head_of(config), config, rng_head)
-    return params
+    pre, head = config.norm_position == "pre", _head_of(config)
+    return layers.draw(config, rng, embed=Embed, head=head, final_norm=pre)
 
 
 def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
@@ -343,10 +303,8 @@ def logits(
     module, x_BTD = _head(config, params), encode(config, params, batch, rng)
     if config.head == "classes":
         return module(x_BTD, batch.get("segments"))
-    x_ND = module(x_BTD).reshape(-1, config.width)
-    logits_NV = matmul_float32(x_ND, params["embed"]["tokens"].T)
-    logits_NV += module.bias[...].astype(logits_NV.dtype)
-    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+    kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
+    return layers.token_logits(config, module.hidden(x_BTD), kernel_DV, bias_V)
 
 
 def embed(
@@ -376,27 +334,13 @@ def head_loss(
     module = _head(config, params)
     x_BTD = _final_norm(config, params, x_BTD)
     if config.head == "classes":
-        return class_loss(module(x_BTD, batch.get("segments")), batch)
+        return layers.class_loss(module(x_BTD, batch.get("segments")), batch)
     if "places" in batch:
         # A product, which every partitioner can split, and not a gather.
         chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
         x_BTD = constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
-    kernel_DV, bias_V = params["embed"]["tokens"].T, module.bias[...]
-    return layers.token_loss(config, module(x_BTD), kernel_DV, batch, bias_V=bias_V)
-
-
-def class_loss(logits_BC: jax.Array, batch: Batch) -> WeightedLoss:
-    """The cross-entropy of float32 logits of the classes of rows against ``label`` int32 [B],
-    weighted by ``mask`` [B], and their accuracy."""
-    log_p_BC = jax.nn.log_softmax(logits_BC)
-    mask_B = batch["mask"].astype(log_p_BC.dtype)
-    nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
-    hits_B = log_p_BC.argmax(axis=1) == batch["label"]
-    return WeightedLoss(
-        total=(nll_B * mask_B).sum(),
-        weight=mask_B.sum(),
-        metrics={"accuracy": (hits_B * mask_B).sum()},
-    )
+    kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
+    return layers.token_loss(config, module.hidden(x_BTD), kernel_DV, batch, bias_V=bias_V)
 
 
 parameter_count = functools.partial(layers.parameter_count, init)
@@ -412,7 +356,7 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
     The model FLOPs of :func:`jaxtrain.models.decoder.flops_per_token`, where a head's parameters
     count for what they are multiplied by: ``predictions`` tokens, or the one that is classified.
 
-    >>> flops_per_row(bert_base(), length=128, predictions=20)
+    >>> flops_per_row(PRESETS["bert-base"](), length=128, predictions=20)
     70021393920
     """
     sizes = layers.parameter_sizes(init, config)
@@ -425,16 +369,13 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
 
 def _head(config: EncoderConfig, params: Params) -> nnx.Module:
     if config.head == "none":
-        raise ValueError(
-            "a model with head='none' predicts nothing: give it head='tokens' or head='classes'"
-        )
+        raise ValueError("head='none' predicts nothing: give head='tokens' or head='classes'")
     return layers.apply(_head_of(config), config, params["head"])
 
 
-def _head_of(config: EncoderConfig) -> type[nnx.Module]:
-    if config.head == "tokens":
-        return TokenHead
-    return ClassHead if config.pooling == "first" else NormedClassHead
+def _head_of(config: EncoderConfig) -> type[nnx.Module] | None:
+    classes = ClassHead if config.pooling == "first" else NormedClassHead
+    return {"tokens": TokenHead, "classes": classes, "none": None}[config.head]
 
 
 def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
@@ -445,8 +386,3 @@ def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.
 
 def _whole_product(x_NS: jax.Array, kernel_SD: jax.Array) -> jax.Array:
     return x_NS @ constrain(kernel_SD, None, None)
-
-
-def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = True) -> layers.Dense:
-    init = nnx.initializers.normal(INIT_STD)
-    return layers.Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)

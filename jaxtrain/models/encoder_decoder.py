@@ -32,13 +32,10 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields
-from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.models.config import INIT_STD, Activation, BlockConfig, TokenFields, fill
 from jaxtrain.ops.attention import attention
-from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.numerics import drop
-from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
@@ -72,21 +69,17 @@ class T5Config(TokenFields):
     """The shape of a T5; the defaults are the first T5's.
 
     Args:
-      vocab_size: number of tokens; the table's rows are ``padded_vocab``.
       source_len, target_len: tokens per row of the two sequences in training.
-      layers: of the encoder.
-      decoder_layers: None means ``layers``.
+      decoder_layers: depth of the decoder; None means ``layers``, which is that of the encoder.
       tied: the output projection is the transposed token table.
       scaled_head: what the head is given is divided by sqrt(D); None means where it is tied.
       buckets, max_distance: distances between positions fall into so many buckets, the last of
         which begins at the largest distance.
-      remat, scan_unroll, z_loss, vocab_multiple: as in
-        :class:`jaxtrain.models.decoder.DecoderConfig`.
-      loss_chunk: target positions per tile of logits; None chooses.
 
-    The other arguments are those of each layer, :class:`~jaxtrain.models.config.LayerFields`.
+    The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`.
 
-    >>> t5_small().head_dim, flan_t5_small().mlp
+    >>> PRESETS["t5-small"]().head_dim, PRESETS["flan-t5-small"]().mlp
     (64, 'geglu')
 
     Raises:
@@ -95,40 +88,28 @@ class T5Config(TokenFields):
 
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_eps: float = 1e-6
-    mlp: Literal[tuple(ACTIVATIONS)] = "relu"  # type: ignore[valid-type]
+    mlp: Activation = "relu"  # type: ignore[valid-type]
     bias: bool = False
-    vocab_size: int
     source_len: int
     target_len: int
-    layers: int
     decoder_layers: int | None = None
     tied: bool = True
     scaled_head: bool | None = None
     buckets: int = 32
     max_distance: int = 128
-    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
-    scan_unroll: int | None = None
-    loss_chunk: int | None = None
-    z_loss: float = 0.0
-    vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
+        for name in _LACKS:
+            if getattr(self, name) is not None:
+                raise ValueError(f"T5 has no {name}, and it is {getattr(self, name)}: leave it out")
         super().__post_init__()
-        for name, value in {"decoder_layers": self.layers, "scaled_head": self.tied}.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        fill(self, decoder_layers=self.layers, scaled_head=self.tied)
         if self.buckets % 2 or self.buckets < 4 or self.max_distance <= self.buckets // 2:
             raise ValueError(
                 f"buckets={self.buckets} must be even and at least 4, and max_distance="
                 f"{self.max_distance} above half of it"
             )
-        for name in _LACKS:
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"a T5 has no {name}, and it is {getattr(self, name)}: leave it out"
-                )
-        self.check_loss("target_len")
-        _ = self.block  # It has checks of its own.
+        self.check_chunk("target_len")
 
     @functools.cached_property
     def block(self) -> BlockConfig:
@@ -182,8 +163,7 @@ class DistanceBias(nnx.Module):
     """A bias of attention scores by the bucket of the distance: a table [R, H]."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        shape = (config.buckets, config.heads)
-        self.table = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.table = nnx.Param(layers.normal(rngs, config.buckets, config.heads))
 
     def __call__(self, buckets_O: jax.Array) -> jax.Array:
         return constrain(look_up(buckets_O, self.table.get_value()).T, "heads", None)
@@ -196,7 +176,7 @@ def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:
       A nested dict: ``embed``, ``distance``, ``encoder`` and ``decoder`` (each with a leading axis
       of layers), ``encoder_norm``, ``final_norm`` and, untied, ``head``.
 
-    >>> params = jax.eval_shape(lambda: init(t5_small(), jax.random.key(0)))
+    >>> params = jax.eval_shape(lambda: init(PRESETS["t5-small"](), jax.random.key(0)))
     >>> params["decoder"]["cross"]["q"]["kernel"].shape
     (6, 512, 512)
     """
@@ -237,15 +217,14 @@ def loss_fn(config: T5Config) -> Callable[[Params, Batch, jax.Array | None], Wei
     return loss_from_stages(stages(config))
 
 
-def stages(config: T5Config, *, virtual: int = 1) -> Stages:
-    """Returns the model as a pipeline takes it, its layers' parameters in ``virtual`` chunks
-    (:class:`jaxtrain.Stack`)."""
+def stages(config: T5Config) -> Stages:
+    """Returns the model as a pipeline takes it."""
     return layers.stages(
         config,
         embed=embed,
         head_loss=head_loss,
         block=tuple(functools.partial(block, config) for block in (encode, decode)),
-        stacked=Stack(STACKS, virtual=virtual),
+        stacked=Stack(STACKS),
         shared=("distance",),
         between=(functools.partial(between, config),),
     )
@@ -359,15 +338,14 @@ def head_loss(
     config: T5Config, params: Params, x: dict[str, jax.Array], batch: Batch
 ) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy."""
-    x_BTD, kernel_DV = _before_head(config, params, x["target"]), _head_kernel(config, params)
-    return layers.token_loss(config, x_BTD, kernel_DV, batch, z_loss=config.z_loss)
+    x_BTD = _before_head(config, params, x["target"])
+    return layers.token_loss(config, x_BTD, layers.head_kernel(config, params), batch)
 
 
 def head_logits(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Final norm and output projection: float32 [B, T, vocab_size]."""
-    x_ND = _before_head(config, params, x_BTD).reshape(-1, config.width)
-    logits_NV = matmul_float32(x_ND, _head_kernel(config, params))
-    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+    x_BTD = _before_head(config, params, x_BTD)
+    return layers.token_logits(config, x_BTD, layers.head_kernel(config, params))
 
 
 def distance_bias(config: T5Config, params: Params, stack: str, length: int) -> jax.Array:
@@ -443,16 +421,6 @@ def tiny() -> T5Config:
     )
 
 
-def t5_small() -> T5Config:
-    """T5 small (Raffel et al. 2020): 60,506,624 parameters."""
-    return _t5(width=512, layers=6, heads=8, mlp_width=2048)
-
-
-def flan_t5_small() -> T5Config:
-    """Flan-T5 and v1.1 small (Chung et al. 2022): 76,961,152 parameters."""
-    return _t5(width=512, layers=8, heads=6, mlp_width=1024, **_FLAN)
-
-
 # Fields of layers that a T5's have not.
 _LACKS = (
     *("rope_scaling", "local_rope_theta", "window"),
@@ -468,11 +436,11 @@ def _t5(**shape: Any) -> T5Config:
 # Names on the command line, each a model's shape, with its number of parameters.
 PRESETS: Mapping[str, Callable[[], T5Config]] = {
     "tiny": tiny,
-    "t5-small": t5_small,
-    # 222,903,552.
+    # T5 (Raffel et al. 2020): 60,506,624 and 222,903,552.
+    "t5-small": lambda: _t5(width=512, layers=6, heads=8, mlp_width=2048),
     "t5-base": lambda: _t5(width=768, layers=12, heads=12, mlp_width=3072),
-    "flan-t5-small": flan_t5_small,
-    # 247,577,856 and 2,849,757,184.
+    # Flan-T5 and v1.1 (Chung et al. 2022): 76,961,152, 247,577,856 and 2,849,757,184.
+    "flan-t5-small": lambda: _t5(width=512, layers=8, heads=6, mlp_width=1024, **_FLAN),
     "flan-t5-base": lambda: _t5(width=768, layers=12, heads=12, mlp_width=2048, **_FLAN),
     "flan-t5-xl": lambda: _t5(
         width=2048, layers=24, heads=32, mlp_width=5120, **_FLAN, remat="dots"
@@ -487,7 +455,7 @@ def attend_with(
     key_segments: jax.Array | None,
     rng: jax.Array | None = None,
 ) -> layers.Attend:
-    """Returns a layer's attention, which hands out its keys and values too."""
+    """Returns a layer's attention."""
 
     def attend(q_BTHK, k_BSGK, v_BSGK):
         out_BTHK = attention(
@@ -503,7 +471,7 @@ def attend_with(
             rng=rng,
             implementation=config.attention,
         )
-        return out_BTHK, (k_BSGK, v_BSGK)
+        return out_BTHK, None
 
     return attend
 
@@ -518,7 +486,3 @@ def embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int)
 def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:
     x_BTD = layers.apply(layers.Norm, config.decoder, params["final_norm"])(x_BTD)
     return x_BTD * jnp.asarray(config.width**-0.5, x_BTD.dtype) if config.scaled_head else x_BTD
-
-
-def _head_kernel(config: T5Config, params: Params) -> jax.Array:
-    return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]

@@ -1,4 +1,4 @@
-"""Text generation from a :mod:`jaxtrain.models.decoder` decoder, with a cache of keys and values.
+"""Generation from any model that has a :class:`jaxtrain.models.decoding.Decoder`.
 
 One program reads the prompts and writes the new tokens; sampling settings are arguments of it, so
 changing them compiles nothing. It is a step as training has: ``generate_step`` builds one, a pure
@@ -12,56 +12,36 @@ function of a state and a batch, and :func:`jaxtrain.compile_step` places it on 
 There the cache is split by rows over ``data`` and ``fsdp`` and by heads over ``tensor``, and the
 weights of one layer at a time are gathered over ``fsdp``.
 
-Shapes: B prompts, P prompt positions, S cache positions, L layers, H query heads, G key and value
-heads, K features per head, V vocabulary.
+A decoder continues its prompts. The prompts of an encoder-decoder are sources, of each of which it
+writes a target.
+
+Shapes: B prompts, P prompt positions, N new tokens, V vocabulary.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models import layers
-from jaxtrain.models.config import DecoderConfig
-from jaxtrain.models.decoder import Params, embed, head_logits
-from jaxtrain.ops.per_device import split_over
-from jaxtrain.sharding.placement import constrain, gather
+from jaxtrain.models.beams import Beams, search, take_rows
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import Cache, Decoder, decoder_of, pin_cache
+from jaxtrain.models.encoder_decoder import T5Config
+from jaxtrain.models.sampling import Draws, Sampling, draw, make_sampling, mark
+from jaxtrain.sharding.placement import gather
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Keys and values of every layer and position: two arrays [L, B, G, S, K].
-
-    Where a mesh has more parts for heads than there are key and value heads, G counts each as often
-    as it takes for every device to have those of its own query heads.
-    """
-
-    k: jax.Array
-    v: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """Options for choosing tokens; None leaves an option out of the compiled loop."""
-
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    repetition_penalty: float | None
-    eod: int | None
+Config = DecoderConfig | T5Config
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """A batch of a step that generates: prompts, or sources, and what each call may have otherwise.
+    """A batch of a step that generates: prompts, and what each call may have otherwise.
 
     Args:
       tokens: int32 [B, P], padded on the right.
@@ -87,9 +67,10 @@ class Weights:
 
 
 def generate(
-    config: DecoderConfig, params: Params, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
+    config: Config, params: Any, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
 ) -> jax.Array:
-    """Continues each prompt by ``max_new_tokens`` tokens, without a mesh.
+    """Continues each prompt, or writes the target of each source, by ``max_new_tokens`` tokens,
+    without a mesh.
 
     The logits are, in this order, divided for tokens that have occurred by the repetition penalty
     (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest and
@@ -104,332 +85,201 @@ def generate(
       prompt_lengths: int [B], tokens of each prompt; left out, P for all.
       temperature: left out, 1; 0 takes the most probable token.
       top_k, top_p: truncations; left out, none.
-      repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
-      eod: after this token a row is filled with it; once all rows are, generation stops.
+      repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); it is
+        for tokens of a prompt or a target, and not of a source.
+      eod: after this token a row is filled with it; once all rows are, generation stops. Left out,
+        1 for an encoder-decoder and None, which continues to the end, for others.
 
     Returns:
       int32 [B, max_new_tokens]: the new tokens alone.
 
     Raises:
-      ValueError: for settings out of range, a missing key, or, with learned positions, prompt and
-        new tokens that together exceed ``seq_len`` (rotary positions have no such limit).
+      ValueError: for settings out of range, a missing key, tokens beyond the vocabulary, or, with
+        learned positions, prompt and new tokens that together exceed ``seq_len`` (rotary positions
+        have no such limit).
     """
     batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
-    return _generated(config, max_new_tokens, Weights(params), batch)
+    return _draw(_Form(decoder_of(config), max_new_tokens), Weights(params), batch)
+
+
+def beam_search(
+    config: Config,
+    params: Any,
+    prompt_tokens: Any,
+    *,
+    max_new_tokens: int,
+    beams: int = 4,
+    length_penalty: float = 1.0,
+    **given: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Searches the most probable new tokens of each prompt, following ``beams`` rows at a time.
+
+    The search is that of transformers' ``generate(num_beams=..., early_stopping=False)``: of twice
+    as many continuations those that end are kept aside, by their log probability divided by
+    ``length ** length_penalty``, and the best of the others go on while they may still be better.
+
+    Args:
+      config, params, prompt_tokens, max_new_tokens: as for :func:`generate`.
+      beams: at most half of the vocabulary; 1 is the greedy choice.
+      length_penalty: above 0 favours longer rows.
+      **given: prompt_lengths, eod and, of log probabilities, repetition_penalty, as there.
+
+    Returns:
+      int32 [B, max_new_tokens], filled with ``eod``, and the scores [B].
+
+    Raises:
+      ValueError: as :func:`generate`.
+    """
+    step = beam_step(
+        config, max_new_tokens=max_new_tokens, beams=beams, length_penalty=length_penalty
+    )
+    batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, temperature=0.0, **given)
+    return _search(*step.args, Weights(params), batch)
 
 
 def generate_step(
-    config: DecoderConfig, *, max_new_tokens: int
+    config: Config, *, max_new_tokens: int, beams: int = 1
 ) -> Callable[[Any, Prompts], jax.Array]:
-    """Builds ``step(state, batch) -> tokens``, which is what :func:`generate` computes.
+    """Builds ``step(state, batch) -> tokens``, which computes what :func:`generate` does, or, with
+    more than one beam, the tokens of :func:`beam_search`.
 
     Returns:
       A pure function of a train state (or :class:`Weights`), of which it reads ``params``, and of
       what :func:`prompts` returns. On a mesh their rows divide over ``data`` x ``fsdp``; the tokens
       are those of one device.
     """
-    return functools.partial(_continued, config, max_new_tokens)
+    if beams == 1:
+        return functools.partial(_drawn, _Form(decoder_of(config), max_new_tokens))
+    step = beam_step(config, max_new_tokens=max_new_tokens, beams=beams)
+    return lambda state, batch: step(state, batch)[0]
+
+
+def beam_step(
+    config: Config, *, max_new_tokens: int, beams: int = 4, length_penalty: float = 1.0
+) -> Callable[[Any, Prompts], tuple[jax.Array, jax.Array]]:
+    """Builds ``step(state, batch) -> (tokens, scores)``, which computes what :func:`beam_search`
+    does, of a batch with temperature 0; :func:`generate_step` says more.
+
+    Raises:
+      ValueError: for settings out of range.
+    """
+    if not 1 <= beams <= config.vocab_size // 2:
+        raise ValueError(f"beams={beams} must be from 1 to half of the vocabulary")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} must be a finite number")
+    form = _Form(decoder_of(config), max_new_tokens, beams, float(length_penalty))
+    return functools.partial(_found, form)
 
 
 def prompts(
-    config: DecoderConfig,
+    config: Config,
     prompt_tokens: Any,
     *,
     max_new_tokens: int,
     prompt_lengths: Any = None,
+    rng: jax.Array | None = None,
     **sampling: Any,
 ) -> Prompts:
     """Checks the arguments of :func:`generate`, with its errors, and makes a batch of them."""
-    tokens_BP, lengths_B = check_rows(
-        config.vocab_size, prompt_tokens, prompt_lengths, "prompt_tokens"
-    )
+    tokens_BP, lengths_B = _checked_rows(config.vocab_size, prompt_tokens, prompt_lengths)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    chosen = make_sampling(config.vocab_size, **{"eod": decoder_of(config).eod} | sampling)
+    if rng is None and chosen.temperature is not None:
+        raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
     P, total = tokens_BP.shape[1], int(lengths_B.max()) + max_new_tokens
-    chosen, rng = choose_sampling(config.vocab_size, max_new_tokens=max_new_tokens, **sampling)
     if config.positions == "learned" and max(P, total) > config.seq_len:
         raise ValueError(
             f"a prompt of {P} tokens and {max_new_tokens} new ones exceed the {config.seq_len} "
             "learned positions; shorten either"
         )
+    rng = None if chosen.temperature is None else rng
     return Prompts(tokens_BP, lengths_B, rng, chosen, max_new_tokens)
 
 
-def check_rows(
-    vocab_size: int, tokens: Any, lengths: Any, what: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows of tokens [B, P] and their lengths [B], int32, having checked them.
-
-    ``what`` is the name of the argument.
-
-    Raises:
-      ValueError: for other shapes, and numbers that are out of range.
-    """
+def _checked_rows(vocab_size: int, tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of tokens [B, P] and their lengths [B], int32."""
     tokens_BP = np.asarray(tokens)
     if not np.issubdtype(tokens_BP.dtype, np.integer):
-        raise ValueError(f"{what} must be whole numbers, not {tokens_BP.dtype}")
+        raise ValueError(f"prompt_tokens must be whole numbers, not {tokens_BP.dtype}")
     if tokens_BP.ndim != 2 or 0 in tokens_BP.shape:
-        raise ValueError(f"{what} must be [B, P], not of shape {tokens_BP.shape}")
-    (B, P), name = tokens_BP.shape, what.removesuffix("_tokens")
+        raise ValueError(f"prompt_tokens must be [B, P], not of shape {tokens_BP.shape}")
+    B, P = tokens_BP.shape
     lengths_B = np.full(B, P) if lengths is None else np.asarray(lengths)
     lengths_B = lengths_B.astype(np.int32)
     if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > P:
-        raise ValueError(f"{name}_lengths must be {B} numbers from 1 to {P}, not {lengths_B}")
+        raise ValueError(f"prompt_lengths must be {B} numbers from 1 to {P}, not {lengths_B}")
     known = tokens_BP[np.arange(P) < lengths_B[:, None]]
     if known.min() < 0 or known.max() >= vocab_size:
         raise ValueError(
-            f"{name} tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
+            f"prompt tokens from {known.min()} to {known.max()} do not fit a vocabulary of "
             f"{vocab_size}; use the model's own tokenizer"
         )
     return tokens_BP.astype(np.int32), lengths_B
 
 
-def _continued(config: DecoderConfig, count: int, state: Any, batch: Prompts) -> jax.Array:
+class _Form(NamedTuple):
+    """The static arguments of a program that generates; ``beams`` None draws."""
+
+    decoder: Decoder
+    count: int
+    beams: int | None = None
+    length_penalty: float = 1.0
+
+
+def _written(form: _Form, state: Any, batch: Prompts) -> Draws | Beams:
+    """Reads the prompts; then chooses a token of each row and reads it, until all have ended."""
+    decoder, count, N, length_penalty = form
     if batch.max_new_tokens not in (None, count):
         raise ValueError(
             f"a step that writes {count} new tokens has prompts for {batch.max_new_tokens}: give "
             "both the same max_new_tokens"
         )
-    (B, P), lengths_B = batch.tokens.shape, batch.lengths
-    params = gather_around(state.params, "blocks")
-    logits_BV, cache = prefill(config, params, batch.tokens, lengths_B, cache_len=P + count)
-    # Beyond a prompt's end there is no token, and nothing to be set.
-    own_BP = jnp.where(jnp.arange(P) < lengths_B[:, None], batch.tokens, config.vocab_size)
-    seen_BV = mark(jnp.zeros((B, config.vocab_size), bool), own_BP)
-
-    def read(cache, tokens_B, step):
-        return decode_step(config, params, cache, tokens_B, lengths_B + step - 1)
-
-    return write(read, count, logits_BV, cache, seen_BV, batch.rng, batch.sampling)
-
-
-_generated = jax.jit(_continued, static_argnums=(0, 1))
-
-
-def gather_around(params: Params, *stacks: str) -> dict[str, Any]:
-    """The parameters, those outside of stacks of layers gathered: each new token reads them."""
-    return gather({name: x for name, x in params.items() if name not in stacks}) | {
-        name: params[name] for name in stacks
-    }
-
-
-def mark(seen_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Sets what is seen of each row's own tokens; those beyond the vocabulary are none."""
-    set_true = jax.vmap(lambda seen, tokens: seen.at[tokens].set(True, mode="drop"))
-    return set_true(constrain(seen_BV, "batch", None), tokens_BT)
-
-
-def cached(k_BTGK: jax.Array, heads: int) -> jax.Array:
-    """Keys or values as a cache holds them, of those that a layer makes: every device has those of
-    its own query heads, of ``heads`` in all."""
-    G, (_, parts) = k_BTGK.shape[2], split_over("heads")
-    if heads % parts == 0:
-        k_BTGK = jnp.repeat(k_BTGK, math.lcm(G, parts) // G, axis=2)
-    return constrain(k_BTGK, "batch", None, "heads", None)
-
-
-def pin_cache(k_LBGSK: jax.Array) -> jax.Array:
-    """A cache of all layers, split by rows and heads."""
-    return constrain(k_LBGSK, None, "batch", "heads", None, None)
-
-
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("cache_len",))
-def prefill(
-    config: DecoderConfig,
-    params: Params,
-    tokens_BP: jax.Array,
-    lengths_B: jax.Array,
-    *,
-    cache_len: int,
-) -> tuple[jax.Array, Cache]:
-    """Reads prompts: the logits after each one's last token, [B, V] float32, and the cache.
-
-    Args:
-      tokens_BP: int32, padded on the right.
-      lengths_B: int32, tokens of each prompt.
-      cache_len: S, at least P.
-    """
-    P = tokens_BP.shape[1]
-
-    def layer(x_BTD, params_and_index):
-        layer_params, l = params_and_index
-
-        def attend(q_BTHK, k_BTGK, v_BTGK):
-            # Padding comes after the prompt, where causal attention does not look; its keys in the
-            # cache are overwritten before any position may see them.
-            out_BTHK = layers.row_attention(config.block, l, q_BTHK, k_BTGK, v_BTGK)
-            return out_BTHK, tuple(cached(x, config.heads) for x in (k_BTGK, v_BTGK))
-
-        layer_params = gather(layer_params, "blocks")
-        angles = layers.row_angles(config.block, l, None, P)
-        return layers.apply(layers.Block, config.block, layer_params)(x_BTD, angles, attend)
-
-    x_BTD = embed(config, params, {"tokens": tokens_BP})
-    xs = (params["blocks"], jnp.arange(config.layers))
-    x_BTD, kv_LBTGK = jax.lax.scan(layer, x_BTD, xs)
-    last_B1D = jax.vmap(lambda x_TD, n: x_TD[n - 1][None])(x_BTD, lengths_B)
-    padding = ((0, 0), (0, 0), (0, 0), (0, cache_len - P), (0, 0))
-    k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBTGK)
-    return head_logits(config, params, last_B1D)[:, 0], Cache(k, v)
-
-
-def decode_step(
-    config: DecoderConfig, params: Params, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array
-) -> tuple[jax.Array, Cache]:
-    """Reads one token per row: the logits after it, [B, V] float32, and the cache with it.
-
-    Args:
-      cache: filled below ``positions_B``.
-      tokens_B, positions_B: int32.
-    """
-    positions_B1 = positions_B[:, None]
-    # Rows in order, which the partitioner sees: along them nothing is exchanged.
-    rows = jnp.arange(tokens_B.shape[0])
-
-    def layer(carry, params_and_index):
-        x_B1D, cache = carry
-        layer_params, l = params_and_index
-
-        def attend(q_B1HK, k_B1GK, v_B1GK):
-            k, v = (
-                pin_cache(whole.at[l, rows, :, positions_B].set(cached(new, config.heads)[:, 0]))
-                for whole, new in ((cache.k, k_B1GK), (cache.v, v_B1GK))
-            )
-            out_BHK = layers.step_attention(config.block, l, q_B1HK[:, 0], k[l], v[l], positions_B)
-            return out_BHK[:, None], Cache(k, v)
-
-        layer_params = gather(layer_params, "blocks")
-        angles = layers.row_angles(config.block, l, positions_B1, 1)
-        return layers.apply(layers.Block, config.block, layer_params)(x_B1D, angles, attend), None
-
-    x_B1D = embed(config, params, {"tokens": tokens_B[:, None], "positions": positions_B1})
-    # The cache is carried, not scanned over: updated in place, where a scan would copy it.
-    xs = (params["blocks"], jnp.arange(config.layers))
-    (x_B1D, cache), _ = jax.lax.scan(layer, (x_B1D, cache), xs)
-    return head_logits(config, params, x_B1D)[:, 0], cache
-
-
-def penalise(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
-    """Divides positive logits of tokens seen by ``penalty``, multiplies negative ones.
-
-    >>> penalise(jnp.array([2.0, -2.0, 2.0]), jnp.array([True, True, False]), 2.0)
-    Array([ 1., -4.,  2.], dtype=float32)
-    """
-    penalised = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return jnp.where(seen_BV, penalised, logits_BV)
-
-
-def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) -> jax.Array:
-    """Sets to -inf all but the ``top_k`` largest, then all but the nucleus of mass ``top_p``.
-
-    Nucleus sampling is Holtzman et al. 2019, https://arxiv.org/abs/1904.09751: tokens in falling
-    order of probability until they sum to ``top_p``.
-
-    >>> truncate(jnp.log(jnp.array([0.5, 0.3, 0.2])), top_k=None, top_p=0.6) > -jnp.inf
-    Array([ True,  True, False], dtype=bool)
-    """
-    falling = -jnp.sort(-logits_BV, axis=-1)
-    if top_k is not None:
-        rank = jnp.arange(falling.shape[-1])
-        falling = jnp.where(rank < top_k, falling, -jnp.inf)
-    if top_p is not None:
-        probabilities = jax.nn.softmax(falling, axis=-1)
-        above = jnp.cumsum(probabilities, axis=-1) - probabilities
-        falling = jnp.where((above < top_p) | (top_p >= 1.0), falling, -jnp.inf)
-    least = jnp.where(falling > -jnp.inf, falling, jnp.inf).min(axis=-1, keepdims=True)
-    return jnp.where(logits_BV >= least, logits_BV, -jnp.inf)
-
-
-def write(
-    read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
-    count: int,
-    logits_BV: jax.Array,
-    cache: Any,
-    seen_BV: jax.Array,
-    rng: jax.Array | None,
-    sampling: Sampling,
-) -> jax.Array:
-    """The new tokens [B, count]: one is chosen, then read, until all rows have ended.
-
-    Args:
-      read: ``(cache, tokens_B, step) -> (logits_BV, cache)``; new token 0 is read at step 1.
-      count, logits_BV: how many, and the logits of the first.
-      cache: what ``read`` begins with.
-      seen_BV: which tokens the repetition penalty is for already.
-      rng, sampling: a key, None where nothing is drawn; and how tokens are chosen.
-    """
-    B = logits_BV.shape[0]
-    eod = -1 if sampling.eod is None else sampling.eod
-
-    def choose(step, logits_BV, seen_BV, done_B):
-        key = None if rng is None else jax.random.fold_in(rng, step)
-        chosen_B = _sample(key, constrain(logits_BV, "batch", None), seen_BV, sampling)
-        chosen_B = constrain(jnp.where(done_B, eod, chosen_B), "batch")
-        return chosen_B, mark(seen_BV, chosen_B[:, None]), done_B | (chosen_B == eod)
-
-    def more(carry):
-        step, _, _, _, done_B, _ = carry
-        return (step < count) & ~done_B.all()
+    # What is outside of the stacks of layers is gathered once: each new token reads it.
+    stacks = {name: state.params[name] for name in decoder.stacks}
+    rest = {name: x for name, x in state.params.items() if name not in stacks}
+    params = gather(rest) | stacks
+    logits_BV, cache = decoder.prefill(params, batch.tokens, batch.lengths, room=count)
+    tokens_BT, lengths_B = decoder.rows(batch.tokens, batch.lengths)
+    # Beyond a row's end there is no token, and nothing to be set.
+    is_own = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+    own_BT = jnp.where(is_own, tokens_BT, logits_BV.shape[1])
+    seen_BV = mark(jnp.zeros(logits_BV.shape, bool), own_BT)
+    if N is None:
+        now = Draws.begin(batch.sampling, count, seen_BV)
+        choose = functools.partial(draw, batch.sampling, batch.rng)
+    else:
+        now = Beams.begin(batch.sampling, count, seen_BV, N)
+        choose = functools.partial(search, batch.sampling, length_penalty)
+        logits_BV, lengths_B = (jnp.repeat(x, N, axis=0) for x in (logits_BV, lengths_B))
+        cache = jax.tree.map(lambda x: pin_cache(jnp.repeat(x, N, axis=1)), cache)
 
     def advance(carry):
-        step, chosen_B, cache, seen_BV, done_B, new_BN = carry
-        logits_BV, cache = read(cache, chosen_B, step)
-        chosen_B, seen_BV, done_B = choose(step, logits_BV, seen_BV, done_B)
-        return step + 1, chosen_B, cache, seen_BV, done_B, new_BN.at[:, step].set(chosen_B)
+        step, now, cache = carry
+        if now.parents is not None:
+            own = (take_rows(x, now.parents, axis=1) for x in (cache.k, cache.v))
+            cache = Cache(*map(pin_cache, own), cache.source)
+        start_B, one_B = lengths_B + step - 1, jnp.ones_like(lengths_B)
+        logits_BV, cache = decoder.extend(params, cache, now.chosen[:, None], start_B, one_B)
+        return step + 1, choose(step, logits_BV, now), cache
 
-    first_B, seen_BV, done_B = choose(0, logits_BV, seen_BV, jnp.zeros(B, bool))
-    new_BN = jnp.full((B, count), eod, jnp.int32).at[:, 0].set(first_B)
-    carry = (jnp.int32(1), first_B, cache, seen_BV, done_B, new_BN)
-    return jax.lax.while_loop(more, advance, carry)[-1]
-
-
-def _sample(rng, logits_BV, seen_BV, sampling: Sampling) -> jax.Array:
-    if sampling.repetition_penalty is not None:
-        logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
-    if sampling.temperature is None:
-        return logits_BV.argmax(axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / sampling.temperature
-    if sampling.top_k is not None or sampling.top_p is not None:
-        logits_BV = truncate(logits_BV, top_k=sampling.top_k, top_p=sampling.top_p)
-    return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
+    carry = (jnp.int32(1), choose(0, logits_BV, now), cache)
+    return jax.lax.while_loop(lambda c: (c[0] < count) & c[1].running, advance, carry)[1]
 
 
-def choose_sampling(
-    vocab_size: int,
-    *,
-    max_new_tokens: int,
-    rng: jax.Array | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    eod: int | None = None,
-) -> tuple[Sampling, jax.Array | None]:
-    """Checks arguments of :func:`generate`; returns what of them is in the compiled loop, and its
-    key, None where nothing is drawn.
+def _drawn(form: _Form, state: Any, batch: Prompts) -> jax.Array:
+    return _written(form, state, batch).tokens
 
-    Raises:
-      ValueError: for settings out of range, or a missing key.
-    """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    # As the program has them: what is above 0 may not be so in float32.
-    temperature, repetition_penalty = np.float32(temperature), np.float32(repetition_penalty)
-    top_p = None if top_p is None else np.float32(top_p)
-    if not temperature >= 0:  # nor NaN
-        raise ValueError(f"temperature={temperature} must be at least 0")
-    if top_k is not None and not 1 <= top_k <= vocab_size:
-        raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {vocab_size}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
-    if not 0 < repetition_penalty < np.inf:
-        raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0 and finite")
-    if rng is None and temperature > 0:
-        raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
-    top_k, eod = (None if value is None else np.int32(value) for value in (top_k, eod))
-    sampling = Sampling(
-        temperature=temperature if temperature > 0 else None,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
-        eod=eod,
-    )
-    return sampling, rng if temperature > 0 else None
+
+def _found(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Array]:
+    if batch.sampling.temperature is not None:
+        raise ValueError(
+            f"prompts have temperature={batch.sampling.temperature}, and a search with "
+            f"{form.beams} beams draws nothing: give temperature=0"
+        )
+    found = _written(form, state, batch)
+    return found.ended_tokens[:, 0], found.ended_scores[:, 0]
+
+
+_draw = jax.jit(_drawn, static_argnums=0)
+_search = jax.jit(_found, static_argnums=0)

@@ -21,16 +21,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models.config import INIT_STD, BlockConfig, DecoderConfig
+from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention, branch_shares, cached_attention
-from jaxtrain.ops.linear import matmul
+from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.ops.remat import PRODUCT, rematerialise, rematerialised
+from jaxtrain.ops.remat import PRODUCT, keeping, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.placement import (
     constrain,
@@ -58,6 +58,26 @@ def stacked(module: type[nnx.Module], config: Any, count: int, rng: jax.Array) -
     return jax.vmap(functools.partial(pure, module, config))(jax.random.split(rng, count))
 
 
+def draw(
+    config: Any, rng: jax.Array, *, embed: Any, head: Any = None, final_norm: bool = True
+) -> dict[str, Any]:
+    """Returns the parameters of a model of one stack: ``embed``, ``blocks`` and, where it has them,
+    ``final_norm`` and ``head``, of the modules that are given."""
+    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
+    params = {
+        "embed": pure(embed, config, rng_embed),
+        "blocks": stacked(Block, config.block, config.layers, rng_blocks),
+    }
+    if final_norm:
+        params["final_norm"] = pure(Norm, config.block, rng_head)
+    return params if head is None else params | {"head": pure(head, config, rng_head)}
+
+
+def normal(rngs: nnx.Rngs, *shape: int) -> jax.Array:
+    """Draws float32 values from N(0, 0.02)."""
+    return INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
+
+
 def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> nnx.Module:
     """Returns ``module`` with what is in ``params`` in place of its own, ready to be called."""
     return nnx.merge(_definition(module, config), *params)
@@ -80,12 +100,12 @@ def parameter_count(init: Callable[[Any, jax.Array], Any], config: Any) -> int:
     """Counts a model's parameters, without padding of the vocabulary and a first norm not read.
 
     >>> from jaxtrain.models import decoder, encoder, encoder_decoder, vit
-    >>> [decoder.parameter_count(make()) for make in (decoder.gpt2_124m, decoder.llama_7b)]
-    [124439808, 6738415616]
-    >>> [encoder.parameter_count(make()) for make in (encoder.bert_base, encoder.modernbert_base)]
-    [109514298, 149655232]
-    >>> encoder_decoder.parameter_count(encoder_decoder.flan_t5_small())
-    76961152
+    >>> def count(module, *names):
+    ...     return [module.parameter_count(module.PRESETS[name]()) for name in names]
+    >>> count(decoder, "gpt2-124m", "llama-7b"), count(encoder, "bert-base", "modernbert-base")
+    ([124439808, 6738415616], [109514298, 149655232])
+    >>> count(encoder_decoder, "flan-t5-small")
+    [76961152]
     >>> vit.parameter_count(vit.vit_base())
     86567656
     """
@@ -116,7 +136,7 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
         head_loss=functools.partial(head_loss, config),
         row_wise=True,
         scan_unroll=config.scan_unroll,
-        remat=None if config.remat == "none" else functools.partial(rematerialise, config.remat),
+        remat=keeping(config.remat),
     )
 
 
@@ -202,9 +222,9 @@ def row_attention(
 
 
 def step_attention(
-    config: BlockConfig, index: int | jax.Array, q_BHK, k_BGSK, v_BGSK, positions_B
+    config: BlockConfig, index: int | jax.Array, q_BCHK, k_BGSK, v_BGSK, positions_BC
 ) -> jax.Array:
-    """Attention of one new position per row to a cache, as layer ``index`` has it.
+    """Attention of new positions of each row to a cache, as layer ``index`` has it.
 
     Arguments are those of :func:`jaxtrain.ops.attention.cached_attention`.
     """
@@ -212,15 +232,8 @@ def step_attention(
     if not isinstance(local := is_local(config, index), bool):
         # All of the cache is read in any case, and masked.
         window = jnp.where(local, window, k_BGSK.shape[2])
-    return cached_attention(
-        q_BHK,
-        k_BGSK,
-        v_BGSK,
-        positions_B=positions_B,
-        window=window,
-        scale=_scale(config),
-        softcap=config.attention_softcap,
-    )
+    form = {"window": window, "scale": _scale(config), "softcap": config.attention_softcap}
+    return cached_attention(q_BCHK, k_BGSK, v_BGSK, positions_BC=positions_BC, **form)
 
 
 def row_angles(
@@ -256,7 +269,7 @@ def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     if config.positions == "learned" and length > config.seq_len:
         raise ValueError(
             f"rows of {length} tokens are longer than the {config.seq_len} learned positions; "
-            "raise seq_len or shorten the rows"
+            "raise `seq_len` or shorten the rows"
         )
     return batch["positions"] if "positions" in batch else jnp.arange(length)[None]
 
@@ -264,19 +277,14 @@ def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
 class Embed(nnx.Module):
     """Token table [V, D] and, in the GPT-2 form, position table [T, D]."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        table_VD = INIT_STD * jax.random.normal(
-            rngs.params(), (config.padded_vocab, config.width), jnp.float32
-        )
+    def __init__(self, config: TokenFields, *, rngs: nnx.Rngs) -> None:
+        table_VD = normal(rngs, config.padded_vocab, config.width)
         # Rows of padding are never looked up: zero keeps them out of every norm of the parameters.
         is_token = jnp.arange(config.padded_vocab)[:, None] < config.vocab_size
         self.tokens = nnx.Param(jnp.where(is_token, table_VD, 0.0))
-        if config.positions == "learned":
-            shape = (config.seq_len, config.width)
-            self.positions = nnx.Param(
-                INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
-            )
         self.learned = config.positions == "learned"
+        if self.learned:
+            self.positions = nnx.Param(normal(rngs, config.seq_len, config.width))
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -309,10 +317,10 @@ class Attention(nnx.Module):
         self.heads, self.head_dim = config.heads, config.head_dim
         width, inner = config.width, config.heads * config.head_dim
         shared = config.kv_heads * config.head_dim
-        self.q = _dense(width, inner, rngs, bias=config.qkv_bias)
-        self.k = _dense(width, shared, rngs, bias=config.qkv_bias)
-        self.v = _dense(width, shared, rngs, bias=config.qkv_bias)
-        self.out = _dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
+        self.q = dense(width, inner, rngs, bias=config.qkv_bias)
+        self.k = dense(width, shared, rngs, bias=config.qkv_bias)
+        self.v = dense(width, shared, rngs, bias=config.qkv_bias)
+        self.out = dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
         self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
         self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
 
@@ -381,9 +389,9 @@ class MLP(nnx.Module):
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.form, width, hidden = config.mlp, config.width, config.mlp_width
         if config.mlp in GATED:
-            self.gate = _dense(width, hidden, rngs, bias=config.bias)
-        self.up = _dense(width, hidden, rngs, bias=config.bias)
-        self.down = _dense(hidden, width, rngs, bias=config.bias, std=config.residual_std)
+            self.gate = dense(width, hidden, rngs, bias=config.bias)
+        self.up = dense(width, hidden, rngs, bias=config.bias)
+        self.down = dense(hidden, width, rngs, bias=config.bias, std=config.residual_std)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -444,34 +452,66 @@ class Block(nnx.Module):
 class Head(nnx.Module):
     """Untied output projection [D, V]."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        shape = (config.width, config.padded_vocab)
-        kernel_DV = INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32)
+    def __init__(self, config: TokenFields, *, rngs: nnx.Rngs) -> None:
+        kernel_DV = normal(rngs, config.width, config.padded_vocab)
         is_token = jnp.arange(config.padded_vocab) < config.vocab_size
         self.kernel = nnx.Param(jnp.where(is_token, kernel_DV, 0.0))
 
 
 def token_loss(
-    config: Any,
+    config: TokenFields,
     x_BTD: jax.Array,
     kernel_DV: Any,
     batch: Mapping[str, jax.Array],
-    *,
-    z_loss: float = 0.0,
     **options: Any,
 ) -> WeightedLoss:
     """The masked cross-entropy of a batch's ``targets``, summed over tokens, and their accuracy.
 
-    Other arguments are those of :func:`jaxtrain.ops.losses.cross_entropy`; the part of the loss
-    that ``z_loss`` makes is a metric of its own.
+    Other arguments are those of :func:`jaxtrain.ops.losses.cross_entropy`. With ``config.z_loss``
+    its part of the loss is a metric of its own.
     """
-    form = {"vocab_size": config.vocab_size, "chunk": config.loss_chunk, "z_loss": z_loss}
+    form = {"vocab_size": config.vocab_size, "chunk": config.loss_chunk, "z_loss": config.z_loss}
     total, correct, z_total = cross_entropy(
         x_BTD, kernel_DV, batch["targets"], batch["mask"], **form, **options
     )
     weight = batch["mask"].astype(total.dtype).sum()
-    metrics = {"accuracy": correct} | ({"z_loss": z_total} if z_loss else {})
+    metrics = {"accuracy": correct} | ({"z_loss": z_total} if config.z_loss else {})
     return WeightedLoss(total=total, weight=weight, metrics=metrics)
+
+
+def token_logits(
+    config: TokenFields, x_BTD: jax.Array, kernel_DV: Any, bias_V: jax.Array | None = None
+) -> jax.Array:
+    """The float32 logits [B, T, vocab_size] of normed hidden states."""
+    logits_NV = matmul_float32(x_BTD.reshape(-1, config.width), kernel_DV)
+    if bias_V is not None:
+        logits_NV += bias_V.astype(logits_NV.dtype)
+    return logits_NV.reshape(*x_BTD.shape[:-1], -1)[..., : config.vocab_size]
+
+
+def head_kernel(config: Any, params: Mapping[str, Any]) -> Any:
+    """The output projection [D, V]: the transposed token table, or a model's own."""
+    return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
+
+
+def class_logits(out: Dense, pooled_BD: jax.Array) -> jax.Array:
+    """Returns the float32 logits of classes [B, C] of a last dense layer."""
+    logits_BC = matmul_float32(pooled_BD, out.kernel.get_value())
+    return logits_BC + out.bias[...].astype(logits_BC.dtype)
+
+
+def class_loss(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> WeightedLoss:
+    """The cross-entropy of float32 logits of the classes of rows against ``label`` int32 [B],
+    weighted by ``mask`` [B], and their accuracy."""
+    log_p_BC = jax.nn.log_softmax(logits_BC)
+    mask_B = batch["mask"].astype(log_p_BC.dtype)
+    nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
+    hits_B = log_p_BC.argmax(axis=1) == batch["label"]
+    return WeightedLoss(
+        total=(nll_B * mask_B).sum(),
+        weight=mask_B.sum(),
+        metrics={"accuracy": (hits_B * mask_B).sum()},
+    )
 
 
 def fold(rng: jax.Array | None, index: int) -> jax.Array | None:
@@ -479,7 +519,10 @@ def fold(rng: jax.Array | None, index: int) -> jax.Array | None:
     return None if rng is None else jax.random.fold_in(rng, index)
 
 
-def _dense(inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool, std: float = INIT_STD):
+def dense(
+    inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = True, std: float = INIT_STD
+) -> Dense:
+    """A dense layer whose kernel is drawn from N(0, std)."""
     init = nnx.initializers.normal(std)
     return Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
 

@@ -13,7 +13,7 @@ T = N + 1 positions, D width of the stream, L layers, K classes.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,8 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import decoder, layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, LayerFields
-from jaxtrain.models.encoder import class_logits, class_loss
-from jaxtrain.ops.activations import ACTIVATIONS
+from jaxtrain.models.config import Activation, BlockConfig, ModelFields
 from jaxtrain.ops.numerics import drop
-from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -46,17 +43,16 @@ RULES = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(LayerFields):
+class ViTConfig(ModelFields):
     """A vision transformer.
 
     Args:
       image: height, width and channels of an image.
       patch: P, which divides height and width.
-      layers: L, the depth.
       classes: K; None for a model without a head, whose result are hidden states.
-      remat, scan_unroll: as in :class:`jaxtrain.models.decoder.DecoderConfig`.
 
-    The other arguments are those of each layer, :class:`jaxtrain.models.config.LayerFields`.
+    The other arguments are those of :mod:`jaxtrain.models.config`: :class:`ModelFields` and, of
+    each layer, :class:`LayerFields`.
 
     >>> ViTConfig(image=(8, 8, 1), patch=2, layers=1, width=24, heads=3, classes=10).length
     17
@@ -65,14 +61,11 @@ class ViTConfig(LayerFields):
       ValueError: for sizes that do not fit each other or names that are not known.
     """
 
-    mlp: Literal[tuple(ACTIVATIONS)] = "gelu_exact"  # type: ignore[valid-type]
+    mlp: Activation = "gelu_exact"  # type: ignore[valid-type]
     norm_eps: float = 1e-12
     image: tuple[int, int, int]
     patch: int
-    layers: int
     classes: int | None = None
-    remat: Literal[REMAT] = "none"  # type: ignore[valid-type]
-    scan_unroll: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image", tuple(self.image))  # a list in a checkpoint's JSON
@@ -83,7 +76,6 @@ class ViTConfig(LayerFields):
                 f"images of {height}x{width} cannot be cut into patches of {self.patch}: use a "
                 "divisor of both sides"
             )
-        _ = self.block  # It has checks of its own.
 
     @functools.cached_property
     def block(self) -> BlockConfig:
@@ -117,17 +109,11 @@ class Embed(nnx.Module):
     """Patches, as one product, behind the model's own token; and positions."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
-        def normal(*shape: int) -> nnx.Param:
-            return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
-
         side, width = config.patch, config.width
-        self.patch = nnx.Dict(
-            {
-                "kernel": normal(side, side, config.image[2], width),
-                "bias": nnx.Param(jnp.zeros(width, jnp.float32)),
-            }
-        )
-        self.first, self.positions = normal(1, 1, width), normal(1, config.length, width)
+        kernel = nnx.Param(layers.normal(rngs, side, side, config.image[2], width))
+        self.patch = nnx.Dict(kernel=kernel, bias=nnx.Param(jnp.zeros(width, jnp.float32)))
+        self.first = nnx.Param(layers.normal(rngs, 1, 1, width))
+        self.positions = nnx.Param(layers.normal(rngs, 1, config.length, width))
 
     def __call__(self, image_BHWC: jax.Array) -> jax.Array:
         kernel_PPCD = self.patch["kernel"][...]
@@ -145,11 +131,10 @@ class Head(nnx.Module):
     """Maps the first token's hidden state to float32 logits of classes."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(INIT_STD)
-        self.out = layers.Dense(config.width, config.classes, kernel_init=init, rngs=rngs)
+        self.out = layers.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return class_logits(self.out, gather_sequence(x_BTD)[:, 0])
+        return layers.class_logits(self.out, gather_sequence(x_BTD)[:, 0])
 
 
 def init(config: ViTConfig, rng: jax.Array) -> dict[str, Any]:
@@ -159,15 +144,7 @@ def init(config: ViTConfig, rng: jax.Array) -> dict[str, Any]:
       A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, with classes,
       ``head``.
     """
-    rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
-    params = {
-        "embed": layers.pure(Embed, config, rng_embed),
-        "blocks": layers.stacked(layers.Block, config.block, config.layers, rng_blocks),
-        "final_norm": layers.pure(layers.Norm, config.block, rng_head),
-    }
-    if config.classes is not None:
-        params["head"] = layers.pure(Head, config, rng_head)
-    return params
+    return layers.draw(config, rng, embed=Embed, head=None if config.classes is None else Head)
 
 
 def loss_fn(config: ViTConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
@@ -220,7 +197,7 @@ def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     if config.classes is None:
         raise ValueError("a model with classes=None predicts nothing: give it classes")
     x_BTD = layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
-    return class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
+    return layers.class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
 
 
 parameter_count = functools.partial(layers.parameter_count, init)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops import pallas, per_device, splash
+from jaxtrain.ops import per_device, splash
 from jaxtrain.ops.numerics import MASKED, soft_cap, wide
 from jaxtrain.ops.tiled import tiled_attention, wide_einsum
 from jaxtrain.sharding.mesh import platform
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash", "pallas")
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 # What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
@@ -99,9 +99,8 @@ def attention(
       dropout: rate at which softmax weights are dropped, in the xla form alone. The masks of the
         forward pass are drawn again in the backward pass, tile by tile, from ``rng``.
       rng: key for dropout; None means none.
-      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs),
-        ``"pallas"`` (JAX's for GPUs, which takes float32 and packs documents without a mask in
-        memory) or ``"auto"``; see :func:`choose`.
+      implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs)
+        or ``"auto"``; see :func:`choose`.
       block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
         over keys too, so that temporaries grow linearly with T.
       windowed: bool scalar, where it is not known while tracing whether the window holds: both
@@ -199,7 +198,7 @@ def choose(
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
       length: T; None leaves it unchecked.
       dropout: rate on the weights.
-      window, causal: as for :func:`attention`; pallas has no window, cudnn none to both sides.
+      window, causal: as for :func:`attention`; cudnn has no window to both sides.
       softcap: as for :func:`attention`; no kernel for GPUs has one.
 
     Raises:
@@ -331,7 +330,6 @@ class _Fused(NamedTuple):
 KERNELS = {
     "cudnn": _Fused("gpu", _cudnn_obstacle, _cudnn_attention),
     "splash": _Fused("tpu", splash.obstacle, splash.splash_attention),
-    "pallas": _Fused("gpu", pallas.obstacle, pallas.pallas_attention),
 }
 
 
@@ -340,41 +338,45 @@ class AheadOfTimeWarning(UserWarning):
 
 
 def cached_attention(
-    q_BHK: jax.Array,
+    q_BCHK: jax.Array,
     k_BGSK: jax.Array,
     v_BGSK: jax.Array,
     *,
-    positions_B: jax.Array | None = None,
+    positions_BC: jax.Array | None = None,
     window: int | jax.Array | None = None,
     seen_BS: jax.Array | None = None,
-    bias_HS: jax.Array | None = None,
+    bias_BCHS: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attends from one new position per row to a cache of keys and values.
+    """Attends from C new positions per row to a cache of keys and values.
 
     Args:
-      q_BHK: queries.
-      k_BGSK, v_BGSK: caches, filled up to and including ``positions_B``; the rest is not looked at.
-      positions_B: int32, each row's own position.
+      q_BCHK: queries.
+      k_BGSK, v_BGSK: caches, filled up to and including ``positions_BC``; the rest is not read.
+      positions_BC: int32, each query's own position.
       window, scale, softcap: as for :func:`attention`; the window may be traced.
-      seen_BS: which keys are seen, instead of those up to ``positions_B``.
-      bias_HS: added to the scores.
+      seen_BS: which keys are seen, instead of those up to ``positions_BC``.
+      bias_BCHS: added to the scores.
 
     Returns:
-      [B, H, K] in the dtype of ``q_BHK``.
+      [B, C, H, K] in the dtype of ``q_BCHK``.
     """
-    (B, H, K), (_, G, S, _) = q_BHK.shape, k_BGSK.shape
-    q_BGRK = q_BHK.reshape(B, G, H // G, K)
-    scores = wide_einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK) * (scale or K**-0.5)
-    if bias_HS is not None:
-        scores += bias_HS.reshape(G, H // G, S)
+    (B, C, H, K), (_, G, S, _) = q_BCHK.shape, k_BGSK.shape
+    # A product by key head, of the queries of all positions: N = C * R.
+    q_BGNK = q_BCHK.reshape(B, C, G, H // G, K).swapaxes(1, 2).reshape(B, G, -1, K)
+    scores = wide_einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK) * (scale or K**-0.5)
+    scores = scores.reshape(B, G, C, H // G, S)
+    if bias_BCHS is not None:
+        scores += bias_BCHS.reshape(B, C, G, H // G, S).swapaxes(1, 2)
     scores = soft_cap(scores, softcap)
-    seen = jnp.arange(S) <= positions_B[:, None] if seen_BS is None else seen_BS
+    seen_BCS = jnp.arange(S) <= positions_BC[..., None] if seen_BS is None else seen_BS[:, None]
     if window is not None:
-        seen &= jnp.arange(S) > positions_B[:, None] - window
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-    return jnp.einsum("bgrs,bgsk->bgrk", weights.astype(v_BGSK.dtype), v_BGSK).reshape(B, H, K)
+        seen_BCS &= jnp.arange(S) > positions_BC[..., None] - window
+    scores = jnp.where(seen_BCS[:, None, :, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).reshape(B, G, -1, S).astype(v_BGSK.dtype)
+    out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
+    return out_BGNK.reshape(B, G, C, H // G, K).swapaxes(1, 2).reshape(B, C, H, K)
 
 
 def _choose_here(

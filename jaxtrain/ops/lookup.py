@@ -21,9 +21,9 @@ from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import not_taken_over, split_over
 from jaxtrain.sharding.placement import (
     constrain,
-    for_one_size,
     in_shard_map,
     scatter_sequence,
+    sizes_are_final,
     splits_residual,
 )
 from jaxtrain.sharding.specs import tidy
@@ -94,7 +94,7 @@ class _Split(NamedTuple):
 
 def _find_split(rows: str | None, indices: Sequence[int], table: Sequence[int]) -> _Split | None:
     """Returns the split of a lookup over the ambient mesh; None leaves it to the partitioner."""
-    if jax.sharding.get_abstract_mesh().empty or len(indices) != 2 or not for_one_size():
+    if jax.sharding.get_abstract_mesh().empty or len(indices) != 2 or not sizes_are_final():
         return None
     (B, T), (V, D) = indices, table
 

@@ -1,13 +1,11 @@
 """Numerics that operations share: the dtype of sums, the value of masked scores, and dropout."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.sharding.placement import row_numbers
-from jaxtrain.sharding.row_keys import key_and_rows
+from jaxtrain.sharding.row_keys import DRAWN_BY_ROW, key_and_rows
 
 # Finite, so that its exponential is 0 and no difference of two masked scores is a NaN.
 MASKED = float(-0.7 * np.finfo(np.float32).max)
@@ -49,9 +47,7 @@ def drop(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), 0)
 
 
-# Its name is how a trace tells what it draws from numbers that are drawn in another way.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def drawn_by_row(rng: jax.Array, rows_B: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
+def _drawn_by_row(rng: jax.Array, rows_B: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
     """Bernoulli draws [B, *shape], those of a row with a key of its own."""
 
     key, rows_B = key_and_rows(rng, rows_B)
@@ -60,3 +56,8 @@ def drawn_by_row(rng: jax.Array, rows_B: jax.Array, p: float, shape: tuple[int, 
         return jax.random.bernoulli(jax.random.fold_in(key, row), p, shape)
 
     return jax.vmap(draw)(rows_B)
+
+
+# Its name is how a trace tells what it draws from numbers that are drawn in another way.
+_drawn_by_row.__name__ = DRAWN_BY_ROW
+drawn_by_row = jax.jit(_drawn_by_row, static_argnums=(2, 3))

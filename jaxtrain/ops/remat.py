@@ -14,6 +14,7 @@ On a CPU, whose memory is the host's, offload is dots. JAX has no name for the r
 cuDNN's kernel: it is recognised by its primitive, and runs again under offload.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,11 @@ def rematerialise(name: str, block: Callable[..., Any], *, prevent_cse: bool) ->
             return block(*args)
 
     return jax.checkpoint(known, policy=_policy(name), prevent_cse=prevent_cse)
+
+
+def keeping(name: str) -> Callable[..., Callable] | None:
+    """Returns what :class:`jaxtrain.Stages` takes as ``remat``, by the name of a policy."""
+    return None if name == "none" else functools.partial(rematerialise, name)
 
 
 def _policy(name: str) -> Callable[..., Any]:

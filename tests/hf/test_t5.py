@@ -14,7 +14,7 @@ import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models.generate_target import beam_search, generate
+from jaxtrain.models.generate import beam_search, generate
 from jaxtrain.tree import named_leaves
 from tests.hf import models
 
@@ -259,7 +259,7 @@ def test_what_is_generated_is_what_transformers_generates(name, choice, folder_o
         **form | given,
     )
     config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
-    common = {"source_lengths": lengths, "max_new_tokens": 10}
+    common = {"prompt_lengths": lengths, "max_new_tokens": 10}
     common["repetition_penalty"] = given.get("repetition_penalty", 1.0)
     if beams is None:
         found = generate(config, params, source, **common, temperature=0.0)

@@ -283,7 +283,7 @@ def test_stages_in_any_split_make_the_whole(form):
     def blocks(stacked, x, batch, rng, first=0):
         return run_layers(decoder.stages(config), {"blocks": stacked}, x, batch, rng, first)
 
-    block = quick_jit(functools.partial(decoder.block, config))
+    block = quick_jit(decoder.stages(config).block)
     x = decoder.embed(config, {"embed": params["embed"]}, batch, rng)
     head, tail = (
         jax.tree.map(lambda w, s=s: w[s], params["blocks"]) for s in (slice(1), slice(1, 3))
@@ -292,7 +292,7 @@ def test_stages_in_any_split_make_the_whole(form):
     split = blocks(tail, x, batch, rng, first=1)
     for l in (1, 2):
         layer = jax.tree.map(lambda w, l=l: w[l], params["blocks"])
-        x = block(layer, x, batch, jax.random.fold_in(rng, l))
+        x = block(layer, {}, x, batch, jax.random.fold_in(rng, l), l)
     np.testing.assert_allclose(split, x, rtol=1e-5, atol=1e-5)
     last = {k: params[k] for k in ("final_norm", "embed" if config.tied else "head")}
     loss = decoder.head_loss(config, last, x, batch)
@@ -317,7 +317,8 @@ def test_dropout_is_off_without_a_key_and_right_on_average():
     layer = jax.tree.map(lambda w: jnp.zeros_like(w[0]), params["blocks"])
     for branch in (layer["attn"]["out"], layer["mlp"]["down"]):
         branch["bias"] += 1
-    x = decoder.block(dropped, layer, jnp.zeros((B, T, 16)), batch, keys[0])
+    layer = functools.partial(decoder.stages(dropped).block, layer)
+    x = layer({}, jnp.zeros((B, T, 16)), batch, keys[0], 0)
     kept = np.bincount(np.asarray(x * 0.6).round().astype(int).ravel(), minlength=3) / x.size
     np.testing.assert_allclose(kept, [0.16, 0.48, 0.36], atol=0.07)
 
@@ -407,8 +408,8 @@ def test_flops_are_counted_by_hand_for_llama():
     weights = L * (2 * D * D + 2 * D * kv + 3 * D * F) + V * D
     norms = (2 * L + 1) * D
     expected = 6 * (weights + norms) + 12 * L * D * S
-    assert decoder.flops_per_token(decoder.llama_1b()) == expected
-    near = dataclasses.replace(decoder.llama_1b(), window=100)
+    assert decoder.flops_per_token(decoder.PRESETS["llama-1b"]()) == expected
+    near = dataclasses.replace(decoder.PRESETS["llama-1b"](), window=100)
     assert decoder.flops_per_token(near) == expected - 12 * L * D * (S - 100)
     some = dataclasses.replace(near, window_pattern=(True, True, False))  # 15 layers of 22
     assert decoder.flops_per_token(some) == expected - 12 * 15 * D * (S - 100)

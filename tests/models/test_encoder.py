@@ -140,5 +140,5 @@ def test_an_encoder_that_does_not_fit_is_refused(changes, message):
 
 def test_what_has_no_head_has_no_loss():
     config = dataclasses.replace(SMALL, head="none")
-    with pytest.raises(ValueError, match="a model with head='none' predicts nothing"):
+    with pytest.raises(ValueError, match="head='none' predicts nothing"):
         encoder.loss_fn(config)(encoder.init(config, jax.random.key(0)), rows(config), None)

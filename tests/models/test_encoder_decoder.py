@@ -1,22 +1,20 @@
 """The encoder-decoder: every layout against one device, padding, packing and dropout."""
 
-import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import TOLERANCE, compare
+from jaxtrain.compare.parity import TOLERANCE
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.ops import tiled
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding import placement
-from tests import problems
+from tests.compare import noisy
 
 ROWS, S, T = 16, 12, 8
 T5 = t5.T5Config(
@@ -51,43 +49,14 @@ def batch(seed=0, form="padded"):
     return made | {"source_segments": segments[0]}
 
 
-def experiment(model, pipe=1, form="padded", virtual=1, when=None, **pipeline):
-    """A T5 whose every parameter counts, with a layer for every chunk of both stacks."""
-    layers = max(2, pipe * virtual)
-    model = dataclasses.replace(model, layers=layers, decoder_layers=layers)
-    stages = t5.stages(model, virtual=virtual)
-    train = [batch(seed, form) for seed in range(3)]
-
-    def init(rng):
-        def noisy(name, x):
-            return x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape)
-
-        return stages.stacked.cut(jt.tree.map_named(noisy, t5.init(model, rng)))
-
-    return jt.Experiment(
-        name="t5",
-        init_fn=init,
-        loss_fn=jt.loss_from_stages(stages),
-        optimizer=optax.adamw(1e-2, eps=1e-4),
-        batch=jax.eval_shape(lambda: train[0]),
-        train_batches=lambda start, sharding: contextlib.nullcontext(iter(train)),
-        eval_batches=lambda sharding: train[2:],
-        steps=2,
-        rules=jt.Rules(t5.RULES),
-        stages=stages,
-        **problems.with_layout(
-            {"when": when, "pipeline": {"microbatches": 4, "virtual": virtual} | pipeline}
-        ),
-        gather="model",
-    )
-
-
 def errors_on(layout, model, options, policy="f32"):
-    built = experiment(model, jt.Layout.parse(layout).mesh.pipe, **options)
-    (found,) = compare(built, layouts=[layout], steps=2, policy=policy)
-    assert found.refusal is None
-    assert {"evaluation", "loss", "gradients", "parameters", "optimizer state"} == set(found.worst)
-    return found.worst
+    """Of a T5 whose every parameter counts, with a layer for every chunk of both stacks."""
+    layers, options = noisy.chunks_on(layout, options), dict(options)
+    model = dataclasses.replace(model, layers=layers, decoder_layers=layers)
+    form = options.pop("form", "padded")
+    train = [batch(seed, form) for seed in range(3)]
+    built = noisy.experiment_of(t5, model, train, gather="model", **options)
+    return noisy.errors_of(built, layout, policy)
 
 
 # The form, queries per tile of attention (of 2, a loop over them), the layout, and options.
@@ -168,7 +137,7 @@ def test_remat_changes_no_gradient(remat, params):
 def test_mistakes_are_refused():
     with pytest.raises(ValueError, match="buckets=7 must be even and at least 4"):
         dataclasses.replace(T5, buckets=7)
-    with pytest.raises(ValueError, match="a T5 has no window, and it is 4"):
+    with pytest.raises(ValueError, match="T5 has no window, and it is 4"):
         dataclasses.replace(T5, window=4)
     model, made = dataclasses.replace(T5, attention="cudnn"), batch()
     shapes = jax.eval_shape(lambda: t5.init(model, jax.random.key(0)))

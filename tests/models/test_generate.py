@@ -1,6 +1,7 @@
 """Generation: the cache against the uncached forward, sampling against its definition in NumPy."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -12,16 +13,9 @@ from hypothesis import strategies as st
 
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.generate import (
-    Weights,
-    decode_step,
-    generate,
-    generate_step,
-    penalise,
-    prefill,
-    prompts,
-    truncate,
-)
+from jaxtrain.models.decoding import decoder_of
+from jaxtrain.models.generate import Weights, beam_search, generate, generate_step, prompts
+from jaxtrain.models.sampling import penalise, truncate
 from jaxtrain.tree import map_named
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
@@ -85,15 +79,17 @@ def greedy(form, rows, count, penalty=1.0):
 @both_forms
 def test_cached_logits_are_the_uncached_ones(form):
     config, params = FORMS[form], params_of(form)
+    model = decoder_of(config)
     rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
-    z, cache = prefill(config, params, PROMPTS, LENGTHS, cache_len=9)
-    step = jax.jit(functools.partial(decode_step, config))
+    z, cache = jax.jit(functools.partial(model.prefill, room=5))(params, PROMPTS, LENGTHS)
+    extend = jax.jit(model.extend)
     assert cache.k.shape == (2, 2, config.kv_heads, 9, config.block.head_dim)
     np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
-    for new in ([7, 2], [0, 12], [6, 6]):
-        positions = np.array([len(row) for row in rows], np.int32)
-        rows = [[*row, token] for row, token in zip(rows, new, strict=True)]
-        z, cache = step(params, cache, np.array(new, np.int32), positions)
+    chunks = np.array([[[7, 2], [3, 0]], [[0, 12], [6, 6]], [[6, 6], [1, 4]]], np.int32)
+    for chunk, count in zip(chunks, np.array([[2, 1], [1, 2], [2, 2]], np.int32), strict=True):
+        start = np.array([len(row) for row in rows], np.int32)
+        rows = [[*row, *new[:n]] for row, new, n in zip(rows, chunk, count, strict=True)]
+        z, cache = extend(params, cache, chunk, start, count)
         np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
 
 
@@ -112,6 +108,27 @@ def test_greedy_tokens_are_those_of_the_uncached_forward(form, penalty):
     np.testing.assert_array_equal(got, greedy(form, rows, 6, penalty))
 
 
+def test_many_beams_find_the_best_of_all_continuations():
+    count, eod = 3, 6
+    found, scores = beam_search(
+        FORMS["gpt2"], params_of("gpt2"), PROMPTS, prompt_lengths=LENGTHS, max_new_tokens=count,
+        beams=6, eod=eod,
+    )  # fmt: skip
+    targets = np.array(list(itertools.product(range(13), repeat=count)), np.int32)
+    ended = np.cumsum(np.cumsum(targets == eod, axis=1), axis=1) > 1
+    targets = np.unique(np.where(ended, eod, targets), axis=0)
+    counted = np.cumsum(np.cumsum(targets == eod, axis=1), axis=1) <= 1
+    for row, n in enumerate(LENGTHS):
+        rows = np.zeros((len(targets), 12), np.int32)
+        rows[:, :n], rows[:, n : n + count] = PROMPTS[row, :n], targets
+        z = np.float64(uncached("gpt2")(params_of("gpt2"), rows))[:, n - 1 : n - 1 + count]
+        logs = z - np.log(np.exp(z).sum(axis=2, keepdims=True))
+        logs = np.take_along_axis(logs, targets[..., None], axis=2)[..., 0]
+        means = (logs * counted).sum(axis=1) / counted.sum(axis=1)
+        np.testing.assert_allclose(scores[row], means.max(), atol=1e-5)
+        np.testing.assert_array_equal(found[row], targets[means.argmax()])
+
+
 def test_top_k_of_one_is_greedy_and_sampling_follows_the_key():
     run = functools.partial(generate, FORMS["llama"], params_of("llama"), PROMPTS, max_new_tokens=6)
     key = jax.random.key(0)
@@ -120,17 +137,15 @@ def test_top_k_of_one_is_greedy_and_sampling_follows_the_key():
     assert (run(rng=key, temperature=3.0) != run(rng=jax.random.key(1), temperature=3.0)).any()
 
 
+def drawn(**settings):
+    """4,000 draws of two tokens each after one prompt, by one program."""
+    rows = np.repeat(PROMPTS[:1], 4000, axis=0)
+    settings = {"rng": jax.random.key(0), "top_k": 13, "top_p": 1.0} | settings
+    return generate(FORMS["llama"], params_of("llama"), rows, max_new_tokens=2, **settings)
+
+
 def test_sampled_tokens_have_the_model_s_probabilities():
-    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
-    new = generate(
-        FORMS["llama"],
-        params_of("llama"),
-        prompts,
-        max_new_tokens=1,
-        rng=jax.random.key(0),
-        temperature=2.0,
-        top_k=5,
-    )
+    new = drawn(temperature=2.0, top_k=5)
     z = last_logits("llama", PROMPTS[:1])[0] / 2.0
     kept = np.argsort(z)[-5:]
     expected = np.zeros(13)
@@ -143,17 +158,12 @@ def test_the_nucleus_is_that_of_the_tempered_distribution():
     p = np.exp(z) / np.exp(z).sum()
     order = np.argsort(-p)
     kept = order[: 1 + int((np.cumsum(p[order])[:-1] < 0.6).sum())]
-    sampling = {"rng": jax.random.key(0), "temperature": 2.0, "top_p": 0.6}
-    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
-    new = generate(FORMS["llama"], params_of("llama"), prompts, max_new_tokens=1, **sampling)
-    assert set(np.unique(new)) == set(kept.tolist())
+    assert set(np.unique(drawn(temperature=2.0, top_p=0.6)[:, 0])) == set(kept.tolist())
 
 
 def test_each_new_token_has_a_draw_of_its_own():
     # So hot that tokens do not depend on those before: 13 x 13 pairs are equally likely.
-    sampling = {"rng": jax.random.key(0), "temperature": 1e4}
-    prompts = np.repeat(PROMPTS[:1], 4000, axis=0)
-    new = generate(FORMS["llama"], params_of("llama"), prompts, max_new_tokens=2, **sampling)
+    new = drawn(temperature=1e4)
     pairs = np.bincount(new[:, 0] * 13 + new[:, 1], minlength=169)
     assert ((pairs - 4000 / 169) ** 2 / (4000 / 169)).sum() < 260  # chi-squared of 168, p = 1e-5
 

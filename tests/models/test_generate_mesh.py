@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models import decoder, generate_target
+from jaxtrain.models import decoder
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models.generate import Weights, generate_step, prompts
+from jaxtrain.models.generate import Weights, beam_step, generate_step, prompts
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.sharding.rules import param_shardings
 from tests.models.test_generate import FORMS, LENGTHS, PROMPTS
@@ -43,6 +43,7 @@ COMBINATIONS = [
     pytest.param("gpt, one key head", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("gpt, layers of two kinds", "data2-fsdp2-tensor2", marks=slow),
     ("t5", "data2-fsdp2-tensor2"),
+    pytest.param("gpt, beams", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("t5, beams", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("t5, beams", "data2-tensor4", marks=slow),
     pytest.param("t5", "fsdp4-tensor2", marks=slow),
@@ -55,18 +56,16 @@ def both_ways(x):
 
 def program(name):
     """A step that generates, its batch, the model's module and config."""
-    if name.startswith("gpt"):
-        config = GPTS[name]
-        settings = SETTINGS | {"rng": jax.random.key(SETTINGS["rng"])}
-        rows = {"prompt_lengths": both_ways(LENGTHS), "max_new_tokens": NEW}
-        batch = prompts(config, both_ways(PROMPTS), **rows, **settings)
-        return generate_step(config, max_new_tokens=NEW), batch, decoder, config
-    step = generate_target.generate_step(T5, max_new_tokens=NEW)
+    model, *_ = name.split(", beams")
+    module, config = (t5, T5) if model == "t5" else (decoder, GPTS[model])
+    step, drawn = generate_step(config, max_new_tokens=NEW), {"temperature": 0.0}
     if name.endswith("beams"):
-        step = generate_target.beam_step(T5, max_new_tokens=NEW, beams=3)
-    rows = {"source_lengths": both_ways(SOURCE_LENGTHS), "max_new_tokens": NEW}
-    settings = {"temperature": 0.0, "repetition_penalty": 1.3}
-    return step, generate_target.sources(T5, both_ways(SOURCE), **rows, **settings), t5, T5
+        step = beam_step(config, max_new_tokens=NEW, beams=3)
+    elif module is decoder:
+        drawn = SETTINGS | {"rng": jax.random.key(SETTINGS["rng"])}
+    rows, lengths = (SOURCE, SOURCE_LENGTHS) if module is t5 else (PROMPTS, LENGTHS)
+    form = {"prompt_lengths": both_ways(lengths), "max_new_tokens": NEW, "repetition_penalty": 1.3}
+    return step, prompts(config, both_ways(rows), **form | drawn), module, config
 
 
 def on_mesh(step, batch, module, params, mesh):

@@ -1,6 +1,5 @@
 """Generation from an encoder-decoder: the caches against the uncached forward, and beams of all."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -10,9 +9,18 @@ import numpy as np
 import pytest
 
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models import generate_target as module
-from jaxtrain.models.generate import Prompts, Sampling
-from jaxtrain.models.generate_target import beam_search, decode_step, generate, prefill
+from jaxtrain.models.decoding import Cache, decoder_of
+from jaxtrain.models.generate import (
+    Prompts,
+    Weights,
+    _Form,
+    _found,
+    beam_search,
+    beam_step,
+    generate,
+    prompts,
+)
+from jaxtrain.models.sampling import Sampling
 
 CONFIG = t5.T5Config(
     vocab_size=7,
@@ -50,19 +58,22 @@ def test_cached_logits_are_the_uncached_ones():
     tokens = np.random.default_rng(0).integers(0, 7, (2, 6)).astype(np.int32)
     tokens[:, 0] = 0
     expected = uncached(SOURCE, LENGTHS, tokens)
-    z, cache = prefill(CONFIG, params(), SOURCE, LENGTHS, cache_len=6)
+    decoder, rows = decoder_of(CONFIG), np.arange(2)
+    z, cache = jax.jit(functools.partial(decoder.prefill, room=6))(params(), SOURCE, LENGTHS)
     np.testing.assert_allclose(z, expected[:, 0], atol=1e-5)
-    step = jax.jit(functools.partial(decode_step, CONFIG))
-    for position in range(1, 6):
-        z, cache = step(params(), cache, tokens[:, position], position)
-        np.testing.assert_allclose(z, expected[:, position], atol=1e-5)
+    extend, start = jax.jit(decoder.extend), np.array([1, 1], np.int32)
+    for count in np.array([[2, 1], [1, 2], [2, 2]], np.int32):
+        chunk = np.pad(tokens, ((0, 0), (0, 1)))[rows[:, None], start[:, None] + np.arange(2)]
+        z, cache = extend(params(), cache, chunk, start, count)
+        start += count
+        np.testing.assert_allclose(z, expected[rows, start - 1], atol=1e-5)
 
 
 @pytest.mark.slow
 def test_sampled_tokens_have_the_model_s_probabilities():
     rows = [np.repeat(x, 4000, axis=0) for x in (SOURCE[1:], LENGTHS[1:])]
     found = generate(
-        CONFIG, params(), rows[0], source_lengths=rows[1], max_new_tokens=1, rng=jax.random.key(0),
+        CONFIG, params(), rows[0], prompt_lengths=rows[1], max_new_tokens=1, rng=jax.random.key(0),
         temperature=2.0, top_k=4,
     )  # fmt: skip
     z = uncached(SOURCE[1:], LENGTHS[1:], np.zeros((1, 1), np.int32))[0, 0] / 2
@@ -76,7 +87,7 @@ def test_sampled_tokens_have_the_model_s_probabilities():
 def test_many_beams_find_the_best_of_all_targets():
     count, eod = 3, 6
     found, scores = beam_search(
-        CONFIG, params(), SOURCE, source_lengths=LENGTHS, max_new_tokens=count, beams=3, eod=eod
+        CONFIG, params(), SOURCE, prompt_lengths=LENGTHS, max_new_tokens=count, beams=3, eod=eod
     )
     targets = np.array(list(itertools.product(range(7), repeat=count)), np.int32)
     read = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
@@ -93,24 +104,28 @@ def test_many_beams_find_the_best_of_all_targets():
 
 
 @pytest.mark.slow
-def test_the_score_of_a_beam_is_that_of_its_own_tokens(monkeypatch):
+def test_the_score_of_a_beam_is_that_of_its_own_tokens():
     """Of a model whose cache is a number that each token changes, and that has a row of logits."""
     B, V, count, eod, states, penalty = 8, 6, 5, 0, 97, 1.5
     table = 2 * np.random.default_rng(0).normal(size=(states, V)).astype(np.float32)
 
-    def step(config, params, cache, tokens, position):
-        k = (3 * cache.k[0, :, 0, 0, 0] + tokens + 1) % states
-        return jnp.asarray(table)[k], dataclasses.replace(cache, k=k.reshape(1, -1, 1, 1, 1))
+    class Counter:
+        stacks = ()
 
-    def read(config, count, state, batch):
-        k = jnp.arange(B).reshape(1, B, 1, 1, 1)
-        cache = module.Cache(k, k, k, k, jnp.ones((B, 1), bool))
-        return None, jnp.asarray(table)[:B], cache, jnp.zeros((B, V), bool)
+        def rows(self, tokens, lengths):
+            return tokens, lengths
 
-    monkeypatch.setattr(module, "decode_step", step)
-    monkeypatch.setattr(module, "_read", read)
-    batch = Prompts(None, None, sampling=Sampling(None, None, None, penalty, eod))
-    found, scores = module._search(None, module._Form(count, 3, 2.0), None, batch)
+        def prefill(self, params, tokens, lengths, *, room):
+            k = jnp.arange(B).reshape(1, B, 1, 1, 1)
+            return jnp.asarray(table)[:B], Cache(k, k)
+
+        def extend(self, params, cache, tokens, start, count):
+            k = (3 * cache.k[0, :, 0, 0, 0] + tokens[:, 0] + 1) % states
+            return jnp.asarray(table)[k], Cache(k.reshape(1, -1, 1, 1, 1), cache.v)
+
+    chosen = Sampling(None, None, None, penalty, eod)
+    batch = Prompts(np.zeros((B, 1), int), np.zeros(B, int), sampling=chosen)
+    found, scores = _found(_Form(Counter(), count, 3, 2.0), Weights({}), batch)
     for row, (tokens, score) in enumerate(zip(np.asarray(found), scores, strict=True)):
         total, k, seen = 0.0, row, set()
         for length, token in enumerate(tokens.tolist(), 1):
@@ -125,11 +140,14 @@ def test_the_score_of_a_beam_is_that_of_its_own_tokens(monkeypatch):
 
 def test_mistakes_are_refused():
     write = functools.partial(generate, CONFIG, params(), max_new_tokens=2)
-    with pytest.raises(ValueError, match="source tokens from 1 to 9 do not fit a vocabulary of 7"):
-        write(SOURCE + 4 * (SOURCE == 5), temperature=0.0, source_lengths=LENGTHS)
+    with pytest.raises(ValueError, match="prompt tokens from 1 to 9 do not fit a vocabulary of 7"):
+        write(SOURCE + 4 * (SOURCE == 5), temperature=0.0, prompt_lengths=LENGTHS)
     with pytest.raises(ValueError, match="sampling needs rng"):
         write(SOURCE)
     with pytest.raises(ValueError, match="beams=4 must be from 1 to half of the vocabulary"):
         beam_search(CONFIG, params(), SOURCE, max_new_tokens=2)
     with pytest.raises(ValueError, match="length_penalty=nan must be a finite number"):
         beam_search(CONFIG, params(), SOURCE, max_new_tokens=2, beams=2, length_penalty=np.nan)
+    batch = prompts(CONFIG, SOURCE, max_new_tokens=2, rng=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"temperature=1\.0, and a search with 3 beams draws no"):
+        beam_step(CONFIG, max_new_tokens=2, beams=3)(Weights(params()), batch)

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.compare.parity import worst
 from jaxtrain.engines.pipeline import pipeline
 from jaxtrain.models import decoder
-from jaxtrain.models.generate import decode_step, prefill
+from jaxtrain.models.decoding import decoder_of
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
 from jaxtrain.precision import equations
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -21,6 +21,7 @@ from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update
 from jaxtrain.tree import map_named, named_leaves
 from tests.forms import LLAMA
+from tests.problems import record_gradients
 
 FAST = {"xla_backend_optimization_level": 0}
 RANK, ALPHA, ROWS, STEPS = 2, 3.0, 8, 2
@@ -91,12 +92,12 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(form):
 
 def test_generation_is_that_of_the_merged_weights():
     form, tokens, lengths = "gpt2", batch_of()["tokens"][:2, :4], np.array([4, 2])
-    config = FORMS[form]
+    model = decoder_of(FORMS[form])
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def run(params):
-        first, cache = prefill(config, params, tokens, lengths, cache_len=5)
-        return first, decode_step(config, params, cache, tokens[:, 0], lengths)[0]
+        first, cache = model.prefill(params, tokens, lengths, room=1)
+        return first, model.extend(params, cache, tokens[:, :1], lengths, np.array([1, 1]))[0]
 
     for got, expected in zip(run(params_of(form)), run(merge(params_of(form))), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -84,9 +84,9 @@ def test_a_block_and_its_gradients_are_those_of_the_definition(form):
 def test_a_full_cache_is_seen_whole_but_in_layers_with_a_window():
     config = BlockConfig(width=4, heads=1, window=2, window_pattern=(True, False))
     k, v = jnp.zeros((1, 1, 4, 4)), jnp.eye(4)[None, None]
-    cache = jnp.ones((1, 1, 4)), k, v, jnp.array([3])
-    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *cache)[0, 0]))
-    np.testing.assert_allclose(of_layer(jnp.arange(2)), [[0, 0, 0.5, 0.5], [0.25] * 4])
+    cache = jnp.ones((1, 1, 1, 4)), k, v, jnp.array([[3]])
+    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *cache)))
+    np.testing.assert_allclose(of_layer(jnp.arange(2))[:, 0, 0, 0], [[0, 0, 0.5, 0.5], [0.25] * 4])
 
 
 def test_shapes_follow_the_sizes_of_a_block():

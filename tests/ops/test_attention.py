@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose, explain_choice
-from jaxtrain.ops.pallas import pallas_attention
 from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
 from jaxtrain.precision import float32_products
@@ -209,30 +208,24 @@ def test_masks_of_short_rows_are_not_held_through_a_loop_over_layers(packed):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "causal", "documents", "groups", "mesh"),
+    ("causal", "documents", "groups", "mesh"),
     [
-        (splash_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
-        (splash_attention, True, None, (2, 2), None),
-        (splash_attention, False, 3, (2, 1), {"fsdp": 2}),
-        (splash_attention, 70, None, (4, 2), {"tensor": 4}),
-        (splash_attention, -70, 3, (2, 1), None),
-        (splash_attention, True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
-        (pallas_attention, True, 3, (4, 2), {"data": 2, "tensor": 2}),
-        (pallas_attention, False, None, (2, 1), None),
-        pytest.param(
-            *(pallas_attention, True, 3, (4, 1), {"pipe": 2, "tensor": 2}), marks=pytest.mark.slow
-        ),
+        (True, 3, (4, 2), {"data": 2, "tensor": 2}),
+        (True, None, (2, 2), None),
+        (False, 3, (2, 1), {"fsdp": 2}),
+        (70, None, (4, 2), {"tensor": 4}),
+        (-70, 3, (2, 1), None),
+        (True, 3, (4, 2), {"pipe": 2, "fsdp": 1, "tensor": 4}),
     ],
 )
-def test_fused_kernels_are_the_definition(kernel, causal, documents, groups, mesh):
-    H, G = groups
-    T = 256 if kernel is splash_attention else 128
+def test_splash_is_the_definition(causal, documents, groups, mesh):
+    (H, G), T = groups, 256
     q, k, v, segments = arrays(6, T=T, H=H, G=G, K=8, documents=documents)
     seen = seen_by(causal) | {"softcap": 0.7 if causal == 70 else None}
 
     def run(*qkvs):
         *qkv, segments_BT = qkvs
-        on_one = functools.partial(kernel, **seen, interpret=True)
+        on_one = functools.partial(splash_attention, **seen, interpret=True)
         return on_each_device(on_one, *qkv, segments_BT)
 
     if mesh and "pipe" in mesh:
@@ -347,19 +340,19 @@ def test_nothing_of_size_t_times_s_is_kept_for_the_backward_pass_of_long_rows():
 SEEN = ((None, None), (3, 0.7))
 
 
-def test_cached_attention_is_the_last_row_of_the_whole():
+def test_cached_attention_is_that_of_positions_of_the_whole():
     q, k, v, _ = arrays(5, B=3)
-    positions = np.array([0, 3, 6])
+    positions = np.array([[0, 1], [5, 3], [6, 6]])
     wholes = [
         definition(np, q, k, v, causal=True, segments_BT=None, window=window, softcap=softcap)
         for window, softcap in SEEN
     ]
     k, v = (jnp.asarray(x.transpose(0, 2, 1, 3), jnp.float32) for x in (k, v))
-    rows = np.arange(3)
-    last = jnp.asarray(q[rows, positions], jnp.float32)
+    rows = np.arange(3)[:, None]
+    some = jnp.asarray(q[rows, positions], jnp.float32)
     for (window, softcap), whole in zip(SEEN, wholes, strict=True):
-        form = {"positions_B": jnp.asarray(positions), "window": window, "softcap": softcap}
-        out = cached_attention(last, k, v, **form)
+        form = {"positions_BC": jnp.asarray(positions), "window": window, "softcap": softcap}
+        out = cached_attention(some, k, v, **form)
         np.testing.assert_allclose(out, whole[rows, positions], atol=2e-6)
 
 
@@ -375,7 +368,6 @@ def test_the_choice_is_by_backend_dtype_and_width():
         assert choose("auto", dtype="bfloat16", head_dim=64, backend=backend, dropout=0.1) == "xla"
     assert choose("xla", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "xla"
     assert choose("cudnn", dtype=jnp.bfloat16, head_dim=64, backend="gpu") == "cudnn"
-    assert choose("pallas", dtype=jnp.float32, head_dim=36, backend="gpu", length=64) == "pallas"
 
 
 @pytest.mark.parametrize(
@@ -383,20 +375,16 @@ def test_the_choice_is_by_backend_dtype_and_width():
     [
         (dict(implementation="flash", dtype="bfloat16", backend="gpu"), "'flash' is not one of"),
         (dict(implementation="cudnn", dtype="bfloat16", backend="cpu"), "backend is 'cpu'"),
+        (dict(implementation="cudnn", dtype="float16", backend="tpu"), "NVIDIA GPU, and the back"),
         (dict(implementation="cudnn", dtype="float32", backend="gpu"), "queries are float32"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", head_dim=12), "it is 12"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", dropout=0.1), "rate is 0.1"),
         (dict(implementation="splash", dtype="float32", backend="gpu"), "a TPU, and the backend"),
-        (dict(implementation="pallas", dtype="float32", backend="tpu"), "NVIDIA GPU, and the back"),
-        (dict(implementation="pallas", dtype="float32", backend="gpu", head_dim=256), "are 256"),
-        (dict(implementation="pallas", dtype="float32", backend="gpu", window=8), "and it is 8"),
-        (dict(implementation="pallas", dtype="float32", backend="gpu", softcap=5.0), "it is 5.0"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", softcap=5.0), "it is 5.0"),
         (
             dict(implementation="cudnn", dtype="float16", backend="gpu", window=9, causal=False),
             "it sees 8 to both sides",
         ),
-        (dict(implementation="pallas", dtype="float32", backend="gpu", length=100), "it is 100"),
         (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
         (dict(implementation="splash", dtype="float32", backend="tpu", dropout=0.1), "rate is 0.1"),
     ],

@@ -15,7 +15,7 @@ import pytest
 from jax.interpreters import mlir
 
 from experiments import gpt as experiment_gpt
-from jaxtrain.experiment import build_step, make_abstract_state
+from jaxtrain.build import build_step, make_abstract_state
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
@@ -144,7 +144,9 @@ def test_a_whole_step_is_lowered_with_the_kernel_in_it(on_gpus, sizes):
     state = make_abstract_state(experiment, mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(build_step(experiment, state, mesh))
-        text = step.trace(state, experiment.batch).lower(lowering_platforms=("cuda",)).as_text()
+        text = (
+            step.trace(state, experiment.data.batch).lower(lowering_platforms=("cuda",)).as_text()
+        )
     # Forward, and in the backward pass; a stage is run again there.
     assert text.count("custom_call @__cudnn$fmhaScaleBiasSoftmaxBackward(") == 1
     assert text.count("custom_call @__cudnn$fmhaScaleBiasSoftmax(") == 1 + ("pipe" in sizes)

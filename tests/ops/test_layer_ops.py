@@ -9,7 +9,9 @@ import pytest
 
 from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu
 from jaxtrain.ops.norms import layer_norm, rms_norm
+from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
+from jaxtrain.sharding.row_keys import draws_otherwise
 
 EPS = 1e-5
 
@@ -60,7 +62,11 @@ def test_value_and_gradients_are_those_of_the_definition(name):
             jax.value_and_grad(lambda *a, f=f: (f(*a) * weights).sum(), every)(*args)
             for f in (function, plain)
         )
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), got, expected)
+    (value, slopes), (wanted, wanted_slopes) = jax.tree.map(np.asarray, (got, expected))
+    assert abs(value - wanted) <= 1e-9 * abs(wanted)
+    for slope, want, shape in zip(slopes, wanted_slopes, shapes, strict=True):
+        assert (slope.shape, slope.dtype) == (shape, np.float64)
+        assert abs(slope - want).max() <= 1e-9 * abs(want).max() > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,3 +131,16 @@ def test_rotated_products_depend_on_the_distance_alone():
 
     np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
     assert abs(product(7, 3) - product(8, 3)) > 1e-3
+
+
+def test_a_function_of_a_users_that_is_named_as_ours_does_not_draw_by_row():
+    @jax.jit
+    def drawn_by_row(key, x):
+        return jax.random.bernoulli(key, 0.5, x.shape) * x
+
+    def draws(function):
+        traced = jax.make_jaxpr(functools.partial(function, x=jnp.ones((4, 3))))
+        return draws_otherwise(traced(jax.random.key(0)).jaxpr)
+
+    assert draws(drawn_by_row)
+    assert not draws(lambda key, x: drop(x, 0.5, key))
