@@ -1,0 +1,307 @@
+"""The capabilities of the composition table, and how two or three of them make one experiment.
+
+A new capability joins by one entry here, or by none: update rules are read off
+:data:`jaxtrain.optim.OPTIMIZERS`. A test holds that every field of a layout and every flag of the
+optimizer has an entry.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.compare import parity
+from jaxtrain.engines.plain import Engine, GradientSums, plain
+from jaxtrain.experiment import Experiment, optimizer_for
+from jaxtrain.methods.method import Method
+from jaxtrain.optim import OPTIMIZERS
+from jaxtrain.state import TrainState
+
+MESH = "data=2,fsdp=2,tensor=2"
+# The smallest experiments that have all parts; the text is that of this folder.
+TEXT = os.path.relpath(pathlib.Path(__file__).parent)
+_ANY = {"--steps": "4", "--global-batch": "16"}
+_ANY |= {"--optimizer.name": "adamw", "--optimizer.warmup-steps": "1"}
+_LAYERS = _ANY | {"--layers": "4", "--width": "16", "--heads": "2"}
+_TEXTS = _LAYERS | {"--data": TEXT}
+_ROWS = {"--seq-len": "16"}
+BASES: dict[str, dict[str, str]] = {
+    "experiments.gpt": _TEXTS | _ROWS | {"--held-out-bytes": "2000", "--sample-tokens": "0"},
+    "experiments.bert": _TEXTS
+    | _ROWS
+    | {"--tokenizer": "wordpiece:300", "--held-out-rows": "16", "--examples": "0"},
+    "experiments.t5": _TEXTS
+    | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
+    "experiments.vision": _ANY,
+}
+TOLERANCES = parity.TOLERANCES | {"pure_bf16": 5e-2, "fp16": 5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One thing that an experiment can have, with which every other one is tried.
+
+    Args:
+      name: in the table.
+      group: the section of the table.
+      flags: those that give it.
+      layout: what it asks of the layout, as :meth:`jaxtrain.Layout.parse` reads it.
+      module: of the experiment that it is of; None where any experiment may have it.
+      called: a regex that finds it in a refusal; left out, its name.
+      change: makes it of an experiment, where no flag does.
+      resumes: whether it is a run that is interrupted and resumed.
+      needs: the hardware without which it cannot be run, or None.
+    """
+
+    name: str
+    group: str
+    flags: tuple[str, ...] = ()
+    layout: str = ""
+    module: str | None = None
+    called: str = ""
+    change: Callable[[Experiment], Experiment] | None = None
+    resumes: bool = False
+    needs: str | None = None
+
+    def named_in(self, sentence: str) -> bool:
+        """Whether a refusal says that it is this one which does not fit."""
+        return re.search(self.called or re.escape(self.name), sentence, re.IGNORECASE) is not None
+
+
+def _layouts() -> Iterator[Capability]:
+    pipe = "pipe=2,pipeline.microbatches=4"
+    for name, layout, called in (
+        ("data parallel", "data=2", "data|mesh"),
+        ("fsdp", "fsdp=2", "fsdp|mesh"),
+        ("tensor parallel", "tensor=2", "tensor|mesh"),
+        ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
+        (
+            "pipeline, interleaved",
+            f"{pipe},pipeline.schedule=interleaved,pipeline.virtual=2",
+            "pipe|stage",
+        ),
+        ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),
+        ("pipeline, residuals kept", f"{pipe},pipeline.remat=none", "pipe|stage"),
+        ("pipeline, balanced stages", f"{pipe},pipeline.balance=true", "pipe|stage|balance"),
+        ("ZeRO 1", "data=2,zero=1", "zero"),
+        ("ZeRO 2", "data=2,zero=2", "zero"),
+        ("ZeRO 3", "data=2,zero=3", "zero"),
+        ("slow network", "data=2,dcn_data=2", "dcn|slow"),
+        ("accumulation", "accumulate=2", "accumulate|microbatch"),
+        ("gather by layer", "gather=layer", "gather"),
+        ("gather once", "gather=step", "gather"),
+        ("remat full", "remat=full", "remat"),
+        ("remat dots", "remat=dots", "remat"),
+        ("remat save_attention", "remat=save_attention", "remat"),
+        ("scan unrolled", "scan_unroll=2", "scan.unroll"),
+        ("attention by XLA", "attention=xla", "attention"),
+        ("whole residual stream", "sequence_parallel=false", "sequence.parallel"),
+        ("steps per call", "steps_per_call=2", "steps.per.call"),
+        ("offloaded optimizer", "offload_optimizer=true", "offload"),
+    ):
+        yield Capability(name, "layout", layout=layout, called=called)
+    for name, layout, needs in (
+        ("attention by cuDNN", "attention=cudnn", "a GPU"),
+        ("attention by Splash", "attention=splash", "a TPU"),
+        ("hidden communication", "hide_communication=true", "a TPU"),
+        ("deterministic programs", "deterministic=true", "a GPU"),
+    ):
+        yield Capability(name, "layout", layout=layout, needs=needs)
+
+
+def _precisions() -> Iterator[Capability]:
+    for name in ("bf16", "pure_bf16", "fp16"):
+        yield Capability(name, "precision", flags=("--precision", name), called=f"precision|{name}")
+
+
+def _optimizers() -> Iterator[Capability]:
+    for name in OPTIMIZERS:
+        yield Capability(name, "optimizer", flags=("--optimizer.name", name))
+    for name, *flags in (
+        ("clip by norm", "clip-norm", "0.1"),
+        ("clip by max", "clip-order", "max"),
+        ("clip by value", "clip-value", "1e-3"),
+        ("frozen leaves", "freeze", "embed"),
+        ("rate multipliers", "rate-multipliers", "^blocks/=0.5"),
+        ("decay multipliers", "decay-multipliers", "^blocks/=0.5"),
+        ("calls accumulated", "accumulate", "2"),
+        ("batch ramp", "accumulate", "2", "accumulate-ramp", "1:1"),
+        ("spikes left out", "skip-spikes", "6"),
+        ("moving average", "ema", "0.9"),
+        ("norms by layer", "watch-every", "1"),
+        ("plateau", "plateau-factor", "0.5"),
+        ("rate by batch", "base-batch", "8"),
+    ):
+        given = tuple(f"--optimizer.{x}" if i % 2 == 0 else x for i, x in enumerate(flags))
+        yield Capability(name, "optimizer", flags=given, called=flags[0].replace("-", "."))
+
+
+def _tasks() -> Iterator[Capability]:
+    yield Capability("dropout", "task", flags=("--dropout", "0.2"))
+    yield Capability("attention dropout", "task", flags=("--attention-dropout", "0.2"))
+    gpt = functools.partial(Capability, group="task", module="experiments.gpt")
+    yield gpt("z-loss", flags=("--z-loss", "1e-3"))
+    yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
+    shares = f"a=0.5:{TEXT},b=0.5:{TEXT}"
+    yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")
+
+
+def _models() -> Iterator[Capability]:
+    vit = ("--model", "vit", "--layers", "4", "--width", "16", "--heads", "2")
+    for name, module, flags, called in (
+        ("Llama", "gpt", ("--model", "llama-1b"), "model"),
+        ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
+        ("encoder", "bert", (), "bert|encoder"),
+        ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
+        ("vision transformer", "vision", vit, "vit|image|model"),
+        ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
+    ):
+        yield Capability(name, "model", flags, module=f"experiments.{module}", called=called)
+
+
+def _clipped(loss_fn: Callable[..., Any]) -> Callable[..., GradientSums]:
+    """Gradients of every row by itself, clipped, and summed."""
+    alone = plain(loss_fn)
+
+    def engine(params, model_state, batch, rng, loss_scale):
+        def one(row):
+            row = jax.tree.map(lambda x: x[None], row)
+            sums = alone(params, model_state, row, rng, loss_scale)
+            shrunk = jnp.minimum(1.0, 1.0 / jnp.maximum(optax.tree.norm(sums.grads), 1e-12))
+            return dataclasses.replace(sums, grads=jax.tree.map(lambda g: g * shrunk, sums.grads))
+
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(batch))
+
+    return engine
+
+
+def _replicas(state: TrainState) -> TrainState:
+    """Two replicas that begin alike, and have the optimizer's state."""
+    replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    return dataclasses.replace(state, opt_state=(), method=replicas)
+
+
+def _averaged(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Each replica trains on half of the rows; after each step both have the mean."""
+
+    def both(state, batch):
+        halves = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), batch)
+        replicas, metrics = jax.vmap(step, in_axes=(0, 1))(state.method, halves)
+        mean = jax.tree.map(lambda x: x.mean(0), replicas.params)
+        met = jax.tree.map(jnp.broadcast_to, mean, jax.tree.map(jnp.shape, replicas.params))
+        replicas = dataclasses.replace(replicas, params=met)
+        state = dataclasses.replace(state, step=state.step + 1, params=mean, method=replicas)
+        return state, jax.tree.map(lambda x: x.mean(0), metrics)
+
+    return both
+
+
+def _multi_steps(experiment: Experiment) -> Experiment:
+    chain = functools.partial(optimizer_for, experiment)
+    return experiment.with_(
+        optimizer=lambda stack: optax.MultiSteps(chain(stack), 2).gradient_transformation()
+    )
+
+
+def _changes() -> Iterator[Capability]:
+    """What users write in Python."""
+    own = functools.partial(Capability, group="of one's own")
+    engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
+    yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
+    yield own("a method", change=lambda e: e.with_(method=method), called="method")
+    yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
+
+
+def _runs() -> Iterator[Capability]:
+    yield Capability("saved and resumed", "run", resumes=True, called="resume|run")
+
+
+def capabilities() -> tuple[Capability, ...]:
+    """All capabilities, in the order of the table."""
+    parts = (_layouts, _precisions, _optimizers, _tasks, _models, _changes, _runs)
+    return tuple(each for part in parts for each in part())
+
+
+def together(chosen: Sequence[Capability]) -> "Together | None":
+    """Joins capabilities; None where they are alternatives, of which a run has one."""
+    flags: dict[str, str] = {}
+    fields: dict[str, str] = {}
+    for each in chosen:
+        pairs = dict(zip(each.flags[::2], each.flags[1::2], strict=True))
+        asked = dict(word.split("=") for word in each.layout.split(",") if word)
+        for have, more in ((flags, pairs), (fields, asked)):
+            if any(have.get(name, value) != value for name, value in more.items()):
+                return None
+            have |= more
+    modules = {each.module for each in chosen if each.module} or {"experiments.gpt"}
+    return None if len(modules) > 1 else Together(tuple(chosen), modules.pop(), flags, fields)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Together:
+    """Capabilities in one experiment: its module, its flags, and the fields of its layout."""
+
+    chosen: tuple[Capability, ...]
+    module: str
+    flags: Mapping[str, str]
+    fields: Mapping[str, str]
+
+    @property
+    def task(self) -> tuple[str, ...]:
+        """The flags without the layout."""
+        own = BASES[self.module] | self.flags
+        return tuple(itertools.chain(*own.items()))
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The names of those that no flag gives."""
+        return tuple(each.name for each in self.chosen if each.change is not None)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What cells have in common that are compared with the same run on one device."""
+        return (self.module, *self.task, *self.changes)
+
+    @property
+    def layout(self) -> str:
+        """The layout, on :data:`MESH` where none asks for a mesh."""
+        fields = dict(self.fields)
+        if not fields.keys() & {"data", "fsdp", "tensor", "pipe"}:
+            fields = dict(word.split("=") for word in MESH.split(",")) | fields
+        return ",".join(f"{name}={value}" for name, value in fields.items())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the capabilities."""
+        return tuple(each.name for each in self.chosen)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it is a run that is resumed."""
+        return any(each.resumes for each in self.chosen)
+
+    @property
+    def runs(self) -> bool:
+        """Whether whole runs are compared, and not steps."""
+        return self.resumes or "steps_per_call" in self.fields
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error of a leaf that is rounding, by the precision."""
+        return TOLERANCES[self.flags.get("--precision", "f32")]
+
+    @property
+    def command(self) -> str:
+        """The command that repeats it."""
+        with_ = f" with {' and '.join(self.changes)} of one's own" if self.changes else ""
+        command = f"jaxtrain parity {self.module} {shlex.join(self.task)} --layout {self.layout}"
+        return command + with_

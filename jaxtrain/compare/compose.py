@@ -1,0 +1,208 @@
+"""The composition table: every pair of capabilities is run, and its cell says what came of it.
+
+A capability is a small change of an experiment, as flags that anyone can type
+(:mod:`jaxtrain.compare.capabilities`). The experiment with two of them is trained for a few steps
+on one device, and on the mesh that the two ask for, as ``jaxtrain parity`` does: loss, gradients,
+parameters and the state of the optimizer are compared. A run that is interrupted and resumed is
+compared with one that is not, to the bit, and one of several steps per call with one of single
+steps.
+
+So each cell is *equal*, *refused* in one sentence that names both, or a *fault*: a wrong number, a
+crash, or a refusal that does not say what does not fit. What needs hardware that is not here says
+so. ``jaxtrain compose`` prints the faults, and writes the table and a page.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.compare import parity
+from jaxtrain.compare.capabilities import Capability, Together, together
+from jaxtrain.experiment import Experiment
+from jaxtrain.layout import Layout
+from jaxtrain.run.loop import fit
+from jaxtrain.run.main import build_experiment, load_config
+from jaxtrain.run.options import RunOptions
+from jaxtrain.tree import named_leaves
+
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The outcome of capabilities tried together.
+
+    Args:
+      names: of the capabilities.
+      outcome: "equal", "refused", "fault" or "needs".
+      text: the largest error and where; the refusal; the fault; the hardware.
+      command: that repeats it.
+      seconds: that it took.
+    """
+
+    names: tuple[str, ...]
+    outcome: str
+    text: str
+    command: str
+    seconds: float = 0.0
+
+
+def pairs(all_of: Sequence[Capability]) -> list[Together]:
+    """All pairs of capabilities that are no alternatives of each other."""
+    return [x for pair in itertools.combinations(all_of, 2) if (x := together(pair)) is not None]
+
+
+def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
+    """One of several parts of about equal size, the same in every process; cells that share what
+    they are compared with are together, up to 64."""
+    tasks: dict[tuple, list[Together]] = {}
+    for cell in cells:
+        tasks.setdefault(cell.shared, []).append(cell)
+    groups = [
+        (-len(some[n : n + 64]), zlib.crc32(" ".join(task).encode()), n, some[n : n + 64])
+        for task, some in tasks.items()
+        for n in range(0, len(some), 64)
+    ]
+    filled: list[list[Together]] = [[] for _ in range(parts)]
+    for *_, some in sorted(groups, key=lambda group: group[:3]):
+        min(filled, key=len).extend(some)
+    return filled[part]
+
+
+def compose(cells: Iterable[Together]) -> Iterator[Cell]:
+    """Tries capabilities together, task by task.
+
+    Args:
+      cells: what to try, from :func:`pairs`.
+
+    Yields:
+      What came of each.
+    """
+    by_task: dict[tuple, list[Together]] = {}
+    for cell in cells:
+        by_task.setdefault(cell.shared, []).append(cell)
+    for those in by_task.values():
+        yield from _try_task(those)
+        jax.clear_caches()
+
+
+def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
+    here = []
+    for cell in those:
+        needs = [each.needs for each in cell.chosen if each.needs]
+        if needs:
+            yield Cell(cell.names, "needs", needs[0], cell.command)
+        else:
+            here.append(cell)
+    if not here:
+        return
+    try:
+        task = load_config(those[0].module, list(those[0].task), command="compose")
+        experiment = build_experiment(*task)
+        for each in those[0].chosen:
+            experiment = experiment if each.change is None else each.change(experiment)
+    except (ValueError, SystemExit) as error:  # SystemExit for flags that it does not have
+        yield from (refused(cell, str(error)) for cell in here)
+        return
+    laid = []
+    for cell in here:
+        try:
+            layout = Layout.parse(cell.layout, experiment.layout)
+            experiment.with_(layout=layout)
+        except ValueError as error:
+            yield refused(cell, str(error))
+        else:
+            laid.append((cell, layout))
+    yield from _compared(experiment, [each for each in laid if not each[0].runs])
+    for cell, layout in laid:
+        if cell.runs:
+            yield _tried(cell, functools.partial(_run, cell, experiment, layout))
+
+
+def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) -> Iterator[Cell]:
+    """Compares meshes with one device; while one is run, the next is compiled."""
+    alone = Layout.parse("", experiment.layout)
+
+    @functools.cache
+    def reference(microbatches: int) -> Any:
+        return parity.run_one_device(parity.compile_on(experiment, alone, microbatches), STEPS)
+
+    def errors(program: Future, microbatches: int) -> Mapping[str, tuple[float, str]]:
+        return parity.run_layout(program.result(), reference(microbatches))
+
+    with ThreadPoolExecutor(parity.COMPILERS) as pool:
+        for start in range(0, len(cells), 8):
+            some = cells[start : start + 8]
+            numbers = [
+                x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for _, x in some
+            ]
+            programs = [
+                pool.submit(parity.compile_on, experiment, layout, number, replays=True)
+                for (_, layout), number in zip(some, numbers, strict=True)
+            ]
+            for (cell, _), number, program in zip(some, numbers, programs, strict=True):
+                yield _tried(cell, functools.partial(errors, program, number))
+
+
+def _tried(cell: Together, errors: Callable[[], Mapping[str, tuple[float, str]]]) -> Cell:
+    """The cell of what ``errors`` gives, refuses or breaks by."""
+    start = time.perf_counter()
+    try:
+        found = errors()
+    except ValueError as error:
+        return refused(cell, str(error))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__} in {last.filename}:{last.lineno}: {error}"
+        return Cell(cell.names, "fault", text, cell.command, time.perf_counter() - start)
+    part, (error, leaf) = max(found.items(), key=lambda each: each[1][0])
+    outcome = "equal" if error <= cell.tolerance else "fault"
+    text = f"{error:.1e} in the {part}" + (f" of {leaf}" if leaf else "")
+    return Cell(cell.names, outcome, text, cell.command, time.perf_counter() - start)
+
+
+def refused(cell: Together, sentence: str) -> Cell:
+    """The cell of a refusal, which is a fault where it does not name what does not fit."""
+    fits = all(each.named_in(sentence) for each in cell.chosen) and "\n" not in sentence
+    text = sentence if fits else f"a refusal that does not name both: {sentence}"
+    return Cell(cell.names, "refused" if fits else "fault", text, cell.command)
+
+
+def _run(cell: Together, experiment: Experiment, layout: Layout) -> Mapping[str, Any]:
+    """Compares a run that is resumed, or takes several steps per call, with one that does neither:
+    to the bit where it is resumed alone."""
+    others = layout.mesh.devices // layout.mesh.data
+    layout = layout.with_({"mesh.data": len(jax.devices()) // others})
+    single = layout.with_({"steps_per_call": 1})
+
+    def run(folder: str, layout: Layout, steps: int, **options: Any) -> Any:
+        given = RunOptions(run_dir=folder, log_every=2, sample_seconds=0, **options)
+        return jax.device_get(fit(experiment.with_(layout=layout, steps=steps), given).state)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        whole = run(f"{folder}/whole", single, 4)
+        if cell.resumes:
+            run(f"{folder}/parts", layout, 2)
+        found = run(f"{folder}/parts", layout, 4, resume=cell.resumes)
+    found, whole = ({n: _numbers(x) for n, x in named_leaves(x).items()} for x in (found, whole))
+    if layout != single:
+        return {"run": parity.worst(found, whole)}
+    off = [name for name in whole if not np.array_equal(found[name], whole[name], equal_nan=True)]
+    return {"bits": (float(bool(off)), next(iter(off), ""))}
+
+
+def _numbers(x: Any) -> np.ndarray:
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)

@@ -1,0 +1,97 @@
+"""The composition table: its entries, its outcomes, and a real cell from flags to page."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxtrain.compare import compose
+from jaxtrain.compare.capabilities import capabilities, together
+from jaxtrain.layout import Layout
+from jaxtrain.run.options import OptimizerOptions
+from tests import commands
+
+# Of a layout: axes without a flag, and parts of the slow network that the data axis stands for.
+UNTRIED = {"mesh.context", "mesh.expert", "mesh.dcn_fsdp", "mesh.dcn_pipe"}
+# Of the optimizer: numbers that another entry needs, and shapes of the learning rate in time.
+NUMBERS = {"learning_rate", "schedule", "warmup_steps", "weight_decay", "batch_scaling"}
+NUMBERS |= {"plateau_patience", "plateau_window", "watch_bins"}
+
+
+def of(*names):
+    known = {each.name: each for each in capabilities()}
+    return together([known[name] for name in names])
+
+
+def test_every_switch_of_a_layout_and_every_flag_of_the_optimizer_has_an_entry():
+    entries = [together([each]) for each in capabilities()]
+    asked = {name for each in entries for name in each.fields}
+    fields = {path.removeprefix("mesh.") for path in Layout().values().keys() - UNTRIED}
+    assert not fields - asked
+    given = {flag for each in entries for flag in each.flags}
+    (chain,) = OptimizerOptions.__bases__
+    flags = {f"--optimizer.{x.name.replace('_', '-')}" for x in dataclasses.fields(chain)}
+    assert not {x for x in flags if x[12:].replace("-", "_") not in NUMBERS} - given
+
+
+def test_alternatives_are_no_pair_and_meshes_are_joined():
+    assert of("lamb", "lion") is None
+    assert of("ZeRO 1", "ZeRO 2") is None
+    assert of("encoder", "z-loss") is None  # flags of different experiments
+    assert of("ZeRO 1", "tensor parallel").layout == "data=2,zero=1,tensor=2"
+    both = of("lamb", "dropout")
+    assert both.layout == "data=2,fsdp=2,tensor=2"
+    assert "--optimizer.name lamb" in both.command
+    assert "--dropout 0.2" in both.command
+
+
+def test_parts_are_disjoint_and_all_together_are_all_pairs():
+    cells = compose.pairs(capabilities())
+    parts = [compose.part_of(cells, i, 16) for i in range(16)]
+    assert sorted(id(x) for part in parts for x in part) == sorted(map(id, cells))
+    assert max(map(len, parts)) < 1.3 * min(map(len, parts))
+    readme = (pathlib.Path(__file__).parents[2] / "jaxtrain/README.md").read_text()
+    assert f"all {len(cells):,} pairs of {len(capabilities())} capabilities" in readme
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "text"),
+    [
+        ({"loss": (0.0, ""), "gradients": (2e-7, "w")}, "equal", "2.0e-07 in the gradients of w"),
+        ({"gradients": (0.5, "w")}, "fault", "5.0e-01 in the gradients of w"),
+        (ValueError("`zero` is 1 with mesh.fsdp 2: no"), "refused", "`zero` is 1"),
+        (ValueError("`zero` is 1: no"), "fault", "does not name both: `zero` is 1: no"),
+        (KeyError("w"), "fault", "KeyError in "),
+    ],
+)
+def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
+    def run_layout(program, reference):
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(compose.parity, "compile_on", lambda *given, **options: None)
+    monkeypatch.setattr(compose.parity, "run_one_device", lambda *given: [])
+    monkeypatch.setattr(compose.parity, "run_layout", run_layout)
+    (cell,) = compose.compose([of("fsdp", "ZeRO 1")])
+    assert (cell.outcome, text in cell.text) == (outcome, True), cell
+    (cell,) = compose.compose([of("attention by cuDNN", "lamb")])
+    assert (cell.outcome, cell.text) == ("needs", "a GPU")
+
+
+def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, capsys):
+    both = ["--only", "tensor parallel", "--only", "frozen leaves"]
+    status, out, err = commands.run(capsys, "compose", *both, "--out", str(tmp_path))
+    assert (status, "1 of 1" in err, "1 cells: 1 equal." in out) == (0, True, True), out + err
+    (cell,) = json.loads((tmp_path / "compose.json").read_text()).values()
+    assert cell["command"].startswith("jaxtrain parity experiments.gpt --steps 4 ")
+    assert cell["commit"]
+    row = "| frozen leaves | 1 | 0 | 0 |  |  |"
+    assert row in out
+    assert row in (tmp_path / "compose.md").read_text()
+    assert (
+        'class="equal" title="tensor parallel x frozen' in (tmp_path / "compose.html").read_text()
+    )
+    status, _, err = commands.run(capsys, "compose", "--only", "telepathy")
+    assert (status, "--only is 'telepathy', which is no capability" in err) == (2, True)
