@@ -28,7 +28,7 @@ from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.mesh import platform as device_platform
 from jaxtrain.sharding.offload import is_on_host
 from jaxtrain.sharding.overlap import compile_hiding
-from jaxtrain.sharding.placement import tell, tracing_on
+from jaxtrain.sharding.placement import report_finding, tracing_on
 from jaxtrain.sharding.rules import LARGE, Rule, Rules, batch_shardings
 from jaxtrain.sharding.specs import axes_of
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
@@ -59,19 +59,28 @@ class CompiledStep:
       compiled: the ``jax.stages.Compiled``, for its text and analyses.
       checks: what was promised and what was found.
       compile_seconds: wall time of lowering and compiling.
-      told: what the step said of its program while it was traced (how gradients are reduced), which
-        is among the checks too.
+      findings: values that the step gave of its program while it was traced, by name, such as how
+        gradients are reduced (:class:`jaxtrain.engines.reduction.Reduced`); they are among the
+        checks too.
       jaxpr: what was traced, closed.
     """
 
     def __init__(
-        self, compiled, state_shapes, batch_shapes, shardings, checks, compile_seconds, told, jaxpr
+        self,
+        compiled,
+        state_shapes,
+        batch_shapes,
+        shardings,
+        checks,
+        compile_seconds,
+        findings,
+        jaxpr,
     ):
         self.compiled = compiled
         self.jaxpr = jaxpr
         self.checks = tuple(checks)
         self.compile_seconds = compile_seconds
-        self.told: Mapping[str, str] = told
+        self.findings: Mapping[str, Any] = findings
         self._state_shapes = state_shapes
         self._batch_shapes = batch_shapes
         self.batch_shardings = shardings
@@ -223,7 +232,7 @@ def compile_step(
     donated = (0,) if donate else ()
     if mesh is None:
         state_in = batch_in = None
-        jitted = jax.jit(step, donate_argnums=donated)
+        jitted = jax.jit(step, donate_argnums=donated, keep_unused=donate)
     else:
         state_in = _shardings_on(state, mesh)
         # A shape alone does not say in which memory it lies, which the step is to know.
@@ -240,10 +249,12 @@ def compile_step(
             in_shardings=(state_in, batch_in),
             out_shardings=(state_in, copied) if donate else copied,
             donate_argnums=donated,
+            # A leaf that a method makes anew without reading it is donated all the same.
+            keep_unused=donate,
         )
     start = time.perf_counter()
     placed = tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext({})
-    with placed as told:
+    with placed as findings:
         if donate:
             _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
         traced = jitted.trace(state_shapes, batch_shapes)
@@ -252,18 +263,18 @@ def compile_step(
         options = dict(compiler_options or {})
         if deterministic and device_platform() in ("gpu", "cuda"):
             options = DETERMINISTIC | options
-            tell("bits are the same in every run", f"by {', '.join(DETERMINISTIC)}")
+            report_finding("bits are the same in every run", f"by {', '.join(DETERMINISTIC)}")
         compiled, hiding = compile_hiding(traced.lower(), mesh, options, hide=hide_communication)
         if hiding:
-            told_of = f"by {len(hiding)} of XLA's options (hide_communication)"
-            tell("communication is hidden", told_of)
+            how = f"by {len(hiding)} of XLA's options (hide_communication)"
+            report_finding("communication is hidden", how)
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
-    checks += [Check(what, found, True) for what, found in told.items()]
+    checks += [Check(what, str(found), True) for what, found in findings.items()]
     checks += _check_products(traced.jaxpr.jaxpr, batch_shapes)
     result = CompiledStep(
-        compiled, state_shapes, batch_shapes, batch_in, checks, seconds, told, traced.jaxpr
+        compiled, state_shapes, batch_shapes, batch_in, checks, seconds, findings, traced.jaxpr
     )
     if any(check.holds is False for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
@@ -428,16 +439,12 @@ def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:
                 "sharding rule for it (of Rules(state=...) where it is no parameter), "
                 f"{(None,) * leaf.ndim} where it is to be whole"
             )
-    # The same, but for a mesh with explicit axes.
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    return jax.tree.map(_moved_to(mesh), shardings)
 
-
-def _moved_to(mesh: Mesh) -> Callable[[NamedSharding], NamedSharding]:
-    def move(s: NamedSharding) -> NamedSharding:
+    def on_mesh(leaf: Any) -> NamedSharding:  # the same, unless that mesh has explicit axes
+        s = leaf.sharding
         return s if s.mesh == mesh else NamedSharding(mesh, s.spec, memory_kind=s.memory_kind)
 
-    return move
+    return jax.tree.map(on_mesh, state)
 
 
 def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> None:

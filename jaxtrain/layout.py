@@ -5,6 +5,7 @@ searches are functions of this value.
 """
 
 import dataclasses
+import enum
 import functools
 import math
 import types
@@ -14,13 +15,23 @@ from typing import Annotated, Any, Literal, Self
 
 from tyro.conf import Suppress
 
+from jaxtrain.host.least import check_least
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 from jaxtrain.ops.remat import REMAT
-from jaxtrain.sharding.mesh import AXES, SLOW_AXES, fill_sizes
+from jaxtrain.sharding.mesh import AXES, fill_sizes
 
-# What another layout does to the steps of a run.
-SAME = "same bits"
-ROUNDED = "the same mathematics, other bits"
+
+class Effect(enum.Enum):
+    """Effect of another setting on the later steps of a resumed run; its value is for people."""
+
+    NONE = "of a start, and no change"
+    SAME = "same bits"
+    ROUNDED = "the same mathematics, other bits"
+    EVALUATION = "same bits, evaluated on other data"
+    LATER = "others, from that step on"
+    CODE = "other code"
+    VERSION = "a flag of another version"
+    UNSAVED = "none was saved before"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +75,14 @@ class MeshShape:
         return -1 if -1 in sizes else math.prod(sizes)
 
     @property
+    def slow(self) -> dict[str, int]:
+        """Number of slices or hosts that each mesh axis spans."""
+        return {axis: self.sizes.get(f"dcn_{axis}", 1) for axis in AXES}
+
+    @property
     def islands(self) -> int:
         """Number of slices or hosts, between which the network is slow."""
-        return math.prod(self.sizes[f"dcn_{axis}"] for axis in SLOW_AXES)
+        return math.prod(self.slow.values())
 
     def filled(self, devices: int) -> Self:
         """Returns the shape on so many devices, with a number in place of -1.
@@ -122,8 +138,8 @@ class Layout:
     """Layers per iteration of the scan over layers; left out, few layers on one CPU device are
     unrolled and others are not."""
     attention: Literal[IMPLEMENTATIONS] | None = None  # type: ignore[valid-type]
-    """Attention kernel: auto, xla, cudnn or pallas (GPU), or splash (TPU). T5 needs xla, the only
-    kernel with a bias. Left out, the model's own choice."""
+    """Attention kernel: auto, xla, cudnn (GPU) or splash (TPU). T5 needs xla, the only kernel
+    with a bias. Left out, the model's own choice."""
     sequence_parallel: bool = True
     """Split rows between blocks over the tensor axis too, where their length divides; this shrinks
     the memory that a block keeps for its backward pass, and the work of norms."""
@@ -141,15 +157,14 @@ class Layout:
     devices always do."""
 
     # What another value of a field means for the steps to come, where it is more than rounding.
-    MEANING: typing.ClassVar[Mapping[str, str]] = {"offload_optimizer": SAME}
+    MEANING: typing.ClassVar[Mapping[str, Effect]] = {"offload_optimizer": Effect.SAME}
 
     def __post_init__(self) -> None:
-        if self.steps_per_call < 1:
-            raise ValueError(f"steps_per_call is {self.steps_per_call}: give at least 1")
+        check_least(self, accumulate=1, steps_per_call=1)
         if self.offload_optimizer and self.steps_per_call > 1:
             raise ValueError(
-                f"steps_per_call is {self.steps_per_call} with offload_optimizer: the state of a "
-                "call's steps does not leave the devices in between; give 1"
+                f"`steps_per_call` is {self.steps_per_call} with `offload_optimizer`: the state of "
+                "a call's steps does not leave the devices in between; give 1"
             )
 
     @classmethod
@@ -165,7 +180,7 @@ class Layout:
           ValueError: for a name that no layout has, or a value that its field cannot have.
         """
         base, fields = cls() if base is None else base, _fields(cls)
-        found: dict[str, Any] = {"mesh.data": 1, "zero": 0}
+        found: dict[str, Any] = {"mesh": MeshShape(data=1), "zero": 0}
         for entry in filter(None, (word.strip() for word in text.split(","))):
             name, sign, value = (word.strip() for word in entry.partition("="))
             path = name.replace("-", "_")
@@ -179,7 +194,6 @@ class Layout:
                 found[path] = _read(fields[path], value)
             except ValueError as error:
                 raise ValueError(f"layout {text!r} has {name}={value}: {error}") from None
-        base = dataclasses.replace(base, mesh=MeshShape())
         return base.with_(found)
 
     def with_(self, changes: Mapping[str, Any]) -> "Layout":
@@ -209,16 +223,13 @@ class Layout:
 
     def flags(self, since: "Layout | None" = None) -> list[str]:
         """Returns the flags that make this layout of ``since``."""
-        return [flag_of(path, x) for path, x in self.changes(since).items()]
+        return [_flag_of(path, x) for path, x in self.changes(since).items()]
 
     def text(self, since: "Layout | None" = None) -> str:
         """Returns the mesh, and what else is not as in ``since``: :meth:`parse` reads it."""
         named = {axis: size for axis, size in self.mesh.sizes.items() if size != 1}
-        others = self.changes(since).items()
-        named |= {path: value for path, value in others if not path.startswith("mesh.")}
-        if since is not None and self.zero:
-            named["zero"] = self.zero
-        return _joined(named) or "data=1"
+        named |= {"zero": self.zero} if self.zero else {}
+        return _joined(named | self._beside_mesh(since)) or "data=1"
 
     def __str__(self) -> str:
         return self.text()
@@ -226,18 +237,20 @@ class Layout:
     @property
     def choices(self) -> str:
         """Fields that differ from their defaults, as text, without those of the mesh."""
-        found = self.changes().items()
-        return _joined({path: x for path, x in found if not path.startswith("mesh.")})
+        return _joined(self._beside_mesh())
+
+    def _beside_mesh(self, since: "Layout | None" = None) -> dict[str, Any]:
+        found = self.changes(since).items()
+        return {path: value for path, value in found if not path.startswith("mesh.")}
 
     @classmethod
-    def may_change(cls) -> dict[str, str]:
+    def may_change(cls) -> dict[str, Effect]:
         """Returns what another value of each field means for the steps of a run, by its path."""
-        return {path: cls.MEANING.get(path, ROUNDED) for path in _fields(cls)}
+        return {path: cls.MEANING.get(path, Effect.ROUNDED) for path in _fields(cls)}
 
-    @property
-    def microbatches(self) -> int:
-        """Number of parts in which a step takes its batch."""
-        return self.pipeline.microbatches if self.mesh.pipe > 1 else self.accumulate
+    def microbatches(self, pipe: int) -> int:
+        """Returns the number of parts in which a step on ``pipe`` stages takes its batch."""
+        return self.pipeline.microbatches if pipe > 1 else self.accumulate
 
 
 @functools.cache
@@ -276,7 +289,7 @@ def _joined(named: Mapping[str, Any]) -> str:
     return ",".join(f"{path}={word}" for path, word in words.items())
 
 
-def flag_of(path: str, value: Any) -> str:
+def _flag_of(path: str, value: Any) -> str:
     """Returns the flag that sets a field of a layout, by its path."""
     name = path.replace("_", "-")
     if isinstance(value, bool):

@@ -41,6 +41,8 @@ class TrainState:
       rng: typed PRNG key; the randomness of a step is ``fold_in(rng, step)``.
       loss_scale: dynamic loss scale, or None.
       skipped: int32 scalar, microbatches left out so far because they were not finite.
+      memory: what a :class:`jaxtrain.engines.plain.Engine` remembers, or None.
+      method: what a :class:`jaxtrain.methods.method.Method` keeps, or None.
     """
 
     step: jax.Array
@@ -50,6 +52,8 @@ class TrainState:
     rng: jax.Array
     loss_scale: LossScale | None
     skipped: jax.Array
+    memory: PyTree = None
+    method: PyTree = None
 
 
 def init_state(
@@ -64,6 +68,7 @@ def init_state(
     policy: Policy | str | None = None,
     has_model_state: bool = False,
     offload_optimizer: bool = False,
+    memory: Callable[[PyTree], PyTree] | None = None,
 ) -> TrainState:
     """Creates a train state, each leaf directly in its place on the mesh.
 
@@ -87,6 +92,7 @@ def init_state(
       has_model_state: whether ``init_fn`` returns model state too.
       offload_optimizer: whether the optimizer state lies in the memory of the host, and comes to
         the devices for the update alone; with a mesh.
+      memory: ``init`` of the step's :class:`jaxtrain.engines.plain.Engine`, if it has one.
 
     Returns:
       The state. On every mesh the same ``rng`` gives the same numbers (the last bit of normal ones
@@ -101,7 +107,7 @@ def init_state(
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
-    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
     _check_offload(offload_optimizer, mesh)
     if mesh is None and params is None:
         return jax.jit(create)(rng)
@@ -131,18 +137,20 @@ def abstract_state(
     policy: Policy | str | None = None,
     has_model_state: bool = False,
     offload_optimizer: bool = False,
+    memory: Callable[[PyTree], PyTree] | None = None,
 ) -> TrainState:
     """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
 
     Args:
-      init_fn, optimizer, mesh, rules, zero, policy, has_model_state, offload_optimizer: as there.
+      init_fn, optimizer, mesh, rules, zero, policy, has_model_state, offload_optimizer, memory: as
+        there.
       rng: the key there, or its shape: the state holds one of its kind (``impl``); None stands for
         ``jax.random.key(0)``.
 
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
     """
-    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules)
+    create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
     shapes = jax.eval_shape(
         create, jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     )
@@ -163,13 +171,16 @@ def train_state_shardings(
 ) -> TrainState:
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero is {zero!r}: use 0, 1, 2 or 3")
+        raise ValueError(f"`zero` is {zero!r}: use 0, 1, 2 or 3")
     mesh, rules = automatic(mesh), as_rules(rules)
     params = param_shardings(state.params, mesh, rules, zero=zero)
     rest, copied = dataclasses.replace(state, params=None), NamedSharding(mesh, P())
+    follow = lambda tree: state_shardings(tree, state.params, params, mesh, zero=zero)  # noqa: E731
     shardings = dataclasses.replace(
         jax.tree.map(lambda _: copied, rest),
-        opt_state=state_shardings(state.opt_state, state.params, params, mesh, zero=zero),
+        opt_state=follow(state.opt_state),
+        memory=follow(state.memory),
+        method=follow(state.method),
     )
     ruled = ruled_shardings(rest, shardings, mesh, rules)
     if offload_optimizer:
@@ -280,7 +291,7 @@ def _bytes_of(leaves: Sequence[Any]) -> int:
 def _check_offload(offload_optimizer: bool, mesh: Mesh | None) -> None:
     if offload_optimizer and mesh is None:
         raise ValueError(
-            "offload_optimizer places state on a mesh and there is none: pass mesh=make_mesh(), "
+            "`offload_optimizer` places state on a mesh and there is none: pass mesh=make_mesh(), "
             "which one device may make"
         )
 
@@ -323,7 +334,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.copy(x).astype(dtype)
 
 
-def _creator(init_fn, optimizer, policy, has_model_state, rules):
+def _creator(init_fn, optimizer, policy, has_model_state, rules, memory):
     def create(rng: jax.Array, given: Mapping[str, jax.Array] | None = None) -> TrainState:
         init_rng, step_rng = jax.random.split(rng)
         params, model_state = init_fn(init_rng), None
@@ -352,6 +363,7 @@ def _creator(init_fn, optimizer, policy, has_model_state, rules):
             rng=step_rng,
             loss_scale=policy.initial_loss_scale(),
             skipped=jnp.int32(0),
+            memory=memory and memory(params),
         )
 
     return create

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.engines.accumulated import accumulated
-from jaxtrain.engines.plain import GradientEngine, plain, run_engine, scaled, taken, trainable
+from jaxtrain.engines.plain import (
+    Engine,
+    GradientEngine,
+    as_engine,
+    plain,
+    run_engine,
+    scaled,
+    taken,
+    trainable,
+)
 from jaxtrain.engines.reduction import reduced_once, why_not
 from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics
 from jaxtrain.optim import frozen, reports
@@ -39,7 +48,7 @@ def build_train_step(
     has_model_state: bool = False,
     gradient_shardings: PyTree | None = None,
     gather: Gather | None = None,
-    engine: Callable[[LossFn], GradientEngine] = plain,
+    engine: Engine | Callable[[LossFn], GradientEngine] = plain,
     norms: bool = False,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds ``step(state, batch) -> (state, metrics)``.
@@ -62,9 +71,10 @@ def build_train_step(
         (:func:`jaxtrain.sharding.placement.entered_specs` says which and why), and so they are
         where ``gather`` is left out. ``"model"``: by the model, which calls :func:`jaxtrain.gather`
         layer by layer or :func:`jaxtrain.constrain` on its activations.
-      engine: makes a gradient engine (:mod:`jaxtrain.engines.plain`) of a loss ``(params,
-        model_state, batch, rng) -> (WeightedLoss, model_state)``, which brings ``policy`` and
-        ``gather`` along; it is called once per microbatch.
+      engine: how gradients are computed, as a :class:`jaxtrain.engines.plain.Engine` or a bare
+        function that makes a gradient engine of a loss ``(params, model_state, batch, rng) ->
+        (WeightedLoss, model_state)``, which brings ``policy`` and ``gather`` along. It is called
+        once per microbatch.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
 
     Returns:
@@ -99,38 +109,39 @@ def build_engine(
     accumulate: int,
     has_model_state: bool,
     gather: Gather | None,
-    engine: Callable[[LossFn], GradientEngine],
+    engine: Engine | Callable[[LossFn], GradientEngine],
     gradient_shardings: PyTree | None = None,
 ) -> GradientEngine:
     """Builds the gradient engine of :func:`build_train_step`, which takes the same arguments."""
     if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}: use 1 or more microbatches")
-    if not _takes(engine, 1):
+        raise ValueError(f"`accumulate` is {accumulate}: use 1 or more microbatches")
+    engine = as_engine(engine)
+    if not _takes(engine.make, 1 + engine.accumulates):
         raise ValueError(
-            f"engine is {engine!r}: give a function of a loss that returns a gradient engine, as "
-            "jaxtrain.engines.plain.plain is"
+            f"engine is {engine.make!r}: give a function of a loss that returns a gradient engine, "
+            "as jaxtrain.engines.plain.plain is"
         )
-    own = engine is not plain
-    obstacle = why_not(loss_fn, has_model_state=has_model_state, own_engine=own)
+    obstacle = why_not(loss_fn, has_model_state=has_model_state, engine=engine)
     policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
     loss_fn = with_policy(
         normalize_loss(loss_fn, has_model_state), policy, gather, gradient_shardings
     )
-    built = engine(loss_fn)
-    if accumulate > 1:
+    built = engine(loss_fn, accumulate) if engine.accumulates else engine(loss_fn)
+    if accumulate > 1 and not engine.accumulates:
         pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
         pinned = {} if pins is None else {"constrain": pins}
         built = accumulated(loss_fn, accumulate, engine=engine, **pinned)
     reduced = reduced_once(
         built,
         loss_fn,
+        engine=engine,
         cast=policy.cast_to_compute,
         microbatches=accumulate,
         gather=gather,
         shardings=gradient_shardings,
         obstacle=obstacle,
     )
-    if stack is not None and not own:
+    if stack is not None:
         reduced.stack = stack
     return reduced
 
@@ -173,8 +184,9 @@ def build_update(
         rng = jax.random.fold_in(state.rng, state.step)
         still = frozen(state.opt_state)
         given = (state.params, state.model_state, batch, rng, scale)
-        sums = run_engine(engine, *given, frozen=still)
+        sums = run_engine(engine, *given, frozen=still, memory=state.memory)
         check_metrics(sums.loss)
+        _check_returned("gradient engine", "memory", state.memory, sums.memory)
 
         counts = sums.loss.weight != 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
@@ -247,6 +259,7 @@ def build_update(
             params=params,
             opt_state=back_to_host(opt_state, state.opt_state),
             model_state=select(usable, sums.model_state, state.model_state),
+            memory=select(usable, sums.memory, state.memory),
             loss_scale=state.loss_scale
             and select(counts | ~finite, state.loss_scale.updated(~finite), state.loss_scale),
             skipped=state.skipped + metrics["skipped"],
@@ -342,7 +355,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
                 f"with has_model_state=True the loss returns (loss, model_state), and it returned "
                 f"{type(result).__name__}"
             )
-        _check_model_state(model_state, result[1])
+        _check_returned("loss", "model state", model_state, result[1])
         return as_weighted(result[0]), result[1]
 
     return normalized
@@ -366,7 +379,7 @@ def with_policy(
       ValueError: for another ``gather``.
     """
     if gather not in (None, "step", "model"):
-        raise ValueError(f"gather is {gather!r}: use 'step' or 'model'")
+        raise ValueError(f"`gather` is {gather!r}: use 'step' or 'model'")
 
     def entered(params, model_state, batch, rng):
         params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
@@ -430,7 +443,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _check_model_state(given: PyTree, returned: PyTree) -> None:
+def _check_returned(by: str, what: str, given: PyTree, returned: PyTree) -> None:
     def kinds(tree: PyTree) -> dict[str, str]:
         leaves = named_leaves(jax.eval_shape(lambda: tree)).items()
         return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves}
@@ -439,7 +452,7 @@ def _check_model_state(given: PyTree, returned: PyTree) -> None:
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             raise ValueError(
-                f"the loss was given model state {name!r} as {before.get(name, 'nothing')} and "
+                f"the {by} was given {what} {name!r} as {before.get(name, 'nothing')} and "
                 f"returned {after.get(name, 'nothing')}: return every leaf as it came"
             )
 

@@ -17,7 +17,7 @@ SEPARATOR = "/"
 LAYER_GROUP = "layersx"
 
 
-class Rows(NamedTuple):
+class LayerRows(NamedTuple):
     """Stacked parameters of which some rows are padding, for optimizers that act per layer.
 
     Args:
@@ -103,3 +103,9 @@ def select(condition: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 def widen(tree: PyTree) -> PyTree:
     """Casts to the dtype in which parts are summed: float32, or the leaf's own where wider."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+def name_of(function: Any) -> str:
+    """The name by which reports call a function of the user's."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    return getattr(function, "__name__", type(function).__name__)

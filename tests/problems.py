@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.loss import WeightedLoss
@@ -75,6 +76,14 @@ def reference(params: dict, batch: dict, extra: float = 0.0) -> tuple[float, dic
         "down": {"kernel": hidden.T @ d_y},
     }
     return loss / parts, grads, weight
+
+
+def record_gradients() -> optax.GradientTransformation:
+    """Keeps the latest gradient in the optimizer's state, where it can be compared."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, grads),
+    )
 
 
 def with_layout(given: dict, base: Layout | None = None) -> dict:

@@ -23,7 +23,7 @@ class Config(jt.Config):
 
 def build(config):
     if config.fault:
-        raise ValueError("global_batch is too odd")
+        raise ValueError("`global_batch` is too odd")
     batch = problems.make_batch(rows=64)
     rows = [{name: x[i] for name, x in batch.items()} for i in range(64)]
     data = config.batches_of(rows[:32], rows[32:] if config.held_out else None)

@@ -295,9 +295,9 @@ def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
     monkeypatch.setattr(overlap, "overlap_options", lambda mesh: dict(ours))
     train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
     hides = "by 1 of XLA's options (hide_communication)"
-    assert train.told["communication is hidden"] == hides
+    assert train.findings["communication is hidden"] == hides
     alone = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh, hide_communication=False)
-    assert "communication is hidden" not in alone.told
+    assert "communication is hidden" not in alone.findings
     own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
         jt.compile_step(STEP, state, problems.make_batch(), **own)

@@ -14,41 +14,27 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import compare, compile_on, record_gradients, run_one_device
-from jaxtrain.engines.plain import GradientSums, plain
-from jaxtrain.experiment import (
+from jaxtrain.build import (
     compile_train,
     depends_on_microbatches,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
 )
+from jaxtrain.compare.parity import compare, compile_on, run_one_device
+from jaxtrain.engines.plain import GradientSums, plain
+from jaxtrain.methods.method import Method
 from jaxtrain.ops.numerics import drop
 from jaxtrain.planning.estimate import trace
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.replay import replay
 from tests import problems, small
+from tests.plugs import clipped
 from tests.run.test_loop import lines, make_experiment, noisy_loss
 from tests.workers import poisoned
 
 BOUND, BOX = 3.0, 0.4
 SUMS = GradientSums({}, jt.WeightedLoss(jnp.float32(1), jnp.float32(1)), None)
-
-
-def clipped(loss_fn, bound=BOUND):
-    """Gradients of every example by itself, each cut to the same norm, and summed."""
-    alone = plain(loss_fn)
-
-    def engine(params, model_state, batch, rng, loss_scale):
-        def one(example):
-            row = jax.tree.map(lambda x: x[None], example)
-            sums = alone(params, model_state, row, rng, loss_scale)
-            shrunk = jnp.minimum(1.0, bound / jnp.maximum(optax.tree.norm(sums.grads), 1e-12))
-            return dataclasses.replace(sums, grads=jax.tree.map(lambda g: g * shrunk, sums.grads))
-
-        return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(batch))
-
-    return engine
 
 
 def projected(step):
@@ -108,14 +94,15 @@ def test_neutral_plugs_leave_every_bit_as_it_is():
         state = make_state(experiment, mesh)
         return digest(compile_train(experiment, state, mesh)(state, problems.make_batch(0, 8))[0])
 
-    plugs = {"engine": lambda loss_fn: plain(loss_fn), "transform": lambda step: step}
+    plugs = {"engine": lambda loss_fn: plain(loss_fn), "method": Method(lambda step: step)}
     assert trained(**plugs) == trained()
 
 
 def first_step(experiment):
     """What :func:`jaxtrain.compare.parity.compare` has of one device."""
-    given = jt.Layout.parse(""), experiment.layout.accumulate, record_gradients()
-    return run_one_device(compile_on(experiment, *given), 1)
+    return run_one_device(
+        compile_on(experiment, jt.Layout.parse(""), experiment.layout.accumulate), 1
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -127,7 +114,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
         optimizer=optax.adam(1e-2, eps=1e-6),
         train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
         accumulate=accumulate,
-        engine=clipped,
+        engine=functools.partial(clipped, bound=BOUND),
     )
     (step,) = first_step(experiment)
     params = step.before.params
@@ -141,7 +128,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
         expected = jax.tree.map(np.add, expected, grads)
     assert 0 < cut < batch["mask"].sum()
     expected = jax.tree.map(lambda e: e / batch["mask"].sum(), expected)
-    chex.assert_trees_all_close(step.gradients, expected, rtol=2e-5, atol=1e-7)
+    chex.assert_trees_all_close(step.gradients, [expected], rtol=2e-5, atol=1e-7)
     layouts = ["data=4", "data=2,fsdp=2,tensor=2,zero=2"]
     for found in compare(experiment, layouts=layouts, steps=2):
         assert found.refusal is None
@@ -151,7 +138,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
 def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
     def build(config):
         engine = functools.partial(clipped, bound=0.1)
-        return dataclasses.replace(poisoned_build(config), engine=engine, transform=projected)
+        return poisoned_build(config).with_(engine=engine, method=Method(projected))
 
     poisoned_build = poisoned.build
     monkeypatch.setattr(poisoned, "build", build)
@@ -180,7 +167,7 @@ def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
         ({"engine": 3}, "engine is 3: give a function of a loss that returns a gradient engine"),
         ({"engine": lambda loss: lambda *args: None}, "the gradient engine returned NoneType"),
         ({"engine": lambda loss: lambda *args: SUMS}, r"gives none for parameter 'down/kernel'"),
-        ({"transform": lambda step: None}, "transform returned None: return a step"),
+        ({"method": Method(lambda step: None)}, "the method's step returned None: return a step"),
     ],
 )
 def test_a_plug_that_does_not_fit_is_named(changes, words):
@@ -188,3 +175,32 @@ def test_a_plug_that_does_not_fit_is_named(changes, words):
     mesh = make_experiment_mesh(experiment)
     with pytest.raises(ValueError, match=words):
         compile_train(experiment, make_abstract_state(experiment, mesh), mesh)
+
+
+def test_a_field_is_given_and_replaced_by_name_wherever_it_lives():
+    kinds = (jt.Experiment, jt.Task, jt.Data, jt.Metadata)
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    assert len(set(names)) == len(names)
+    experiment, held_out = make_experiment(3), lambda sharding: ()
+    config, rules = {"model": 1}, jt.Rules([("up", ("embed", None))])
+    other = experiment.with_(steps=5, rules=rules, eval_batches=held_out, config=config)
+    assert (other.steps, other.task.rules, other.metadata.config) == (5, rules, config)
+    assert other.data == dataclasses.replace(experiment.data, eval_batches={"": held_out})
+    assert other.with_(task=experiment.task, rules=rules) == other
+    again = {name: getattr(part, name) for part in (other.task, other.data) for name in vars(part)}
+    again |= {name: getattr(other, name) for name in ("name", "optimizer", "steps", "layout")}
+    assert jt.Experiment.of(**again, method=other.method, config=config) == dataclasses.replace(
+        other, metadata=jt.Metadata(config=config), seed=0, policy=jt.Policy()
+    )
+    sets = other.with_(eval_batches={"a": held_out}, best_metric="a/loss").data.eval_sets
+    assert sets == {"a/": held_out}
+    built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "loss_fn", "batch"))
+    assert built("own", **given, train_batches=None, gather="model").task.gathers_layers
+    for unknown, message in (
+        ({"train_batch": None}, "an experiment has no field 'train_batch': try 'train_batches'"),
+        ({"gather": "step"}, "gather is 'step': give 'model', or that of the layout"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            built("own", **unknown)
+    with pytest.raises(ValueError, match="no field 'best_metrics': try 'best_metric'"):
+        experiment.with_(best_metrics="loss")

@@ -28,8 +28,8 @@ def fuzz(*arguments, seconds):
 
 def test_models_that_were_wrong_once_agree_with_one_device():
     # Left to the partitioner, 10 and 13 had gradients wrong by half, 1 waited for ever, and 4
-    # aborted; 33 and 56 are other models and optimizers on all three axes.
-    fuzz("--case", 1, 4, 10, 13, 33, 56, seconds=600)
+    # aborted.
+    fuzz("--case", 1, 4, 10, 13, seconds=600)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_every_module_imports_without_optional_packages():
 # file is a floor of its own.
 FLOORS = """
 host tree data precision loss sharding stages state ops layout compile optim flops finetune models
-engines step experiment planning run hf compare landscape cli __main__
+engines step methods experiment build planning run hf compare landscape cli __main__
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
@@ -121,7 +121,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 47817
+CEILING = 49537
 
 
 def test_the_house_does_not_grow_unseen():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jaxtrain as jt
 from experiments import gpt, t5
-from jaxtrain.layout import ROUNDED, SAME, MeshShape, PipelineLayout
+from jaxtrain.layout import Effect, MeshShape, PipelineLayout
 from jaxtrain.run.provenance import flags_of, from_plain, nested
 from tests import commands
 
@@ -77,7 +77,7 @@ def test_what_a_text_leaves_out_is_the_bases_but_for_the_mesh():
         ("dato=2", "layout 'dato=2' is not known, for 'dato': write sizes of the mesh axes"),
         ("zero=7", "zero=7: give one of 0, 1, 2, 3"),
         ("pipeline.balance=1", "pipeline.balance=1: give true or false"),
-        ("data=2,offload_optimizer=true,steps_per_call=2", "steps_per_call is 2 with offload"),
+        ("data=2,offload_optimizer=true,steps_per_call=2", "`steps_per_call` is 2 with `offload"),
     ],
 )
 def test_what_is_no_layout_is_said(text, message):
@@ -86,9 +86,9 @@ def test_what_is_no_layout_is_said(text, message):
 
 
 def test_every_field_may_change_when_a_run_is_resumed():
-    meanings = gpt.outline(gpt.Config()).may_change
+    meanings = gpt.outline(gpt.Config()).metadata.may_change
     for path in jt.Layout().values():
-        assert meanings[path] == (SAME if path == "offload_optimizer" else ROUNDED)
+        assert meanings[path] == (Effect.SAME if path == "offload_optimizer" else Effect.ROUNDED)
 
 
 OWN = """
@@ -152,7 +152,7 @@ def test_a_field_that_a_layout_gains_is_known_wherever_layouts_are(tmp_path, mon
     resumed = ["--run-dir", "run", "--resume", "--no-doubled", "--steps", "6"]
     jt.main(module.Config, module.build, [*resumed, "--accept-changes", "steps"])
     (row,) = [x for x in capsys.readouterr().out.splitlines() if x.split()[:1] == ["doubled"]]
-    assert row.split(maxsplit=3) == ["doubled", "True", "False", ROUNDED]
+    assert row.split(maxsplit=3) == ["doubled", "True", "False", Effect.ROUNDED.value]
     layout = "data=4,doubled=true"
     status, out, _ = commands.run(capsys, "parity", "own_layout", "--layout", layout)
     assert (status, "1 of 1 meshes agree" in out, layout in out) == (0, True, True)

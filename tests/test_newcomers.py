@@ -24,7 +24,7 @@ def test_the_version_is_told(capsys):
 
 
 def test_an_unknown_axis_of_a_mesh_names_those_that_are():
-    with pytest.raises(TypeError, match=r"'model' is not known: the axes are .*data, fsdp.*tensor"):
+    with pytest.raises(TypeError, match=r"no axis 'model', only .*data, fsdp.*tensor"):
         jt.make_mesh(model=2)
 
 

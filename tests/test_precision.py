@@ -1,6 +1,5 @@
 """Dtypes, loss scaling, and what no bf16 step may hold."""
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -120,7 +119,7 @@ def test_the_flag_casts_the_inputs_of_a_run_and_of_both_sides_of_a_comparison():
     config = small.Config(precision="bf16", cast_batch="^x$")
     experiment = small.build(config)
     assert experiment.policy == jt.Policy.bf16(cast_batch="^x$")
-    experiment = dataclasses.replace(experiment, loss_fn=plain_loss)
+    experiment = experiment.with_(loss_fn=plain_loss)
     layouts = ["data=2"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrecisionWarning)

@@ -367,7 +367,7 @@ def test_an_optimizer_that_takes_no_loss_is_given_none():
 
 
 def test_accumulate_below_one_is_refused():
-    with pytest.raises(ValueError, match="accumulate is 0: use 1 or more"):
+    with pytest.raises(ValueError, match="`accumulate` is 0: use 1 or more"):
         jt.build_train_step(problems.loss_fn, optax.sgd(0.1), accumulate=0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.engines.plain import GradientEngine, GradientSums, plain, run_engine
+from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain, run_engine
 from jaxtrain.loss import LossFn
 from jaxtrain.sharding.mesh import BATCH_AXES
 from jaxtrain.sharding.placement import free_axes
@@ -21,7 +21,7 @@ def accumulated(
     microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     *,
-    engine: Callable[[LossFn], GradientEngine] = plain,
+    engine: Engine | Callable[[LossFn], GradientEngine] = plain,
 ) -> GradientEngine:
     """Gradients of ``microbatches`` equal slices of the batch, one after the other in a scan.
 
@@ -37,25 +37,29 @@ def accumulated(
 
     each = engine(loss_fn)
 
-    def accumulating(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+    def accumulating(params, model_state, batch, rng, loss_scale, frozen=frozenset(), memory=None):
         one = functools.partial(run_engine, each, frozen=frozen)
         slices = split_microbatches(batch, microbatches)
         _check_shared(batch, microbatches)
 
         def add(sums, j_and_slice):
             j, microbatch = j_and_slice
-            part = one(params, sums.model_state, microbatch, key(j), loss_scale)
+            given = (params, sums.model_state, microbatch, key(j), loss_scale)
+            part = one(*given, memory=sums.memory)
             return GradientSums(
                 grads=constrain(jax.tree.map(jnp.add, sums.grads, part.grads)),
                 loss=sums.loss + part.loss,
                 model_state=part.model_state,
+                memory=part.memory,
             ), None
 
         first = jax.tree.map(lambda x: x[0], slices)
-        with_key = lambda rng: one(params, model_state, first, rng, loss_scale)  # noqa: E731
+        given = (params, model_state, first)
+        with_key = lambda rng: one(*given, rng, loss_scale, memory=memory)  # noqa: E731
         key, shapes = microbatch_keys(with_key, rng, microbatches)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes())
-        start = dataclasses.replace(zeros, grads=constrain(zeros.grads), model_state=model_state)
+        carried = {"model_state": model_state, "memory": memory}
+        start = dataclasses.replace(zeros, grads=constrain(zeros.grads), **carried)
         sums, _ = jax.lax.scan(add, start, (jnp.arange(microbatches), slices))
         return dataclasses.replace(sums, microbatches=microbatches)
 

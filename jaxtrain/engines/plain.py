@@ -1,15 +1,17 @@
 """The gradients of a whole batch at once, and what every gradient engine shares.
 
-An engine is a pure function ``(params, model_state, batch, rng, loss_scale) -> GradientSums``. The
-sums run over tokens (or examples: whatever the loss calls its weight), are kept in float32 or
-wider, and are divided once, by the global weight, in the train step. So a microbatch with few
-tokens counts for few, on any number of microbatches and on any mesh.
+An :class:`Engine` makes, of a loss, a pure function
+``(params, model_state, batch, rng, loss_scale) -> GradientSums``. The sums run over tokens (or
+examples: whatever the loss calls its weight), are kept in float32 or wider, and are divided once,
+by the global weight, in the train step. So a microbatch with few tokens counts for few, on any
+number of microbatches and on any mesh.
 
-:func:`plain` makes the usual one of a loss. ``build_train_step(engine=)`` takes another that makes
-one of a loss (gradients clipped for every example, say); accumulation goes around either.
+:data:`plain` is the usual engine. ``build_train_step(engine=)`` takes another one (that clips the
+gradient of every example, say), or a bare function of a loss; accumulation goes around either.
 
-An engine that has an argument ``frozen`` is given the paths of the parameters that do not train,
-and splits them off before it differentiates (:func:`trainable`): they cost no gradient.
+A function with an argument ``frozen`` receives the paths of the parameters that do not train, and
+splits them off before it differentiates (:func:`trainable`): they cost no gradient. One of an
+engine with a memory receives that as the argument ``memory``.
 
 An engine leaves nothing out: an infinity or a NaN of one microbatch stays in the sums, and the
 train step then leaves out the whole batch (:func:`jaxtrain.step.build_update`).
@@ -39,15 +41,47 @@ class GradientSums:
       loss: sums over the whole batch.
       model_state: the model state after the batch (None where the model has none).
       microbatches: number of parts in which the batch was taken.
+      memory: the engine's memory after the batch (None where it has none).
     """
 
     grads: PyTree
     loss: WeightedLoss
     model_state: PyTree
     microbatches: int = dataclasses.field(metadata={"static": True}, default=1)
+    memory: PyTree = None
 
 
 GradientEngine = Callable[..., GradientSums]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A way to compute the gradients of a loss, with what it promises and what it remembers.
+
+    Args:
+      make: makes a :data:`GradientEngine` of a loss ``(params, model_state, batch, rng) ->
+        (WeightedLoss, model_state)``; with ``accumulates``, of a loss and a number of microbatches.
+      row_wise: the promise that the sums of a batch are those of its rows, added up, wherever they
+        are computed. If the loss is row-wise too and draws nothing, each device runs the engine on
+        its own rows, and the sums are reduced once per step.
+      accumulates: whether it takes the microbatches of a step itself, and is called once per step.
+      init: ``params -> memory``, of what it remembers from one step to the next
+        (``TrainState.memory``); a leaf that ends in a parameter's path lies on devices as that
+        does. A step that is left out leaves it as it was. None for an engine without a memory.
+    """
+
+    make: Callable[..., GradientEngine]
+    row_wise: bool = False
+    accumulates: bool = False
+    init: Callable[[PyTree], PyTree] | None = None
+
+    def __call__(self, *given: Any) -> GradientEngine:
+        return self.make(*given)
+
+
+def as_engine(engine: Engine | Callable[[LossFn], GradientEngine]) -> Engine:
+    """Accepts an engine, or a bare function of a loss, which promises and remembers nothing."""
+    return engine if isinstance(engine, Engine) else Engine(engine)
 
 
 def trainable(params: PyTree, frozen: Collection[str] = ()) -> tuple[PyTree, PyTree]:
@@ -66,13 +100,7 @@ def trainable(params: PyTree, frozen: Collection[str] = ()) -> tuple[PyTree, PyT
     )
 
 
-def plain(loss_fn: LossFn) -> GradientEngine:
-    """Gradients of the whole batch at once.
-
-    Args:
-      loss_fn: ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
-    """
-
+def _plain(loss_fn: LossFn) -> GradientEngine:
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         training, rest = trainable(params, frozen)
 
@@ -92,13 +120,20 @@ def plain(loss_fn: LossFn) -> GradientEngine:
     return engine
 
 
-def run_engine(engine: GradientEngine, *given: Any, frozen: Collection[str] = ()) -> GradientSums:
-    """Calls an engine; one that has no argument ``frozen`` differentiates everything.
+# Gradients of the whole batch at once.
+plain = Engine(_plain, row_wise=True)
+
+
+def run_engine(
+    engine: GradientEngine, *given: Any, frozen: Collection[str] = (), memory: PyTree = None
+) -> GradientSums:
+    """Calls what an engine has made; without an argument ``frozen`` it differentiates everything.
 
     Raises:
       ValueError: it returns something else than ``GradientSums``.
     """
-    sums = engine(*given, **taken(engine, {"frozen": frozen} if frozen else {}))
+    remembered = {} if memory is None else {"memory": memory}
+    sums = engine(*given, **taken(engine, {"frozen": frozen} if frozen else {}), **remembered)
     if not isinstance(sums, GradientSums):
         raise ValueError(
             f"the gradient engine returned {type(sums).__name__}: return jaxtrain.engines.plain."

@@ -11,7 +11,7 @@ over rows (:func:`jaxtrain.row_wise`); any other is left to the partitioner. Wha
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,112 +19,67 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.engines.plain import GradientEngine, GradientSums, run_engine, trainable
-from jaxtrain.loss import Last, Reduction, WeightedLoss, is_row_wise
-from jaxtrain.sharding import collectives
+from jaxtrain.engines.plain import (
+    Engine,
+    GradientEngine,
+    GradientSums,
+    plain,
+    run_engine,
+    trainable,
+)
+from jaxtrain.loss import Last, is_row_wise
+from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import BATCH_AXES
 from jaxtrain.sharding.placement import (
     Gather,
-    for_one_size,
+    batch_is_leading,
     free_axes,
-    rows_lead,
+    report_finding,
+    sizes_are_final,
     slow_axes,
     specs_of,
-    tell,
 )
-from jaxtrain.sharding.row_keys import draws_otherwise
-from jaxtrain.sharding.specs import axes_of, names_of, within
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.sharding.row_keys import draws, draws_otherwise
+from jaxtrain.sharding.specs import axes_of, within
+from jaxtrain.tree import PyTree, name_of, named_leaves
 
-PROMISE = "gradients are reduced"  # what the report of a compiled step calls it
-ONCE = ", and weights are gathered once"
+REDUCED = "gradients are reduced"  # what the report of a compiled step calls a Reduced
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-    """The axes and specs of a map over axes of the batch.
+class Reduced:
+    """How the gradients of a step are reduced over the axes that split its batch.
 
     Args:
-      axes: axes that the map takes over, outermost first.
-      params: spec of each parameter on the mesh, by path.
-      grads: spec that the gradient of each parameter is to have, by path.
-      slow: number of parts across the slow network of each axis that has more than 1.
+      once: axes over which they are reduced once per step.
+      each: axes over which they are reduced in every microbatch, which split weights or gradients.
+      microbatches: per step.
+      gathers_once: whether weights are made whole once per step too.
+      in_shares: whether the sums go over fast links first, and in shares over the slow network.
+      obstacle: why all is reduced in every microbatch, as the end of "in every microbatch, ...".
     """
 
-    axes: tuple[str, ...] = ()
-    params: Mapping[str, P] = dataclasses.field(default_factory=dict)
-    grads: Mapping[str, P] = dataclasses.field(default_factory=dict)
-    slow: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    once: tuple[str, ...] = ()
+    each: tuple[str, ...] = ()
+    microbatches: int = 1
+    gathers_once: bool = False
+    in_shares: bool = False
+    obstacle: str | None = None
 
-    def gathered(self, params: PyTree) -> PyTree:
-        """Within the map: parameters, or layers of them, whole along its axes."""
-
-        def whole(name: str, x: jax.Array) -> jax.Array:
-            for d, names in self._split(self.params[name]):
-                x = collectives.all_gather(x, names, d, self.slow)
-            return x
-
-        return self._on_each_device(whole, self.params, params)
-
-    def reduced(self, grads: PyTree, more: tuple[str, ...] = ()) -> PyTree:
-        """Within the map: gradients of whole parameters, summed over its axes and ``more``."""
-
-        def summed(name: str, grad: jax.Array) -> jax.Array:
-            for d, names in self._split(self.grads[name]):
-                grad = collectives.psum_scatter(grad, names, d, self.slow)
-            rest = tuple(a for a in self.axes if a not in axes_of(self.grads[name]))
-            return collectives.psum(grad, (*more, *rest), self.slow) if more or rest else grad
-
-        return self._on_each_device(summed, self.grads, grads)
-
-    def _split(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-        """The dimensions that the axes split, and which of them."""
-        kept = enumerate(within(spec, self.axes))
-        return [(d, names_of(entry)) for d, entry in kept if entry is not None]
-
-    def _on_each_device(
-        self, function: Callable[[str, jax.Array], jax.Array], specs: Mapping[str, P], tree: PyTree
-    ) -> PyTree:
-        """``function(name, leaf)`` with the axes that the map has left taken over too.
-
-        Of a collective on what the partitioner splits along other axes, it makes one whole first.
-        """
-        if not (free := free_axes(jax.sharding.get_abstract_mesh())):
-            return map_named(function, tree)
-
-        def apart(name: str, _: jax.Array) -> P:
-            # A dimension that both split would be put together in another order.
-            both = [within(specs[name], self.axes), within(specs[name], free)]
-            return P(*(None if a is not None else b for a, b in zip(*both, strict=True)))
-
-        places = map_named(apart, tree)
-        program = jax.shard_map(
-            lambda tree: map_named(function, tree),
-            axis_names=set(free),
-            in_specs=(places,),
-            out_specs=places,
-            check_vma=False,
-        )
-        return program(tree)
-
-    def joined(self, loss: WeightedLoss, more: tuple[str, ...] = ()) -> WeightedLoss:
-        """Within the map: the loss of the rows of all devices; all but sums are reduced in order.
-
-        Args:
-          loss: of this device's rows.
-          more: further axes to sum over, along which all but one device have zeros.
-        """
-
-        def join(part: Any) -> Any:
-            if not isinstance(part, Reduction):
-                return jax.lax.psum(part, (*more, *self.axes))
-            part = jax.lax.psum(part, more) if more else part
-            every = jax.lax.all_gather(part, self.axes)
-            first = jax.tree.map(lambda x: x[0], every)
-            rest = jax.tree.map(lambda x: x[1:], every)
-            return jax.lax.scan(lambda a, b: (a + b, None), first, rest)[0]
-
-        return jax.tree.map(join, loss, is_leaf=lambda x: isinstance(x, Reduction))
+    def __str__(self) -> str:
+        if self.obstacle is not None:
+            return f"in every microbatch, {self.obstacle}"
+        found = [f"once per step over {' x '.join(self.once)}"] if self.once else []
+        if self.in_shares:
+            found[0] += ", on fast links first and in shares over the slow network"
+        if self.gathers_once:
+            found[0] += ", and weights are gathered once"
+        if self.each:
+            each = (
+                f"in each of {self.microbatches} microbatches, whose weights or gradients it splits"
+            )
+            found.append(f"over {' x '.join(self.each)} {each}")
+        return "; ".join(found)
 
 
 def find_shards(
@@ -135,6 +90,7 @@ def find_shards(
     gather: Gather | None,
     shardings: PyTree | None,
     obstacle: str | None,
+    may_draw: bool = True,
 ) -> Shards | None:
     """Says which axes of the batch a gradient engine takes over, where it is traced for a mesh.
 
@@ -147,13 +103,14 @@ def find_shards(
       microbatches: per step.
       gather, shardings: as for :func:`jaxtrain.build_train_step`.
       obstacle: what is known already to stand against it, as the end of "in every microbatch, ...".
+      may_draw: whether the engine draws for a row what it draws for it among all others.
 
     Returns:
       None where all is left to the partitioner.
     """
     mesh = jax.sharding.get_abstract_mesh()
     carried = tuple(a for a in BATCH_AXES if a in free_axes(mesh))
-    if not carried or not for_one_size() or (microbatches == 1 and gather != "step"):
+    if not carried or not sizes_are_final() or (microbatches == 1 and gather != "step"):
         return None
     specs = specs_of(params)
     wanted = specs if shardings is None else _specs(shardings)
@@ -163,30 +120,27 @@ def find_shards(
     obstacle = (
         obstacle
         or _rows_apart(given[-2], microbatches, carried)
-        or _obstacle(loss_fn, params, *given)
+        or _obstacle(loss_fn, params, *given, may_draw=may_draw)
     )
     if obstacle is not None:
         if microbatches > 1:
-            tell(PROMISE, f"in every microbatch, {obstacle}")
+            report_finding(REDUCED, Reduced(microbatches=microbatches, obstacle=obstacle))
         return None
     kept = (specs,) if gather == "step" else (specs, wanted)
     splits = {axis for table in kept for spec in table.values() for axis in axes_of(spec)}
-    split = [axis for axis in carried if axis in splits]
+    split = tuple(axis for axis in carried if axis in splits)
     axes = carried if gather == "step" else tuple(a for a in carried if a not in splits)
-    found = [f"once per step over {' x '.join(axes)}{_inside_first(mesh, axes)}"] if axes else []
-    if split and gather == "step":
-        found[0] += ONCE
-    elif split:
-        each = f"in each of {microbatches} microbatches, whose weights or gradients it splits"
-        found.append(f"over {' x '.join(split)} {each}")
-    tell(PROMISE, "; ".join(found))
+    how = Reduced(axes, microbatches=microbatches, in_shares=_in_shares(mesh, axes))
+    whole = {"gathers_once": bool(split)} if gather == "step" else {"each": split}
+    report_finding(REDUCED, dataclasses.replace(how, **whole))
     return Shards(axes, specs, wanted, slow_axes()) if axes else None
 
 
 def reduced_once(
-    engine: GradientEngine,
+    built: GradientEngine,
     loss_fn: Callable[..., Any],
     *,
+    engine: Engine,
     cast: Callable[[PyTree], PyTree],
     microbatches: int,
     gather: Gather | None,
@@ -196,13 +150,22 @@ def reduced_once(
     """Makes an engine that runs another on each device's rows and reduces its sums in the end.
 
     Args:
-      engine: of the whole batch: one that adds what rows give.
+      built: computes the gradients of the whole batch: one that adds what rows give.
+      engine: what it was made by.
       loss_fn: its loss, ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
       cast: parameters to the dtype in which they are gathered.
       microbatches, gather, shardings, obstacle: as for :func:`find_shards`.
     """
 
-    def mapped(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+    def mapped(params, model_state, batch, rng, loss_scale, frozen=frozenset(), memory=None):
+        if (memory is None) != (engine.init is None):
+            has, keeps = ("none", "one") if memory is None else ("a memory", "none")
+            raise ValueError(
+                f"the state holds {has} of a gradient engine and the step's engine keeps {keeps}: "
+                "give init_state and the step builder the same engine"
+            )
+        if engine is not plain:
+            report_finding("gradients are computed", f"by {name_of(engine.make)}")
         narrow = cast(params)
         shards = find_shards(
             loss_fn,
@@ -214,13 +177,15 @@ def reduced_once(
             gather=gather,
             shardings=shardings,
             obstacle=obstacle,
+            may_draw=engine is plain,
         )
         if shards is None:
-            return run_engine(engine, params, model_state, batch, rng, loss_scale, frozen=frozen)
+            given = (params, model_state, batch, rng, loss_scale)
+            return run_engine(built, *given, frozen=frozen, memory=memory)
 
         def on_device(params, batch, rng, loss_scale):
             whole = shards.gathered(params)
-            sums = run_engine(engine, whole, None, batch, rng, loss_scale, frozen=frozen)
+            sums = run_engine(built, whole, None, batch, rng, loss_scale, frozen=frozen)
             return shards.reduced(sums.grads), shards.joined(sums.loss)
 
         training, _ = trainable(narrow, frozen)
@@ -228,15 +193,12 @@ def reduced_once(
             on_device,
             axis_names=set(shards.axes),
             in_specs=(
-                map_named(lambda name, _: within(shards.params[name], shards.axes), narrow),
+                shards.places(shards.params, narrow),
                 jax.tree.map(lambda x: P(shards.axes) if jnp.ndim(x) else P(), batch),
                 P(),
                 P(),
             ),
-            out_specs=(
-                map_named(lambda name, _: within(shards.grads[name], shards.axes), training),
-                P(),
-            ),
+            out_specs=(shards.places(shards.grads, training), P()),
             # Nothing is differentiated through the map, and a loss need not say what varies.
             check_vma=False,
         )
@@ -247,14 +209,16 @@ def reduced_once(
 
 
 def why_not(
-    loss_fn: Callable[..., Any], *, has_model_state: bool = False, own_engine: bool = False
+    loss_fn: Callable[..., Any], *, has_model_state: bool = False, engine: Engine = plain
 ) -> str | None:
     """Returns the ``obstacle`` of :func:`find_shards` that is known before the loss is traced."""
     if has_model_state:
         return "for the model has state, which is that of all rows"
     if not is_row_wise(loss_fn):
         return "for the loss is not declared a sum over rows (jaxtrain.row_wise)"
-    return "for the gradient engine is not jaxtrain.engines.plain.plain" if own_engine else None
+    if not engine.row_wise:
+        return "for the gradient engine does not promise to be row-wise (Engine(row_wise=True))"
+    return None if engine.init is None else "for the gradient engine's memory is that of all rows"
 
 
 def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
@@ -278,9 +242,11 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(more, params, shardings)))
 
 
-def _obstacle(loss_fn: Callable[..., Any], *given: Any) -> str | None:
+def _obstacle(loss_fn: Callable[..., Any], *given: Any, may_draw: bool) -> str | None:
     """Returns why a loss that is declared a sum over rows is not one; None if it seems to be."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
+    if not may_draw and draws(jaxpr.jaxpr):
+        return "for the loss draws numbers, and the gradient engine is not jaxtrain's own"
     if draws_otherwise(jaxpr.jaxpr):
         return (
             "for the loss draws numbers otherwise than by jaxtrain.ops.numerics.drop, which "
@@ -299,7 +265,7 @@ def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str 
     other = [name for name, count in counts.items() if count != rows]
     if other:
         return f"for batch leaf {other[0]!r} has {counts[other[0]]} rows and others have {rows}"
-    if not rows_lead():
+    if not batch_is_leading():
         return "for not every leaf of the batch begins with its rows"
     parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
     if rows % (microbatches * parts) == 0:
@@ -307,11 +273,10 @@ def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str 
     return f"for its {rows // microbatches} rows do not divide over {parts} devices"
 
 
-def _inside_first(mesh: Any, axes: tuple[str, ...]) -> str:
-    """Returns the report's note on a sum that goes over fast links first; empty for others."""
+def _in_shares(mesh: Any, axes: tuple[str, ...]) -> bool:
+    """Whether a sum goes over fast links first and over the slow network in shares."""
     slow = slow_axes()
-    both = math.prod(mesh.shape[a] for a in axes) > math.prod(slow.get(a, 1) for a in axes) > 1
-    return ", on fast links first and in shares over the slow network" if both else ""
+    return math.prod(mesh.shape[a] for a in axes) > math.prod(slow.get(a, 1) for a in axes) > 1
 
 
 def _specs(shardings: PyTree) -> dict[str, P]:

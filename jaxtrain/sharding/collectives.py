@@ -8,13 +8,112 @@ The TPU compiler makes this of any collective between slices. On GPUs one ring t
 what NCCL may make of it, in which a host sends up to twice as much.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.loss import Reduction, WeightedLoss
+from jaxtrain.sharding.placement import free_axes
+from jaxtrain.sharding.specs import axes_of, names_of, within
+from jaxtrain.tree import PyTree, map_named
 
 Groups = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The axes and specs of a map over axes of the batch.
+
+    Args:
+      axes: axes that the map takes over, outermost first.
+      params: spec of each parameter on the mesh, by path.
+      grads: spec that the gradient of each parameter is to have, by path.
+      slow: number of parts across the slow network of each axis that has more than 1.
+    """
+
+    axes: tuple[str, ...] = ()
+    params: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    grads: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    slow: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def places(self, specs: Mapping[str, P], tree: PyTree) -> PyTree:
+        """How leaves that lie by ``specs`` come into the map, or leave it."""
+        return map_named(lambda name, _: within(specs[name], self.axes), tree)
+
+    def gathered(self, params: PyTree) -> PyTree:
+        """Within the map: parameters, or layers of them, whole along its axes."""
+
+        def whole(name: str, x: jax.Array) -> jax.Array:
+            for d, names in self._split(self.params[name]):
+                x = all_gather(x, names, d, self.slow)
+            return x
+
+        return self._on_each_device(whole, self.params, params)
+
+    def reduced(self, grads: PyTree, more: tuple[str, ...] = ()) -> PyTree:
+        """Within the map: gradients of whole parameters, summed over its axes and ``more``."""
+
+        def summed(name: str, grad: jax.Array) -> jax.Array:
+            for d, names in self._split(self.grads[name]):
+                grad = psum_scatter(grad, names, d, self.slow)
+            rest = tuple(a for a in self.axes if a not in axes_of(self.grads[name]))
+            return psum(grad, (*more, *rest), self.slow) if more or rest else grad
+
+        return self._on_each_device(summed, self.grads, grads)
+
+    def _split(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
+        """The dimensions that the axes split, and which of them."""
+        kept = enumerate(within(spec, self.axes))
+        return [(d, names_of(entry)) for d, entry in kept if entry is not None]
+
+    def _on_each_device(
+        self, function: Callable[[str, jax.Array], jax.Array], specs: Mapping[str, P], tree: PyTree
+    ) -> PyTree:
+        """``function(name, leaf)`` with the axes that the map has left taken over too.
+
+        Of a collective on what the partitioner splits along other axes, it makes one whole first.
+        """
+        if not (free := free_axes(jax.sharding.get_abstract_mesh())):
+            return map_named(function, tree)
+
+        def apart(name: str, _: jax.Array) -> P:
+            # A dimension that both split would be put together in another order.
+            both = [within(specs[name], self.axes), within(specs[name], free)]
+            return P(*(None if a is not None else b for a, b in zip(*both, strict=True)))
+
+        places = map_named(apart, tree)
+        program = jax.shard_map(
+            lambda tree: map_named(function, tree),
+            axis_names=set(free),
+            in_specs=(places,),
+            out_specs=places,
+            check_vma=False,
+        )
+        return program(tree)
+
+    def joined(self, loss: WeightedLoss, more: tuple[str, ...] = ()) -> WeightedLoss:
+        """Within the map: the loss of the rows of all devices; all but sums are reduced in order.
+
+        Args:
+          loss: of this device's rows.
+          more: further axes to sum over, along which all but one device have zeros.
+        """
+
+        def join(part: Any) -> Any:
+            if not isinstance(part, Reduction):
+                return jax.lax.psum(part, (*more, *self.axes))
+            part = jax.lax.psum(part, more) if more else part
+            every = jax.lax.all_gather(part, self.axes)
+            first = jax.tree.map(lambda x: x[0], every)
+            rest = jax.tree.map(lambda x: x[1:], every)
+            return jax.lax.scan(lambda a, b: (a + b, None), first, rest)[0]
+
+        return jax.tree.map(join, loss, is_leaf=lambda x: isinstance(x, Reduction))
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], slow: Mapping[str, int]) -> jax.Array:

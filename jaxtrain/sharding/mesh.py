@@ -73,9 +73,7 @@ def make_mesh(
     1
     """
     if unknown:
-        raise TypeError(
-            f"mesh axis {next(iter(unknown))!r} is not known: the axes are {', '.join(AXES)}"
-        )
+        raise TypeError(f"a mesh has no axis {next(iter(unknown))!r}, only {', '.join(AXES)}")
     sizes = {
         "pipe": pipe,
         "data": data,

@@ -30,8 +30,8 @@ def to_host(shardings: PyTree, shapes: PyTree, mesh: Mesh) -> PyTree:
     kinds = [memory.kind for memory in device.addressable_memories()] or [HOST]
     if HOST not in kinds:
         raise ValueError(
-            f"offload_optimizer: {device.device_kind!r} has memory of the kinds {', '.join(kinds)} "
-            f"and none of the kind {HOST}: leave it out"
+            f"`offload_optimizer`: {device.device_kind!r} has memory of the kinds "
+            f"{', '.join(kinds)} and none of the kind {HOST}: leave it out"
         )
 
     def place(sharding: Any, leaf: Any) -> Any:

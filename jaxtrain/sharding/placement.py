@@ -31,8 +31,8 @@ class _Placement:
     rules: Rules = dataclasses.field(default_factory=Rules)
     params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
     pins: int = 0  # calls of constrain and gather
-    told: dict[str, str] = dataclasses.field(default_factory=dict)
-    sized: bool = True  # False where the trace stands for meshes of other sizes too
+    findings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    final: bool = True  # False where the trace stands for meshes of other sizes too
     slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
 
 
@@ -46,19 +46,19 @@ def tracing_on(
     state: PyTree,
     rules: Rules | Sequence[Rule] | None = None,
     *,
-    sized: bool | None = None,
-) -> Iterator[dict[str, str]]:
+    final: bool | None = None,
+) -> Iterator[dict[str, Any]]:
     """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
 
-    What that code says of its program (:func:`tell`) is in the dict that this gives.
+    What that code says of its program (:func:`report_finding`) is in the dict that this gives.
 
     Args:
       mesh: concrete or abstract.
       state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows.
       rules: whose ``axes`` :func:`constrain` and the kernels follow.
-      sized: whether what is traced is for these sizes alone; None says so of a concrete mesh.
+      final: whether what is traced is for these sizes alone; None says so of a concrete mesh.
     """
-    sized = isinstance(mesh, Mesh) if sized is None else sized
+    final = isinstance(mesh, Mesh) if final is None else final
     params = None
     if (tree := getattr(state, "params", None)) is not None:
         named = named_leaves(tree).items()
@@ -66,19 +66,20 @@ def tracing_on(
     concrete = isinstance(mesh, Mesh)
     enter = jax.set_mesh if concrete else jax.sharding.use_abstract_mesh
     slow = slow_parts(mesh) if concrete else {}
-    placement = _Placement(as_rules(rules), params, sized=sized, slow=slow)
+    placement = _Placement(as_rules(rules), params, final=final, slow=slow)
     with _PLACEMENT(placement), enter(mesh):
-        yield placement.told
+        yield placement.findings
 
 
-def tell(what: str, found: str) -> None:
-    """Adds a line to the report of the step that is being traced for a mesh."""
-    _PLACEMENT.value.told[what] = found
+def report_finding(what: str, found: Any) -> None:
+    """Adds a line to the report of the step that is being traced for a mesh: a name and a value,
+    which the report prints."""
+    _PLACEMENT.value.findings[what] = found
 
 
-def for_one_size() -> bool:
+def sizes_are_final() -> bool:
     """Whether what is traced may depend on the sizes of the mesh; an estimate's may not."""
-    return _PLACEMENT.value.sized
+    return _PLACEMENT.value.final
 
 
 def slow_axes() -> dict[str, int]:
@@ -86,7 +87,7 @@ def slow_axes() -> dict[str, int]:
     return {axis: n for axis, n in _PLACEMENT.value.slow.items() if n > 1}
 
 
-def rows_lead() -> bool:
+def batch_is_leading() -> bool:
     """Whether, by the ambient rules, the leading axis of every batch leaf is that of its rows."""
     return all(axes[:1] == ("batch",) for _, axes in _PLACEMENT.value.rules.batch)
 
@@ -240,7 +241,7 @@ def gather(params: PyTree, path: str = "") -> PyTree:
 
 
 @contextlib.contextmanager
-def gathers_whole() -> Iterator[None]:
+def replicated_params() -> Iterator[None]:
     """Makes :func:`gather`, in what is traced within, copy parameters whole over all axes."""
     placement = _PLACEMENT.value
     params = {name: (shape, P()) for name, (shape, _) in (placement.params or {}).items()}

@@ -17,7 +17,8 @@ from jax.extend.random import define_prng_impl
 
 from jaxtrain.precision import equations
 
-DRAWN_BY_ROW = "drawn_by_row"  # the function of jaxtrain.ops.numerics, in a trace
+# What a trace calls the function of jaxtrain.ops.numerics; no function of a user's has a dot in it.
+DRAWN_BY_ROW = "jaxtrain.drawn_by_row"
 _DRAWS = ("random_bits", "random_gamma", "random_unwrap", "rng_bit_generator", "rng_uniform")
 _PLAIN, _TAG = "threefry2x32", "row"
 
@@ -89,6 +90,12 @@ def draws_otherwise(jaxpr: Any) -> bool:
         or (eqn.params.get("name") == DRAWN_BY_ROW and not takes(eqn.invars[0].aval))
         for eqn in equations(jaxpr, but=DRAWN_BY_ROW)
     )
+
+
+def draws(jaxpr: Any) -> bool:
+    """Whether a traced loss draws numbers at all."""
+    by_row = (eqn.params.get("name") == DRAWN_BY_ROW for eqn in equations(jaxpr, but=DRAWN_BY_ROW))
+    return draws_otherwise(jaxpr) or any(by_row)
 
 
 def _carries(key: Any) -> bool:

@@ -149,8 +149,9 @@ def state_shardings(
 
     Args:
       state: the pytree to shard. A leaf whose path ends in a parameter's path takes its spec; one
-        that lacks some of the parameter's dimensions (factored moments) takes those that remain;
-        all else (counters) is copied to every device.
+        that lacks some of the parameter's dimensions (factored moments) takes those that remain,
+        and one that has more before them (replicas) leaves these whole; all else (counters) is
+        copied to every device.
       params, shardings: the parameters and what :func:`param_shardings` made of them.
       zero: from 1 on, leaves are also spread over ``data``.
     """
@@ -352,12 +353,16 @@ def _refuse_idle(table: Sequence[Rule], names: Iterable[str], what: str) -> None
 
 
 def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
-    """The owner's spec for a leaf that has some of the owner's dimensions, in order.
+    """The owner's spec for a leaf that has some of the owner's dimensions, in order, or all behind
+    leading ones of its own, which stay whole.
 
     Where sizes alone do not say which (a square kernel), Adafactor's factors are told by their name
     (``words``), and any other leaf is split along what all possibilities have in common.
     """
-    if not spec or len(shape) > len(owner):
+    own = len(shape) - len(owner)
+    if own > 0 and spec and shape[own:] == owner:
+        return P(*[None] * own, *spec)
+    if not spec or own > 0:
         return P()
     kept = [
         dims

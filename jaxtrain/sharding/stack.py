@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.tree import LAYER_GROUP, PyTree, Rows, map_named, named_leaves, owner_of
+from jaxtrain.tree import LAYER_GROUP, LayerRows, PyTree, map_named, named_leaves, owner_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         if self.virtual < 1:
-            raise ValueError(f"virtual is {self.virtual}: a pipeline needs at least 1")
+            raise ValueError(f"`virtual` is {self.virtual}: a pipeline needs at least 1")
         if self.counts is None:
             return
         object.__setattr__(self, "counts", tuple(self.counts))
@@ -104,14 +104,14 @@ class Stack:
         return tuple(g * C + l for g, count in enumerate(self.counts) for l in range(count))
 
     @property
-    def axes(self) -> dict[str, int | Rows]:
+    def axes(self) -> dict[str, int | LayerRows]:
         """Argument ``stacked`` of :func:`jaxtrain.make_optimizer`: the axes by pattern of path.
 
         >>> Stack("layers", virtual=2).axes
         {'^layers(/|$)': 2}
         """
         return {
-            f"^{re.escape(part.key)}(/|$)": Rows(part.lead, part.places)
+            f"^{re.escape(part.key)}(/|$)": LayerRows(part.lead, part.places)
             if part.padded
             else part.lead
             for part in self.parts
@@ -160,7 +160,7 @@ class Stack:
                     f"{L}"
                 )
             rows = max(part.counts) * len(part.counts) if part.padded else L
-            return Order((rows,) if V == 1 else (V, rows // V), part.places).split(x)
+            return LayerOrder((rows,) if V == 1 else (V, rows // V), part.places).split(x)
 
         return self._mapped(cut, params)
 
@@ -174,12 +174,12 @@ class Stack:
             for part in self.parts
         }
 
-    def _order(self, leaf: Any) -> "Order":
-        return Order(tuple(leaf.shape[: self.lead]), self.places)
+    def _order(self, leaf: Any) -> "LayerOrder":
+        return LayerOrder(tuple(leaf.shape[: self.lead]), self.places)
 
     def in_order(self, state: PyTree) -> PyTree:
         """Returns a train state as checkpoints hold it, in natural order: each leaf that is cut or
-        padded as a :class:`Cut`, and the others themselves. Nothing is copied.
+        padded as a :class:`StackedLeaf`, and the others themselves. Nothing is copied.
 
         Args:
           state: arrays, or shapes with shardings; ``params`` in it says which leaves are stacked.
@@ -207,13 +207,13 @@ class Stack:
             # Of several, a counter without an owner is told by the number of layers in its group.
             named = [p for p in fitting if f"{LAYER_GROUP}{sum(p.counts or ())}" in words]
             part = next(iter(named + fitting), None)
-            return leaf if part is None else Cut(leaf, part._order(leaf))
+            return leaf if part is None else StackedLeaf(leaf, part._order(leaf))
 
         return map_named(one, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class LayerOrder:
     """The order of L layers in the leading axes of a leaf.
 
     Args:
@@ -221,7 +221,7 @@ class Order:
       rows: the row of each layer, the axes taken as one; the others are padding. None where row l
         is layer l.
 
-    >>> Order((2, 2), rows=(0, 1, 3)).layers
+    >>> LayerOrder((2, 2), rows=(0, 1, 3)).layers
     array([[ 0,  1],
            [-1,  2]])
     """
@@ -259,7 +259,7 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class StackedLeaf:
     """A leaf that stands for the one in natural order, [L, ...].
 
     Args:
@@ -268,7 +268,7 @@ class Cut:
     """
 
     array: Any
-    order: Order
+    order: LayerOrder
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.compare.parity import worst
 from jaxtrain.engines.accumulated import accumulated
 from jaxtrain.engines.pipeline import pipeline
 from jaxtrain.engines.plain import plain
@@ -24,6 +24,7 @@ from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
 from tests.engines import pipelines as small
+from tests.problems import record_gradients
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.experiment import compile_eval, compile_train, make_abstract_state, make_state
+from jaxtrain.build import compile_eval, compile_train, make_abstract_state, make_state
 from tests.compare.test_parity import TOLERANCE, worst
 from tests.engines import pipelines as small
 from tests.engines.test_pipeline import FAST, ROWS, make_mesh, small_params
@@ -102,18 +102,16 @@ def wide_experiment(**changes):
         "x": jax.ShapeDtypeStruct((8, WIDTH), "float32"),
         "mask": jax.ShapeDtypeStruct((8,), "float32"),
     }
-    return dataclasses.replace(
-        jt.Experiment(
-            name="wide",
-            init_fn=init_fn,
-            loss_fn=loss_fn,
-            optimizer=optax.adam(1e-3),
-            batch=shapes,
-            train_batches=None,
-            steps=1,
-            stages=jt.Stages(lambda params, batch, rng: batch["x"], block, head_loss),
-            layout=jt.Layout.parse("pipe=4"),
-        ),
+    return jt.Experiment.of(
+        name="wide",
+        init_fn=init_fn,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-3),
+        batch=shapes,
+        train_batches=None,
+        steps=1,
+        stages=jt.Stages(lambda params, batch, rng: batch["x"], block, head_loss),
+        layout=jt.Layout.parse("pipe=4"),
         **changes,
     )
 
@@ -121,9 +119,9 @@ def wide_experiment(**changes):
 def test_an_evaluation_takes_the_memory_of_a_stage():
     experiment, mesh = wide_experiment(), make_mesh({"pipe": 4})
     state = make_abstract_state(experiment, mesh)
-    unpipelined = dataclasses.replace(experiment, eval_loss_fn=experiment.loss_fn)
+    unpipelined = experiment.with_(eval_loss_fn=experiment.task.loss_fn)
     found, whole = (
-        compile_eval(e, state, e.batch, mesh).compiled.memory_analysis().temp_size_in_bytes
+        compile_eval(e, state, e.data.batch, mesh).compiled.memory_analysis().temp_size_in_bytes
         for e in (experiment, unpipelined)
     )
     train = compile_train(experiment, state, mesh).compiled.memory_analysis().temp_size_in_bytes
@@ -140,5 +138,5 @@ def test_a_batch_of_any_number_of_rows_is_evaluated(rows):
     keys = jax.random.split(jax.random.key(1))
     batch = {"x": jax.random.normal(keys[0], (rows, WIDTH)), "mask": jnp.arange(rows) / rows}
     found = compile_eval(experiment, state, batch, mesh)(state, batch)
-    expected = jax.jit(experiment.loss_fn)(jax.device_get(state.params), batch, None)
+    expected = jax.jit(experiment.task.loss_fn)(jax.device_get(state.params), batch, None)
     assert worst(jax.device_get(found), jax.device_get(expected))[0] < TOLERANCE

@@ -12,13 +12,14 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.build import choose_gather, make_abstract_state
+from jaxtrain.compare.parity import worst
 from jaxtrain.engines.reduction import kept_by_gathering
-from jaxtrain.experiment import choose_gather, make_abstract_state
 from jaxtrain.host.chips import chip_of
 from jaxtrain.ops.numerics import drop
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.state import local_bytes
+from tests.problems import record_gradients
 
 ROWS, MICROBATCHES, TOLERANCE = 32, 4, 1e-5
 LAYERS, WIDTH, HIDDEN = 4, 16, 32
@@ -120,6 +121,7 @@ def one_device(policy=None):
 
 
 SLOW = pytest.mark.slow
+MIXED = [SLOW, pytest.mark.filterwarnings("ignore::jaxtrain.precision.PrecisionWarning")]
 PIPED = {"pipe": 2, "data": 2, "fsdp": 2}
 INTERLEAVED = {"schedule": "interleaved", "stack": jt.Stack(virtual=2)}
 
@@ -136,7 +138,7 @@ INTERLEAVED = {"schedule": "interleaved", "stack": jt.Stack(virtual=2)}
         pytest.param({"pipe": 2, "fsdp": 4}, {"remat": "none"}, marks=SLOW),
         pytest.param({"data": 4, "tensor": 2}, {}, marks=SLOW),
         pytest.param({"data": 2, "fsdp": 4}, {"zero": 3}, marks=SLOW),
-        pytest.param({"data": 4, "fsdp": 2}, {"policy": jt.Policy.fp16(64.0)}, marks=SLOW),
+        pytest.param({"data": 4, "fsdp": 2}, {"policy": jt.Policy.fp16(64.0)}, marks=MIXED),
     ],
     ids=str,
 )
@@ -331,7 +333,7 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
         layout = jt.Layout(accumulate=given.pop("accumulate", 4), gather=given.pop("when", None))
         given = {"layout": layout, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
         given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
-        own = jt.Experiment("toy", init, train_batches=None, steps=1, **given)
+        own = jt.Experiment.of(name="toy", init_fn=init, train_batches=None, steps=1, **given)
         return choose_gather(own, make_abstract_state(own, mesh), mesh)
 
     state = jt.abstract_state(init, chain(), mesh=mesh, rules=RULES)
@@ -342,7 +344,7 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
     for memory, expected in ((2, "step"), (1.9, "model")):
         size = int(memory * (more + local_bytes(state)))
         own = dataclasses.replace(chip, memory_bytes=size)
-        monkeypatch.setattr("jaxtrain.experiment.chip_of", lambda kind, own=own: own)
+        monkeypatch.setattr("jaxtrain.build.chip_of", lambda kind, own=own: own)
         assert choice()[0] == expected
     assert choice()[1].endswith("would be kept, more than half")
     assert choice(accumulate=1) == ("model", "layer by layer: there is one microbatch")

@@ -15,11 +15,12 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.compare.parity import worst
 from jaxtrain.engines.pipeline import pipeline
 from jaxtrain.sharding.placement import constrain_tree
-from jaxtrain.sharding.stack import Cut
+from jaxtrain.sharding.stack import StackedLeaf
 from jaxtrain.step import build_update
+from tests.problems import record_gradients
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
@@ -152,7 +153,7 @@ def train(axes=None, stack=None, *, zero=0, freeze=None, **options):
 
 
 def whole(leaf):
-    return leaf.order.join(leaf.array) if isinstance(leaf, Cut) else leaf
+    return leaf.order.join(leaf.array) if isinstance(leaf, StackedLeaf) else leaf
 
 
 one_device = functools.cache(lambda freeze: train(freeze=freeze))

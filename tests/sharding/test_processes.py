@@ -15,7 +15,7 @@ import pytest
 import jaxtrain as jt
 from experiments.gpt import Config, build
 from jaxtrain import data
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from jaxtrain.build import make_abstract_state, make_experiment_mesh
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main, parse
 from tests import problems
@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 STEPS, ROWS = 4, 8
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "32"]
 SMALL += ["--global-batch", str(ROWS), "--held-out-bytes", "2000", "--log-every", "1"]
+SPLIT = ["--mesh.data", "1", "--mesh.fsdp", "8"]
 # Several processes compile on few cores.
 QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -68,10 +69,11 @@ def saved_params(run, texts):
     ("processes", "devices", "mesh"),
     [
         # Parameters lie across the processes, and the sample at the end is theirs together.
-        (2, 4, ["--mesh.data", "1", "--mesh.fsdp", "8", "--sample-tokens", "4"]),
+        pytest.param(2, 4, [*SPLIT, "--sample-tokens", "4"], marks=pytest.mark.slow),
+        (2, 4, [*SPLIT, "--sample-tokens", "0"]),
         pytest.param(4, 2, ["--sample-tokens", "0"], marks=pytest.mark.slow),
     ],
-    ids=["2x4", "4x2"],
+    ids=["2x4, a sample", "2x4", "4x2"],
 )
 def test_processes_train_what_one_does(processes, devices, mesh, texts, alone, tmp_path):
     run = tmp_path / "run"

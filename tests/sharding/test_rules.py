@@ -568,7 +568,7 @@ def test_a_step_that_cannot_know_how_its_weights_lie_is_refused(three_axes):
     unpinned = jt.build_train_step(plain_loss, optimizer, gather="model")
     with pytest.raises(ValueError, match=r"calls neither jaxtrain.gather nor"):
         jt.compile_step(unpinned, state, x, mesh=mesh)
-    with pytest.raises(ValueError, match=r"gather is 'always': use 'step' or 'model'"):
+    with pytest.raises(ValueError, match=r"`gather` is 'always': use 'step' or 'model'"):
         jt.build_train_step(plain_loss, optimizer, gather="always")
     with tracing_on(mesh, state), pytest.raises(ValueError, match=r"no parameter 'layer/w'"):
         jt.gather({"w": x}, "layer")

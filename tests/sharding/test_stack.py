@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain import optim
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import param_shardings
-from jaxtrain.sharding.stack import Cut, Order
+from jaxtrain.sharding.stack import LayerOrder, StackedLeaf
 from jaxtrain.tree import LAYER_GROUP, named_leaves
 
 
@@ -34,7 +34,7 @@ def test_a_cut_stack_joins_to_natural_order():
     assert named_leaves(jt.Stack().cut(params)) == named_leaves(params)
     with pytest.raises(ValueError, match="8 layers, not divisible by virtual=3: use a divisor of"):
         jt.Stack(virtual=3).cut(params)
-    with pytest.raises(ValueError, match="virtual is 0: a pipeline needs at least 1"):
+    with pytest.raises(ValueError, match="`virtual` is 0: a pipeline needs at least 1"):
         jt.Stack(virtual=0)
 
 
@@ -99,7 +99,7 @@ def test_natural_order_copies_nothing():
     params = {"blocks": {"w": np.arange(24.0).reshape(2, 2, 6)}, "out": np.ones(8)}
     found = stack.in_order(state_of(params)).params
     assert found["out"] is params["out"]
-    assert found["blocks"]["w"] == Cut(params["blocks"]["w"], Order((2, 2)))
+    assert found["blocks"]["w"] == StackedLeaf(params["blocks"]["w"], LayerOrder((2, 2)))
     assert found["blocks"]["w"].shape == (4, 6)
     assert found["blocks"]["w"].dtype == np.float64
 
@@ -115,7 +115,7 @@ def test_a_counter_of_two_stacks_is_told_by_the_layers_of_its_own():
     params = stack.cut(params)
     optimizer = jt.make_optimizer("adafactor", 0.1, stacked=stack.axes)
     found = named_leaves(stack.in_order(state_of(params, jax.device_get(optimizer.init(params)))))
-    layers = {name: leaf.shape[0] for name, leaf in found.items() if isinstance(leaf, Cut)}
+    layers = {name: leaf.shape[0] for name, leaf in found.items() if isinstance(leaf, StackedLeaf)}
     for group, key, count in (("4", "encoder", 4), ("5", "decoder", 5)):
         mine = {n: x for n, x in layers.items() if f"{LAYER_GROUP}{group}/" in n or key in n}
         assert any(name.endswith("count") for name in mine)
@@ -173,7 +173,7 @@ def test_no_optimizer_sees_the_padding(name):
     found = named_leaves(stack.in_order(placed(state, mesh)))
     assert found.keys() == expected.keys() - {"step", "skipped"}
     for path, leaf in found.items():
-        leaf = leaf.order.join(leaf.array) if isinstance(leaf, Cut) else leaf
+        leaf = leaf.order.join(leaf.array) if isinstance(leaf, StackedLeaf) else leaf
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-7, err_msg=path)
 
 

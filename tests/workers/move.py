@@ -6,7 +6,6 @@ DEVICES are those of this process. With STEPS 0 it restores, prints the digest o
 natural order and saves it again under the next number; otherwise it resumes the run up to STEPS.
 """
 
-import dataclasses
 import sys
 
 import jax
@@ -21,7 +20,7 @@ def main() -> None:
         jax.distributed.initialize(f"localhost:{port}", processes, process)
 
     from experiments import gpt
-    from jaxtrain.experiment import (
+    from jaxtrain.build import (
         make_abstract_state,
         make_experiment_mesh,
         restore_state,
@@ -33,9 +32,9 @@ def main() -> None:
     from jaxtrain.run.main import parse
 
     config = parse(gpt.Config, sys.argv[6:])
-    experiment = dataclasses.replace(gpt.build(config), conclude=None)
+    experiment = gpt.build(config).with_(conclude=None)
     if steps:
-        fit(dataclasses.replace(experiment, steps=steps), config.run)
+        fit(experiment.with_(steps=steps), config.run)
         return
     abstract = make_abstract_state(experiment, make_experiment_mesh(experiment))
     with Checkpointer(as_path(config.run.run_dir) / "checkpoints", keep=None) as checkpoints:
@@ -44,7 +43,7 @@ def main() -> None:
             experiment, restore_state(experiment, abstract, checkpoints.restore)
         )
         print("digest", digest(natural), flush=True)
-        checkpoints.save(last + 1, natural, config=experiment.config)
+        checkpoints.save(last + 1, natural, config=experiment.metadata.config)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def main() -> None:
                 sys.exit(3)
             return "it is late" if last and step == args.end_at else False
 
-    experiment = jt.Experiment(
+    experiment = jt.Experiment.of(
         name="worker",
         init_fn=init,
         loss_fn=loss_fn,

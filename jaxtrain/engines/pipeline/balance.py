@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.flops import count_flops
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree
 
@@ -113,38 +112,6 @@ def balanced(weights: Weights, *, layers: int, stages: int, recompute: bool = Tr
         more = sum(weights.of_stages(counts + 1, recompute=recompute))
         counts[np.argmin(more)] += 1
     return tuple(counts.tolist())
-
-
-def stack_for(
-    stages: Stages,
-    init_fn: Callable[[jax.Array], PyTree],
-    batch: PyTree,
-    *,
-    layers: int,
-    pipe: int,
-    virtual: int = 1,
-    balance: bool = False,
-    recompute: bool = True,
-) -> Stack:
-    """Returns how layers are stacked for a pipeline: cut where it is interleaved or uneven.
-
-    Args:
-      stages, init_fn, batch: as for :func:`weigh`.
-      layers: of the model.
-      pipe: devices along that axis.
-      virtual: chunks of layers on each.
-      balance: whether stages are weighed where layers divide too.
-      recompute: as for :func:`balanced`.
-    """
-    natural = stages.stacked
-    if pipe == 1:
-        return natural
-    parts = pipe * virtual
-    if not 1 < parts <= layers or not (balance or layers % parts):
-        return dataclasses.replace(natural, virtual=virtual)
-    weights = weigh(stages, init_fn, batch)
-    counts = balanced(weights, layers=layers, stages=parts, recompute=recompute)
-    return dataclasses.replace(natural, virtual=virtual, counts=counts)
 
 
 def _total(loss: Any) -> jax.Array:

@@ -26,8 +26,8 @@ from jaxtrain.engines.pipeline.buffers import (
 from jaxtrain.engines.pipeline.tables import NONE, Table
 from jaxtrain.engines.pipeline.units import Unit
 from jaxtrain.engines.plain import scaled
-from jaxtrain.engines.reduction import Shards
 from jaxtrain.loss import WeightedLoss, as_weighted
+from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import free_axes
 from jaxtrain.sharding.specs import within

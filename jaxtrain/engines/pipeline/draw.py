@@ -23,6 +23,7 @@ from jaxtrain.engines.pipeline.tables import (
     unit_times,
 )
 from jaxtrain.host.paths import is_folder
+from jaxtrain.host.pictures import new_figure, save_figure
 
 # From the first chunk of a device to its last, as red, green and blue.
 FORWARD_SHADES = ((164, 198, 240), (66, 118, 186))
@@ -222,22 +223,16 @@ def save_png(
       backward: time of a whole stage backward.
 
     Raises:
-      ValueError: without matplotlib, which is optional; or where the folder does not exist.
+      ImportError: matplotlib is not installed.
+      ValueError: the folder does not exist.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "a PNG needs matplotlib, which is not installed: pip install -e '.[plot]'"
-        ) from None
     path = Path(path)
     if not is_folder(path.parent):
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to: make it first")
     end = max(makespan(table, forward=forward, backward=backward) for table in tables)
     rows = sum(table.stages for table in tables)
     size = (float(np.clip(0.17 * end / forward, 9, 22)), 0.24 * rows + 0.62 * len(tables) + 0.75)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     axes = figure.subplots(
         len(tables), 1, squeeze=False, sharex=True, height_ratios=[t.stages for t in tables]
     )[:, 0]
@@ -252,7 +247,7 @@ def save_png(
         frameon=False,
         fontsize=9,
     )
-    FigureCanvasAgg(figure).print_png(path)
+    save_figure(figure, path)
 
 
 def draw(table: Table, ax, *, forward: float, backward: float, end: float, inches: float) -> None:

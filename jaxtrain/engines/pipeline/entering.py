@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.precision import equations
-from jaxtrain.sharding.placement import entered_specs, gather, gathers_whole, specs_of
+from jaxtrain.sharding.placement import entered_specs, gather, replicated_params, specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree, named_leaves
@@ -130,7 +130,7 @@ def gather_in_stages(stages: Stages, params: PyTree, microbatch: PyTree) -> Stag
             return lambda params, *rest: function(gather(params), *rest)
 
         def whole(params: PyTree, *rest: Any) -> PyTree:
-            with gathers_whole():
+            with replicated_params():
                 return function(gather(params), *rest)
 
         return whole

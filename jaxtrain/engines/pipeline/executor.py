@@ -28,9 +28,10 @@ from jaxtrain.engines.pipeline.entering import enter_stages, gather_in_stages, l
 from jaxtrain.engines.pipeline.tables import Table, make_table
 from jaxtrain.engines.pipeline.units import schedule_arrays
 from jaxtrain.engines.plain import GradientEngine, GradientSums, seed_and_factor, trainable
-from jaxtrain.engines.reduction import Shards, find_shards, why_not
+from jaxtrain.engines.reduction import find_shards, why_not
 from jaxtrain.loss import WeightedLoss, as_weighted, check_metrics
 from jaxtrain.precision import Policy, as_policy
+from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.row_keys import microbatch_keys

@@ -1,0 +1,428 @@
+"""Builds what an experiment describes: its mesh, its state, its train step and its evaluation."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
+from jaxtrain.engines.plain import plain
+from jaxtrain.engines.reduction import kept_by_gathering, why_not
+from jaxtrain.experiment import Experiment, Repeated
+from jaxtrain.host.chips import chip_of
+from jaxtrain.host.memory import human_bytes
+from jaxtrain.loss import WeightedLoss
+from jaxtrain.methods.method import Method, Step
+from jaxtrain.optim import averaged
+from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
+from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
+from jaxtrain.sharding.row_keys import draws_otherwise
+from jaxtrain.stages import loss_from_stages
+from jaxtrain.state import (
+    TrainState,
+    abstract_state,
+    gradient_shardings,
+    init_state,
+    local_bytes,
+    shapes_on,
+    train_state_shardings,
+)
+from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
+from jaxtrain.tree import PyTree, name_of
+
+
+def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
+    """Makes the experiment's mesh over ``devices`` (all by default)."""
+    return make_mesh(**experiment.layout.mesh.sizes, devices=devices)
+
+
+def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
+    """Returns the state's shapes, dtypes and shardings."""
+    laid, start = experiment.laid, experiment.method.start
+    state = abstract_state(laid.init_fn, laid.optimizer, **_state_options(experiment, mesh))
+    if start is None:
+        return state
+    shapes = jax.eval_shape(start, state)
+    return shapes_on(shapes, _places(experiment, shapes, mesh))
+
+
+def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
+    """Creates the initial state on the mesh."""
+    laid, start = experiment.laid, experiment.method.start
+    state = init_state(
+        laid.init_fn,
+        laid.optimizer,
+        jax.random.key(experiment.seed),
+        params=laid.params and laid.params(),
+        **_state_options(experiment, mesh),
+    )
+    if start is None:
+        return state
+    places = _places(experiment, jax.eval_shape(start, state), mesh)
+    return jax.jit(start, out_shardings=places)(state)
+
+
+def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
+    """Whether another number of microbatches changes more than rounding.
+
+    So it is where the loss is a scalar, whose mean is one of means, where it has model state, which
+    each of them changes, and where it draws numbers and not row by row.
+    """
+    if experiment.task.has_model_state:
+        return True
+    params = jax.eval_shape(experiment.policy.cast_to_compute, state.params)
+    given = params, jax.eval_shape(experiment.policy.cast_inputs, experiment.data.batch)
+    trace = jax.make_jaxpr(experiment.laid.loss_fn, return_shape=True)
+    traced, loss = trace(*given, jax.random.key(0))
+    return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr)
+
+
+def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
+    """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
+    return experiment.stack.in_order(state)
+
+
+def natural(experiment: Experiment, state: TrainState) -> TrainState:
+    """Returns the state with its parameters in natural order, as the experiment speaks of them.
+
+    All processes call it, where layers are cut for a pipeline.
+    """
+    stack = experiment.stack
+    if experiment.task.stages is None or stack == experiment.task.stages.stacked:
+        return state
+    return dataclasses.replace(state, params=jax.jit(stack.natural)(state.params))
+
+
+def restore_state(
+    experiment: Experiment, abstract: TrainState, restore: Callable[..., PyTree]
+) -> TrainState:
+    """Reads a state that has been saved as :func:`to_checkpoint` returns it.
+
+    What was left out of the checkpoint is made as the run has begun with it. ``restore`` reads into
+    the shapes and shardings of :func:`make_abstract_state` (``Checkpointer.restore``).
+    """
+    mesh = abstract.step.sharding.mesh
+    return restore(
+        to_checkpoint(experiment, abstract),
+        base=lambda: to_checkpoint(experiment, make_state(experiment, mesh)),
+    )
+
+
+def restore_evaluated(
+    experiment: Experiment, abstract: TrainState, reader: Any, step: int
+) -> TrainState:
+    """Reads what an evaluation takes of a checkpoint and no more: parameters (averages where the
+    optimizer keeps any) and model state. Arguments are as for :func:`restore_state`, and a
+    :class:`jaxtrain.run.checkpoints.reader.Reader`."""
+    wanted, mesh = to_checkpoint(experiment, abstract), abstract.step.sharding.mesh
+    base = lambda: to_checkpoint(experiment, make_state(experiment, mesh)).params  # noqa: E731
+    params = reader.restore_params(wanted.params, step, base=base)
+    kept = {"model_state": wanted.model_state}
+    kept = kept if wanted.model_state is None else reader.restore_part(kept, step)
+    return TrainState(None, params, (), kept["model_state"], None, None, None)
+
+
+def compile_train(
+    experiment: Experiment,
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
+    """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
+    how = {"mesh": mesh, "compiler_options": compiler_options} | experiment.compiled_with
+    return compile_step(build_step(experiment, state, mesh), state, experiment.data.batch, **how)
+
+
+def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
+    """Builds the train step: pipelined where the mesh has an axis ``pipe`` above 1.
+
+    Raises:
+      ValueError: for a pipeline of an experiment without stages, with model state or an engine of
+        its own, or with ``accumulate`` (a pipeline's microbatches are that).
+    """
+    step = experiment.method.step(_plain_step(experiment, state, mesh))
+    if not callable(step):
+        raise ValueError(
+            f"the method's step returned {step!r}: return a step (state, batch) -> ..."
+        )
+    return step
+
+
+def choose_gather(
+    experiment: Experiment, state: TrainState, mesh: Mesh
+) -> tuple[Gather | None, str]:
+    """Says when a train step gathers its weights, and why.
+
+    Unless the experiment says so, it is once per step where several microbatches share them, the
+    model could do it layer by layer as well, and the state with all that is then kept takes at most
+    half of a device's memory, by its kind. The other half is for activations. Of the state, shapes
+    with shardings suffice.
+
+    Returns:
+      ``gather`` as :func:`jaxtrain.build_train_step` takes it, and the reason; none where there is
+      nothing to choose.
+
+    Raises:
+      ValueError: the layout asks for what the loss or the model cannot.
+    """
+    pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
+    obstacle = why_not_once(experiment, piped=pipe > 1)
+    own, layout = experiment.task.gather, experiment.layout
+    asked, microbatches = layout.gather, layout.microbatches(pipe)
+    if asked == "layer" and own != "model":
+        raise ValueError(
+            f"`gather` is 'layer' and the model of experiment {experiment.name!r} does not gather "
+            "its weights layer by layer (gathers_layers): leave it out"
+        )
+    if asked == "step" and obstacle is not None:
+        raise ValueError(
+            f"weights cannot be gathered once per step in experiment {experiment.name!r}, "
+            f"{obstacle}: leave `gather` out"
+        )
+    if asked is not None:
+        when = "once per step" if asked == "step" else "layer by layer"
+        return "step" if asked == "step" else own, f"{when}, as asked for"
+    shardings = gradient_shardings(state, zero=layout.zero)
+    more = 0
+    if own == "model" and obstacle is None and isinstance(mesh, Mesh):
+        more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
+    if more == 0:
+        return own, ""
+    if microbatches == 1:
+        return "model", "layer by layer: there is one microbatch"
+    kind = mesh.devices.flat[0].device_kind
+    chip = chip_of(kind)
+    if chip is None or chip.memory_bytes is None:
+        return "model", f"layer by layer: the memory of {kind!r} is not known"
+    needed = local_bytes(state) + more
+    sizes = (
+        f"with the state {human_bytes(needed)} of {human_bytes(chip.memory_bytes)} would be kept"
+    )
+    if 2 * needed <= chip.memory_bytes:
+        return "step", f"once per step: {sizes}, at most half"
+    return "model", f"layer by layer: {sizes}, more than half"
+
+
+def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
+    """Why gradients cannot be reduced, and weights gathered, once per step, in a pipeline of the
+    stages (``piped``) or outside; None where they can."""
+    return why_not(
+        loss_from_stages(experiment.laid.stages) if piped else experiment.laid.loss_fn,
+        has_model_state=experiment.task.has_model_state,
+        engine=experiment.task.engine,
+    )
+
+
+def _plain_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
+    gather, reason = choose_gather(experiment, state, mesh)
+    step = _step_that_gathers(experiment, state, mesh, gather)
+
+    @functools.wraps(step)
+    def reported(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        if reason:
+            report_finding("weights are gathered", reason)
+        if experiment.method != Method():
+            report_finding("method", name_of(experiment.method.step))
+        return step(state, batch)
+
+    return reported
+
+
+def _step_that_gathers(
+    experiment: Experiment, state: TrainState, mesh: Mesh, gather: Gather | None
+) -> Step:
+    layout, laid = experiment.layout, experiment.laid
+    shardings = gradient_shardings(state, zero=layout.zero)
+    if mesh.shape.get("pipe", 1) == 1:
+        return build_train_step(
+            laid.loss_fn,
+            laid.optimizer,
+            policy=experiment.policy,
+            accumulate=layout.accumulate,
+            has_model_state=laid.has_model_state,
+            gradient_shardings=shardings,
+            gather=gather,
+            engine=laid.engine,
+            norms=True,
+        )
+    if laid.engine is not plain:
+        raise ValueError(
+            f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
+            "has an engine of its own, which takes the gradients of a whole loss, where a pipeline "
+            "takes them stage by stage: use a mesh without 'pipe'"
+        )
+    if laid.stages is None or laid.has_model_state:
+        raise ValueError(
+            f"mesh axis 'pipe' has size {mesh.shape['pipe']} and experiment {experiment.name!r} "
+            "cannot be pipelined: it needs stages and no model state"
+        )
+    if layout.accumulate != 1:
+        raise ValueError(
+            f"`accumulate` is {layout.accumulate} in a pipeline: its microbatches accumulate "
+            "already; raise those, or accumulate in the optimizer chain"
+        )
+    engine = pipeline(
+        laid.stages,
+        mesh=mesh,
+        policy=experiment.policy,
+        gradient_shardings=shardings,
+        gather=gather,
+        remat=layout.pipeline.remat,
+        **_of_pipeline(experiment),
+    )
+    return build_update(
+        engine,
+        laid.optimizer,
+        policy=experiment.policy,
+        constrain=constrain_tree(shardings),
+        norms=True,
+    )
+
+
+def call_end(done: int, steps: int, steps_per_call: int) -> int:
+    """Returns the last step of the call that follows ``done`` steps of ``steps``.
+
+    Calls end at multiples of ``steps_per_call``, wherever a run begins, so a resumed run makes the
+    calls that an uninterrupted one would have made. One that begins or ends between two multiples
+    makes a shorter call there, which is a program of its own.
+
+    >>> [call_end(done, 20, 8) for done in (0, 5, 8, 16)]
+    [8, 8, 16, 20]
+    """
+    return min(steps, (done // steps_per_call + 1) * steps_per_call)
+
+
+def call_lengths(start: int, steps: int, steps_per_call: int) -> list[int]:
+    """Returns how many steps the calls of a run have: each length once, the longest first.
+
+    >>> call_lengths(0, 16, 8), call_lengths(5, 20, 8), call_lengths(20, 20, 8)
+    ([8], [8, 4, 3], [])
+    """
+    first = call_end(start, steps, steps_per_call)
+    last = steps - steps % steps_per_call
+    begins = {start, first, last}
+    lengths = {call_end(done, steps, steps_per_call) - done for done in begins if done >= start}
+    return sorted((length for length in lengths if length > 0), reverse=True)
+
+
+def compile_loop(
+    experiment: Experiment, state: TrainState, mesh: Mesh, start: int, steps: int
+) -> tuple[Callable[..., Any], Mapping[int, CompiledStep]]:
+    """Compiles what :func:`jaxtrain.train_loop` calls on the way from ``start`` to ``steps``.
+
+    Returns:
+      The function, for one batch where ``steps_per_call`` is 1 and else for a list of them; and its
+      programs by the number of their steps, the longest first.
+    """
+    steps_per_call = experiment.layout.steps_per_call
+    if steps_per_call == 1:
+        train = compile_train(experiment, state, mesh)
+        return train, {1: train}
+    lengths = call_lengths(start, steps, steps_per_call)
+    many = scan_steps(build_step(experiment, state, mesh))
+    how = {"mesh": mesh} | experiment.compiled_with
+    programs = {
+        n: compile_step(many, state, [experiment.data.batch] * n, **how)
+        for n in lengths or [steps_per_call]
+    }
+
+    def train(state: TrainState, batches: Sequence[PyTree]) -> Any:
+        return programs[len(batches)](state, batches)
+
+    return train, programs
+
+
+def build_evaluation(
+    experiment: Experiment, batch: PyTree, mesh: Mesh
+) -> Callable[[TrainState, PyTree], WeightedLoss]:
+    """Builds the evaluation ``(state, batch) -> WeightedLoss`` of batches like ``batch``.
+
+    It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
+    many microbatches as the batch's rows allow, up to the train step's.
+    """
+    laid = experiment.laid
+    given = {"policy": experiment.policy, "gather": laid.gather}
+    if mesh.shape.get("pipe", 1) > 1 and laid.stages and laid.eval_loss_fn is None:
+        options = _of_pipeline(experiment)
+        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        options["microbatches"] = math.gcd(shared, options["microbatches"])
+        return pipeline_eval_step(laid.stages, mesh=mesh, **options, **given)
+    return build_eval_step(
+        laid.eval_loss_fn or laid.loss_fn, has_model_state=laid.has_model_state, **given
+    )
+
+
+def compile_eval(
+    experiment: Experiment,
+    state: TrainState,
+    batch: PyTree,
+    mesh: Mesh,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
+    """Compiles the evaluation for batches like ``batch``; it returns a ``WeightedLoss``.
+
+    It is :func:`build_evaluation`, of the averages of parameters where the optimizer keeps any
+    (:func:`jaxtrain.averaged`).
+    """
+    step = build_evaluation(experiment, batch, mesh)
+
+    def evaluation(state: TrainState, batch: PyTree) -> WeightedLoss:
+        return step(averaged(state), batch)
+
+    how = {"mesh": mesh, "compiler_options": compiler_options} | experiment.compiled_with
+    return compile_step(evaluation, state, batch, donate=False, **how)
+
+
+def rows_of(batch: PyTree | Repeated) -> PyTree:
+    """The rows of a held-out batch."""
+    return batch.batch if isinstance(batch, Repeated) else batch
+
+
+def evaluate(
+    step: CompiledStep, state: TrainState, batches: Iterable[PyTree | Repeated]
+) -> dict[str, jax.Array]:
+    """Runs the evaluation over all batches and returns means weighted over all of them."""
+    total: WeightedLoss | None = None
+    for batch in batches:
+        part = step(state, rows_of(batch))
+        if isinstance(batch, Repeated):
+            part = part.times(batch.share)
+        # Never far ahead of the devices: who is asked to stop has little to wait for.
+        jax.block_until_ready(total)
+        total = part if total is None else total + part
+    if total is None:
+        raise ValueError("there is no held-out batch to evaluate on: turn the evaluation off")
+    return jax.device_get(total).means()
+
+
+def _of_pipeline(experiment: Experiment) -> dict[str, Any]:
+    chosen = experiment.layout.pipeline
+    sizes = {"microbatches": chosen.microbatches, "virtual": experiment.stack.virtual}
+    return {"schedule": chosen.schedule} | sizes
+
+
+def _places(experiment: Experiment, state: TrainState, mesh: Mesh) -> TrainState:
+    """Returns the shardings of a state that a method has started."""
+    layout = experiment.layout
+    options = {"zero": layout.zero, "offload_optimizer": layout.offload_optimizer}
+    return train_state_shardings(state, mesh, experiment.laid.rules, **options)
+
+
+def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "rules": experiment.laid.rules,
+        "zero": experiment.layout.zero,
+        "offload_optimizer": experiment.layout.offload_optimizer,
+        "policy": experiment.policy,
+        "has_model_state": experiment.task.has_model_state,
+        "memory": experiment.task.engine.init,
+    }

@@ -1,0 +1,1 @@
+"""Methods: what happens around train steps, such as local updates."""

@@ -1,0 +1,38 @@
+"""Defines :class:`Method`: code around the train step, with a state of its own."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.state import TrainState
+from jaxtrain.tree import PyTree
+
+Step = Callable[[TrainState, PyTree], tuple[TrainState, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What happens around train steps: one function around each, and one before the first.
+
+    Both are pure, and are traced with the step for its mesh; checkpoints, ``plan`` and ``parity``
+    take the state as it comes. Whatever a method does, ``params`` and ``model_state`` of the state
+    are what is evaluated, exported and sampled.
+
+    Args:
+      step: ``step -> step``, applied to the train step before it is compiled.
+      start: ``state -> state``, applied once to the state in which training begins. It may keep
+        more in ``TrainState.method``, whose leaves that end in a parameter's path lie on devices as
+        that does, and move there what it makes needless elsewhere.
+
+    >>> import jax, optax
+    >>> def averaging(step):
+    ...     def average(state, batch):
+    ...         state, metrics = step(state, batch)
+    ...         mean = jax.tree.map(lambda m, p: (m + p) / 2, state.method, state.params)
+    ...         return dataclasses.replace(state, method=mean), metrics
+    ...     return average
+    >>> method = Method(averaging, start=lambda s: dataclasses.replace(s, method=s.params))
+    """
+
+    step: Callable[[Step], Step] = lambda step: step
+    start: Callable[[TrainState], TrainState] | None = None
