@@ -15,9 +15,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.build import build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
-from jaxtrain.engines.reduction import ONCE
-from jaxtrain.experiment import Experiment, build_step, make_abstract_state, make_experiment_mesh
+from jaxtrain.engines.reduction import REDUCED
+from jaxtrain.experiment import Experiment
 from jaxtrain.flops import Flops, count_jaxpr
 from jaxtrain.host.chips import Chip
 from jaxtrain.host.memory import is_out_of_memory
@@ -141,7 +142,7 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
     return plan_step(
         build_step(experiment, state, mesh),
         state,
-        experiment.batch,
+        experiment.data.batch,
         mesh=mesh,
         target=target,
         name=experiment.name,
@@ -169,9 +170,9 @@ def plan_step(
     how, formula, layers, steps_per_call = {}, None, None, 1
     if experiment is not None:
         how, steps_per_call = experiment.compiled_with, experiment.layout.steps_per_call
-        layers = experiment.stages.stacked.key if experiment.stages else None
-        if experiment.flops_per_step is not None:
-            formula = experiment.flops_per_step, experiment.flops_formula
+        layers = experiment.task.stages.stacked.key if experiment.task.stages else None
+        if experiment.task.flops_per_step is not None:
+            formula = experiment.task.flops_per_step, experiment.task.flops_formula
     called, given = step, batch
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
@@ -221,7 +222,7 @@ def plan_step(
     )
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
-    notes += [f"{what} {found}" for what, found in train.told.items()]
+    notes += [f"{what} {found}" for what, found in train.findings.items()]
     program, text, unread = read_compiled(train.compiled, mesh, max(dumped, key=len, default=""))
     program = program.per_step(steps_per_call)
     kept = estimated.kept if estimated else {}
@@ -233,7 +234,7 @@ def plan_step(
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
         roofline = predict(estimated, target, None if unread else wires(program.collectives))
         if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
-            roofline = as_scheduled(roofline, program, text, target, steps_per_call)
+            roofline = as_scheduled(roofline, program, target, steps_per_call)
         if roofline is not None and target.chip.host_bytes_per_s is not None:
             # Fetched, and sent back.
             seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
@@ -241,7 +242,7 @@ def plan_step(
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
-        once = any(found.endswith(ONCE) for found in train.told.values())
+        once = REDUCED in train.findings and train.findings[REDUCED].gathers_once
         gathers = unexpected_gathers(program, params, mesh, layers=layers, once=once)
     return dataclasses.replace(
         planned,
@@ -285,9 +286,7 @@ def read_compiled(
         return Program(), text, (f"communication is not known: {what} ({reason})",)
 
 
-def as_scheduled(
-    roofline: Prediction, program: Program, text: str, target: Target, steps: int
-) -> Prediction:
+def as_scheduled(roofline: Prediction, program: Program, target: Target, steps: int) -> Prediction:
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
     def seconds(collective: Collective) -> tuple[float, float]:
@@ -295,7 +294,7 @@ def as_scheduled(
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}
-    waits = exposed_seconds(text, program, **times, seconds=seconds)
+    waits = exposed_seconds(program, **times, seconds=seconds)
     if waits is None:
         return roofline
     return dataclasses.replace(roofline, waits={axes: s / steps for axes, s in waits.items()})
@@ -354,7 +353,9 @@ def summarize(
     rows = []
     for (kind, axes, _), group in groups.items():
         bytes_sent = sum(c.executions * c.sent for c in group)
-        crossing = sum(c.executions * c.crossing for c in group)
+        crossing, seconds = sum(c.executions * c.crossing for c in group), None
+        if target is not None and target.chip.link_bytes_per_s is not None:
+            seconds = sum(wire_seconds(kind, bytes_sent, crossing, target.chip))
         rows.append(
             Traffic(
                 kind=kind,
@@ -364,18 +365,12 @@ def summarize(
                 largest=max(c.payload for c in group),
                 payload=sum(c.executions * c.payload for c in group),
                 sent=bytes_sent,
-                seconds=_seconds(kind, bytes_sent, crossing, target),
+                seconds=seconds,
                 conditional=any(c.conditional for c in group),
                 crossing=crossing,
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.sent))
-
-
-def _seconds(kind: str, sent: float, crossing: float, target: Target | None) -> float | None:
-    if target is None or target.chip.link_bytes_per_s is None:
-        return None
-    return sum(wire_seconds(kind, sent, crossing, target.chip))
 
 
 def on_mesh(state: PyTree, mesh: Mesh) -> PyTree:

@@ -8,6 +8,7 @@ what the forward pass keeps for the backward pass by the scopes of the operation
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,17 +96,12 @@ def parts_of(
 
 def layers_per_device(experiment: Any, state: Any, mesh: Any) -> dict[str, int]:
     """Counts the layers of one device by the key of their parameters; empty without stages."""
-    if experiment is None or experiment.stages is None:
+    if experiment is None or experiment.task.stages is None:
         return {}
     pipe = mesh.shape.get("pipe", 1)
-    found = {}
-    for part in experiment.stack.parts:
-        leaf = next(iter(named_leaves(state.params[part.key]).values()))
-        count = 1
-        for size in leaf.shape[: part.lead]:
-            count *= size
-        found[part.key] = count // pipe
-    return found
+    parts = {part.key: part.lead for part in experiment.stack.parts}
+    leaves = {key: next(iter(named_leaves(state.params[key]).values())) for key in parts}
+    return {key: math.prod(leaf.shape[: parts[key]]) // pipe for key, leaf in leaves.items()}
 
 
 def kept_by_part(kept: Mapping[Buffer, tuple[Any, Any]]) -> dict[str, int]:

@@ -26,10 +26,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from jaxtrain.build import build_step, make_abstract_state
 from jaxtrain.engines.pipeline.balance import Weights, weigh
 from jaxtrain.engines.pipeline.entering import layers_of_stages
 from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.experiment import Experiment, build_step, make_abstract_state
+from jaxtrain.experiment import Experiment
+from jaxtrain.layout import MeshShape
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
 from jaxtrain.planning.by_layer import kept_by_part
 from jaxtrain.planning.partition import Cost, Spec, spec_of
@@ -111,9 +113,9 @@ def estimate(
         traced = trace(experiment, devices, kind=kind, state=state)
     mesh = state.step.sharding.mesh
     estimated = estimate_traced(
-        traced, state, experiment.batch, mesh, experiment.laid.rules, kind=kind
+        traced, state, experiment.data.batch, mesh, experiment.laid.rules, kind=kind
     )
-    estimated = placed(estimated, experiment.layout.mesh.sizes)
+    estimated = placed(estimated, experiment.layout.mesh)
     if (calls := experiment.layout.steps_per_call) > 1:
         # All batches of a call, and beside them as one stacked array.
         batches = calls * estimated.batch_bytes
@@ -123,10 +125,9 @@ def estimate(
     return on_critical_path(estimated, experiment, state.params)
 
 
-def placed(estimated: Estimate, mesh: Mapping[str, int]) -> Estimate:
+def placed(estimated: Estimate, mesh: MeshShape) -> Estimate:
     """An estimate where the mesh lies over slices or hosts as ``dcn_data`` and the like say."""
-    slow = {axis: mesh.get(f"dcn_{axis}", 1) for axis in estimated.mesh}
-    return dataclasses.replace(estimated, slow=slow if max(slow.values()) > 1 else None)
+    return dataclasses.replace(estimated, slow=mesh.slow if mesh.islands > 1 else None)
 
 
 def trace(
@@ -135,7 +136,7 @@ def trace(
     *,
     kind: str = "tpu",
     state: TrainState | None = None,
-    for_one_size: bool = False,
+    final: bool = False,
 ) -> Any:
     """Traces an experiment's train step over an abstract mesh of its sizes, for a kind of chip.
 
@@ -146,7 +147,7 @@ def trace(
 
     Args:
       experiment, devices, kind, state: as for :func:`estimate`.
-      for_one_size: traces what is compiled for this mesh, and may be right for no other: gradients
+      final: traces what is compiled for this mesh, and may be right for no other: gradients
         are reduced, and weights gathered, once per step.
 
     Raises:
@@ -156,7 +157,12 @@ def trace(
     mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
     return trace_step(
-        step, state, experiment.batch, mesh, experiment.laid.rules, for_one_size=for_one_size
+        step,
+        state,
+        experiment.data.batch,
+        mesh,
+        experiment.laid.rules,
+        final=final,
     )
 
 
@@ -174,12 +180,12 @@ def trace_step(
     mesh: AbstractMesh | jax.sharding.Mesh,
     rules: Rules | Sequence[Rule] | None = None,
     *,
-    for_one_size: bool = False,
+    final: bool = False,
 ) -> Any:
     """The step's jaxpr, with the mesh as its ambient one (as ``compile_step`` traces it)."""
-    sized = True if for_one_size else None
+    final = True if final else None
     with (
-        tracing_on(mesh, state, rules, sized=sized),
+        tracing_on(mesh, state, rules, final=final),
         ahead_of_time(True),
         warnings.catch_warnings(),
     ):
@@ -317,7 +323,7 @@ def on_critical_path(estimated: Estimate, experiment: Experiment, params: PyTree
     )
     recompute = pipeline.remat == "full"
     if len(stages.blocks) == 1:
-        weights = weigh(experiment.stages, experiment.init_fn, experiment.batch)
+        weights = weigh(experiment.task.stages, experiment.task.init_fn, experiment.data.batch)
     else:  # all layers alike, and nothing around them
         weights = Weights(embed=(0.0, 0.0), layer=(1.0, 3.0), head=(0.0, 0.0))
     counts = layers_of_stages(stages, params, devices=devices)

@@ -20,14 +20,13 @@ import re
 from collections.abc import Callable, Mapping
 
 from jaxtrain.planning.hlo import Collective, Program
-from jaxtrain.planning.hlo_text import Computation, Instruction, arrays, parse, type_bytes
+from jaxtrain.planning.hlo_text import Computation, Instruction, arrays, type_bytes
 
 # What takes no time of its own.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"}
 
 
 def exposed_seconds(
-    text: str,
     program: Program,
     *,
     products: float,
@@ -37,8 +36,7 @@ def exposed_seconds(
     """Says for which axes' collectives a device waits, and how long, per call of a program.
 
     Args:
-      text: of the scheduled program.
-      program: what was read from it (:func:`.hlo.read_program`).
+      program: what was read from its text (:func:`.hlo.read_program`).
       products, others: seconds that instructions with products, and without, take together.
       seconds: how long one execution of a collective takes by itself of the fast links, and of the
         network (:func:`.roofline.wire_seconds`).
@@ -47,13 +45,12 @@ def exposed_seconds(
       Seconds by mesh axes joined with ``+``; None where the program is not scheduled, or has a loop
       of unknown length.
     """
-    if "is_scheduled=true" not in text[: text.find("\n")] or None in program.loops:
+    if not program.scheduled or None in program.loops:
         return None
-    computations, entry = parse(text)
 
     def run(per_product: float, per_byte: float, seconds: Callable[[Collective], tuple]):
-        timeline = _Timeline(computations, program, seconds, per_product, per_byte)
-        timeline.run(computations[entry])
+        timeline = _Timeline(program, seconds, per_product, per_byte)
+        timeline.run(program.computations[program.entry])
         return timeline
 
     multiplied, moved = (run(*unit, lambda _: (0.0, 0.0)).now for unit in ((1.0, 0.0), (0.0, 1.0)))
@@ -66,7 +63,7 @@ class _Timeline:
     """One device's clock as it runs a program.
 
     Args:
-      computations, program, seconds: as for :func:`exposed_seconds`.
+      program, seconds: as for :func:`exposed_seconds`.
       per_product, per_byte: seconds of a product, and of a byte that is read or written by what
         multiplies nothing.
       now: when the device is where it is.
@@ -74,7 +71,6 @@ class _Timeline:
       waits: how long it has waited, by axes.
     """
 
-    computations: Mapping[str, Computation]
     program: Program
     seconds: Callable[[Collective], tuple[float, float]]
     per_product: float
@@ -114,7 +110,7 @@ class _Timeline:
             elif op.endswith("-done") and instruction.operands[0] in under_way:
                 self._wait(*under_way.pop(instruction.operands[0]), times)
             elif op == "call":
-                self.run(self.computations[instruction.attribute("to_apply")], times, trips)
+                self.run(self.program.computations[instruction.attribute("to_apply")], times, trips)
             elif op not in _FREE and not op.endswith(("-start", "-done", "-update")):
                 self.now += self._work(computation, instruction, trips)
         for axes, end in under_way.values():
@@ -136,7 +132,7 @@ class _Timeline:
     def _loop(self, instruction: Instruction, times: int) -> None:
         """A first trip, and then as many like the second."""
         trips = self.program.trips[instruction.name]
-        body = self.computations[instruction.attribute("body")]
+        body = self.program.computations[instruction.attribute("body")]
         for repeated in (min(1, trips), trips - 1):
             if repeated > 0:
                 start = self.now
@@ -150,7 +146,7 @@ class _Timeline:
         begun, ends = (self.now, self.links, self.waits), []
         for name in branches:
             self.now, self.links, self.waits = begun[0], begun[1], begun[2].copy()
-            self.run(self.computations[name], times)
+            self.run(self.program.computations[name], times)
             ends.append((self.now, self.links, self.waits))
         self.now, self.links, self.waits = max(ends, key=lambda end: end[0], default=begun)
 
@@ -164,7 +160,7 @@ class _Timeline:
             return found
         of = {"custom-call": "called_computations", "fusion": "calls", "async-start": "calls"}
         name = instruction.op in of and instruction.attribute(of[instruction.op])
-        called = self.computations.get(name or "")
+        called = self.program.computations.get(name or "")
         if called is None:
             return None
         inside = (self._collective(called, i) for i in called.instructions.values())
@@ -172,7 +168,7 @@ class _Timeline:
 
     def _channel(self, instruction: Instruction, mark: str) -> str | None:
         """The channel of the collective that a fusion for TPUs starts, or ends."""
-        called = self.computations.get(instruction.attribute("calls") or "")
+        called = self.program.computations.get(instruction.attribute("calls") or "")
         if instruction.op != "fusion" or called is None:
             return None
         inside = called.instructions.values()
@@ -191,7 +187,7 @@ class _Timeline:
         return self.per_byte * sum(_read(type_text, trips) for type_text in types)
 
     def _products(self, computation: Computation, instruction: Instruction) -> float:
-        called = self.computations.get(instruction.attribute("calls") or "")
+        called = self.program.computations.get(instruction.attribute("calls") or "")
         if instruction.op == "fusion" and called is not None:
             return sum(self._products(called, inner) for inner in called.instructions.values())
         if instruction.op not in ("dot", "convolution"):

@@ -2,22 +2,18 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from jaxtrain.build import why_not_once
 from jaxtrain.engines.reduction import kept_by_gathering
-from jaxtrain.experiment import Experiment, why_not_once
+from jaxtrain.experiment import Experiment
+from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.planning.ahead_of_time import unknown_note
-from jaxtrain.planning.candidates import (
-    AXES,
-    Candidate,
-    make_placements,
-    open_schedules,
-    with_candidate,
-    within_one_network,
-)
+from jaxtrain.planning.candidates import make_placements, name_of, open_schedules, parts_of
 from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, placed, predict, trace
 from jaxtrain.planning.ranking import Family, Row
 from jaxtrain.planning.targets import Target
@@ -35,154 +31,160 @@ class Estimator:
         *,
         typed: Collection[str] = (),
     ):
+        self.build, self.asked, self.target = build, config.layout, target
         # Where a mesh crosses the slow network changes nothing but the price.
-        self.build, self.config, self.target = build, within_one_network(config), target
-        self.placements = functools.partial(make_placements, config, target=target)
-        self.schedules = open_schedules(config, typed)
+        alone = dict.fromkeys((f"mesh.{name}" for name in parts_of(self.asked.mesh)), 1)
+        self.config = dataclasses.replace(config, layout=self.asked.with_(alone))
+        self.placements = functools.partial(make_placements, self.asked.mesh, target=target)
+        self.schedules = open_schedules(self.asked.pipeline, typed)
         self.where = {"devices": target.size, "kind": target.chip.kind}
-        self.states: dict[str, TrainState] = {}
-        self.traces: dict[str, Any] = {}
+        self.states: dict[Layout, TrainState] = {}
+        self.traces: dict[Layout, Any] = {}
         self.least_compute = math.inf  # of what has no pipeline
 
     @functools.cached_property
     def alone(self) -> Experiment:
         """The experiment on one device."""
-        return self.build(with_candidate(self.config, Candidate(dict.fromkeys(AXES, 1))))
-
-    @property
-    def stages(self) -> bool:
-        """Whether its model is made of stages."""
-        return self.alone.stages is not None and self.alone.loss_fn is None
+        return self._build(self.asked.with_({"mesh": MeshShape(data=1), "accumulate": 1}))
 
     @property
     def gathers(self) -> tuple[str, ...]:
         """When weights may be gathered; none where the flags say it, or there is no choice."""
-        if self.config.layout.gather is not None:
+        if self.asked.gather is not None:
             return ()
-        possible = self.alone.gather == "model" and why_not_once(self.alone) is None
+        possible = self.alone.task.gathers_layers and why_not_once(self.alone) is None
         return ("layer", "step") if possible else ()
 
-    def outline(self, candidate: Candidate) -> tuple[Experiment, TrainState]:
+    def _build(self, layout: Layout) -> Experiment:
+        return self.build(dataclasses.replace(self.config, layout=layout))
+
+    def outline(self, layout: Layout) -> tuple[Experiment, TrainState]:
         """Builds a layout's experiment, and the shapes of its state, which no ``remat`` changes.
 
         Raises:
           ValueError: for one that cannot be trained.
         """
-        experiment = self.build(with_candidate(self.config, candidate))
-        key = repr(dataclasses.replace(candidate, remat=None, gather=None, sequence_parallel=None))
+        experiment = self._build(layout)
+        key = layout.with_({"remat": None, "gather": None, "sequence_parallel": True})
         if key not in self.states:
             self.states[key] = abstract_state(experiment, **self.where)
         return experiment, self.states[key]
 
-    def __call__(self, candidate: Candidate) -> tuple[Experiment, Estimate]:
+    def __call__(self, layout: Layout) -> tuple[Experiment, Estimate]:
         """Builds and estimates a layout; raises as :meth:`outline`."""
-        twin = self.twin(candidate)
-        key = repr(twin)
-        if key not in self.traces:
+        twin = self.twin(layout)
+        if twin not in self.traces:
             experiment, state = self.outline(twin)
-            alone = twin is candidate
-            self.traces[key] = trace(experiment, **self.where, state=state, for_one_size=alone)
-        experiment, state = self.outline(candidate)
-        traced = self.traces[key]
-        found = estimate(experiment, **self.where, state=state, traced=traced)
-        if candidate.stage_remat is None:
+            alone = twin is layout
+            self.traces[twin] = trace(experiment, **self.where, state=state, final=alone)
+        experiment, state = self.outline(layout)
+        found = estimate(experiment, **self.where, state=state, traced=self.traces[twin])
+        if layout.mesh.pipe == 1:
             compute = predict(found, self.target).compute
             self.least_compute = min(self.least_compute, compute)
         return experiment, found
 
-    def least_seconds(self, candidate: Candidate) -> float:
+    def least_seconds(self, layout: Layout) -> float:
         """Bounds a step's seconds from below, by the time its pipeline waits; 0 where unknown."""
-        stages, options = candidate.mesh.get("pipe", 1), self.config.layout.pipeline
+        stages = layout.mesh.pipe
         if stages == 1 or math.isinf(self.least_compute):
             return 0.0
-        units = candidate.microbatches * (candidate.virtual or options.virtual)
+        units = layout.pipeline.microbatches * layout.pipeline.virtual
         return self.least_compute * (units + stages - 1) / units
 
-    def kept_bytes(self, candidate: Candidate) -> int:
+    def kept_bytes(self, layout: Layout) -> int:
         """Bytes of the state, and of what is kept of weights that are gathered once per step."""
-        experiment, state = self.outline(candidate)
+        experiment, state = self.outline(layout)
         shardings = gradient_shardings(state, zero=experiment.layout.zero)
         dtype = experiment.policy.compute_dtype
         return local_bytes(state) + kept_by_gathering(state.params, shardings, dtype)
 
-    def twin(self, candidate: Candidate) -> Candidate:
+    def twin(self, layout: Layout) -> Layout:
         """The layout whose trace stands for this one, see :func:`.estimate.trace`.
 
         What reduces gradients or gathers weights once per step is traced for its own sizes.
         """
-        if candidate.gather == "step" or candidate.microbatches > 1:
-            return candidate
-        shards = candidate.mesh.get("data", 1) * candidate.mesh.get("fsdp", 1)
-        both = "data" in candidate.mesh and "fsdp" in candidate.mesh
-        if self.config.layout.zero or not both or shards < 4 or shards % 2:
-            return candidate
-        mesh = dict(candidate.mesh) | {"data": shards // 2, "fsdp": 2}
-        return dataclasses.replace(candidate, mesh=mesh)
+        shards = layout.mesh.data * layout.mesh.fsdp
+        own = layout.gather == "step" or layout.microbatches(layout.mesh.pipe) > 1 or layout.zero
+        if own or shards < 4 or shards % 2:
+            return layout
+        return layout.with_({"mesh.data": shards // 2, "mesh.fsdp": 2})
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a layout is rejected: words, then a number that varies from layout to layout and its
+    unit. ``place`` is the line of code that raised the error whose sentence the words are."""
+
+    words: str
+    number: float | None = None
+    unit: str = ""
+    place: tuple[str, int | None] | None = None
+
+    @classmethod
+    def of(cls, error: ValueError) -> "Reason":
+        """An error of what does not divide; its family is all that one line of code refuses."""
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        return cls(f"does not divide: {error}", place=(raised.filename, raised.lineno))
 
 
 class Rejections:
-    """Counts rejected layouts by reason. ``#`` in a reason stands for a number that varies."""
+    """Counts rejected layouts by family of reasons."""
 
     def __init__(self):
-        self.found: dict[str, tuple[int, str, list[float]]] = {}
+        self.found: dict[Any, list[tuple[Reason, str, int]]] = {}
 
     @property
     def count(self) -> int:
         """Number of rejected layouts in all."""
-        return sum(count for count, *_ in self.found.values())
+        return sum(count for members in self.found.values() for *_, count in members)
 
-    def add(self, reason: str, example: str, count: int = 1, number: float | None = None) -> None:
+    def add(self, reason: Reason, layouts: Sequence[Layout]) -> None:
         """Counts layouts."""
-        before, first, numbers = self.found.get(reason, (0, example, []))
-        numbers = numbers if number is None else [*numbers, number]
-        self.found[reason] = before + count, first, numbers
+        if layouts:
+            family = reason.place or (reason.words, reason.unit)
+            rejected = reason, name_of(layouts[0].mesh), len(layouts)
+            self.found.setdefault(family, []).append(rejected)
 
     def families(self) -> tuple[Family, ...]:
         """The families, largest first."""
         listed = []
-        for reason, (count, example, numbers) in self.found.items():
-            if numbers:
+        for members in self.found.values():
+            first, example, _ = members[0]
+            words = first.words
+            if numbers := [reason.number for reason, *_ in members if reason.number is not None]:
                 low, high = min(numbers), max(numbers)
                 span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
-                reason = reason.replace("#", span)
-            listed.append(Family(reason, count, example))
+                words += f" {span} {first.unit}"
+            listed.append(Family(words, sum(count for *_, count in members), example))
         return tuple(sorted(listed, key=lambda family: -family.count))
 
 
-def refuse_mesh(estimator: Estimator, mesh: Mapping[str, int]) -> str | None:
+def refuse_mesh(estimator: Estimator, first: Layout) -> Reason | None:
     """Says why no layout of a mesh can be trained, by shapes alone; None where some may be."""
-    config, target = estimator.config, estimator.target
-    tensor = mesh.get("tensor", 1)
-    island = target.devices_per_island
+    config, target, mesh = estimator.config, estimator.target, first.mesh
+    island, stages = target.devices_per_island, mesh.pipe
     where = "slices" if target.chip.kind == "tpu" else "hosts"
-    if tensor > island or (tensor > 1 and island % tensor):
-        return f"the tensor axis would cross {where} (of {island} devices)"
+    if mesh.tensor > island or (mesh.tensor > 1 and island % mesh.tensor):
+        return Reason(f"the tensor axis would cross {where} (of {island} devices)")
     if not estimator.placements(mesh):
-        return f"data, fsdp and pipe do not divide over {target.islands} {where}"
-    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+        return Reason(f"data, fsdp and pipe do not divide over {target.islands} {where}")
     rows = getattr(config, "global_batch", None)
-    if rows is not None and rows % (shards * mesh.get("pipe", 1)):
-        return "the global batch does not divide over data x fsdp (x pipe, for its microbatches)"
-    stages = mesh.get("pipe", 1)
-    first = Candidate(mesh)
-    if stages > 1:
-        schedule, virtual = estimator.schedules[0]
-        first = Candidate(mesh, stages, stage_remat="full", schedule=schedule, virtual=virtual)
+    if rows is not None and rows % (mesh.data * mesh.fsdp * stages):
+        return Reason("the global batch does not divide over data x fsdp (x pipe for microbatches)")
     try:
         state = local_bytes(estimator.outline(first)[1])
     except ValueError as error:
-        return f"does not divide: {family_of(str(error))}"
+        return Reason.of(error)
     if target.chip.memory_bytes is not None and state > target.chip.memory_bytes:
-        times = state / target.chip.memory_bytes
-        rough = f"{times:.1f}" if times < 10 else f"{times:.0f}"
-        return f"parameters and optimizer state alone are {rough} x the memory"
+        words = "parameters and optimizer state alone are"
+        return Reason(words, state / target.chip.memory_bytes, "x the memory")
     return None
 
 
 def walk_schedules(
-    estimator: "Estimator",
-    candidates: Sequence[Candidate],
-    target: Target,
+    estimator: Estimator,
+    layouts: Sequence[Layout],
     rejections: Rejections,
     *,
     best: float = math.inf,
@@ -193,36 +195,39 @@ def walk_schedules(
     Once something fits, other schedules are tried of what is fastest so far.
     """
     rows: list[Row] = []
-    for schedule in dict.fromkeys((c.schedule, c.virtual) for c in candidates):
-        ways = [c for c in candidates if (c.schedule, c.virtual) == schedule]
+    for ways in _grouped(layouts, lambda x: (x.pipeline.schedule, x.pipeline.virtual)):
         tried = ways
         if (least := estimator.least_seconds(ways[-1])) > best:
-            reason = "waits in its pipeline: takes at least # x the best's time"
-            rejections.add(reason, ways[0].mesh_name, len(ways), least / best)
+            words, unit = "waits in its pipeline: takes at least", "x the best's time"
+            rejections.add(Reason(words, least / best, unit), ways)
             continue
         try:
             estimator.outline(ways[0])
         except ValueError as error:  # more chunks than layers
-            reason = f"does not divide: {family_of(str(error))}"
-            rejections.add(reason, ways[0].mesh_name, len(ways))
+            rejections.add(Reason.of(error), ways)
             continue
         if rows:
-            fastest = min(rows, key=lambda row: row.prediction.step_seconds).candidate
-            tried = [c for c in ways if _but_for_schedule(c) == _but_for_schedule(fastest)]
-        if others := len(ways) - len(tried):
-            reason = "another schedule, of what is slower than the best of its mesh"
-            rejections.add(reason, ways[0].mesh_name, others)
-        rows += walk_mesh(estimator, tried, target, rejections)
+            fastest = min(rows, key=lambda row: row.prediction.step_seconds).layout
+            tried = [x for x in ways if _but_for_schedule(x) == _but_for_schedule(fastest)]
+        reason = Reason("another schedule, of what is slower than the best of its mesh")
+        rejections.add(reason, [layout for layout in ways if layout not in tried])
+        rows += walk_mesh(estimator, tried, rejections)
     return rows
 
 
-def _but_for_schedule(candidate: Candidate) -> tuple:
-    return candidate.gather, candidate.remat, candidate.stage_remat, candidate.microbatches
+def _grouped(layouts: Iterable[Layout], key: Callable[[Layout], Any]) -> list[list[Layout]]:
+    groups: dict[Any, list[Layout]] = {}
+    for layout in layouts:
+        groups.setdefault(key(layout), []).append(layout)
+    return list(groups.values())
 
 
-def walk_mesh(
-    estimator: "Estimator", candidates: Sequence[Candidate], target: Target, rejections: Rejections
-) -> list[Row]:
+def _but_for_schedule(layout: Layout) -> tuple:
+    pipeline = layout.pipeline
+    return layout.gather, layout.remat, pipeline.remat, pipeline.microbatches
+
+
+def walk_mesh(estimator: Estimator, layouts: Sequence[Layout], rejections: Rejections) -> list[Row]:
     """Estimates the layouts of one mesh, and of a pipeline one schedule, as far as is needed.
 
     More microbatches than the fewest that fit only repeat the traffic of weights, so they are not
@@ -233,120 +238,98 @@ def walk_mesh(
     Returns:
       Those that fit.
     """
-    limit = target.chip.memory_bytes or math.inf
-    placements = estimator.placements(candidates[0].mesh)
-    to_row = functools.partial(
-        make_row, target=target, placements=placements, rejections=rejections
-    )
+    limit = estimator.target.chip.memory_bytes or math.inf
     rows: list[Row] = []
-    for gather in dict.fromkeys(c.gather for c in candidates):
-        ways = [c for c in candidates if c.gather == gather]
-        split = [c for c in ways if c.sequence_parallel is not False]
-        if gather == "step" and (times := estimator.kept_bytes(split[0]) / limit) > 1:
-            reason = "the state and weights gathered once per step are # x the memory"
-            rejections.add(reason, split[0].mesh_name, len(ways), times)
+    for ways in _grouped(layouts, lambda x: x.gather):
+        split, *whole = _grouped(ways, lambda x: x.sequence_parallel)
+        if split[0].gather == "step" and (times := estimator.kept_bytes(split[0]) / limit) > 1:
+            words = "the state and weights gathered once per step are"
+            rejections.add(Reason(words, times, "x the memory"), ways)
             continue
-        fitting = _walk_microbatches(estimator, split, limit, rejections, to_row)
+        fitting = _walk_microbatches(estimator, split, limit, rejections)
         halves = [
-            dataclasses.replace(row.candidate, mesh=ways[0].mesh, sequence_parallel=False)
-            for row in fitting
+            row.layout.with_({"mesh": split[0].mesh, "sequence_parallel": False}) for row in fitting
         ]
-        whole = [c for c in ways if c.sequence_parallel is False]
         rows += fitting
-        for candidate in whole:
-            if candidate not in halves:
-                reason = "a whole residual stream, where a split one was not walked or does not fit"
-                rejections.add(reason, candidate.mesh_name)
+        for layout in itertools.chain(*whole):
+            if layout not in halves:
+                words = "a whole residual stream, where a split one was not walked or does not fit"
+                rejections.add(Reason(words), [layout])
                 continue
-            experiment, estimated = estimator(candidate)
+            experiment, estimated = estimator(layout)
             if estimated.peak_bytes <= limit:
-                rows.append(to_row(candidate, experiment, estimated))
+                rows.append(make_row(estimator, layout, experiment, estimated, rejections))
             else:
-                times = estimated.peak_bytes / limit
-                reason = "needs # x the memory with activations"
-                rejections.add(reason, candidate.mesh_name, 1, times)
+                rejections.add(_needs(estimated.peak_bytes / limit), [layout])
     return rows
 
 
+def _needs(times: float) -> Reason:
+    return Reason("needs", times, "x the memory with activations")
+
+
 def _walk_microbatches(
-    estimator: "Estimator",
-    candidates: Sequence[Candidate],
-    limit: float,
-    rejections: Rejections,
-    to_row: Callable[[Candidate, Experiment, Estimate], Row],
+    estimator: Estimator, layouts: Sequence[Layout], limit: float, rejections: Rejections
 ) -> list[Row]:
     """The part of :func:`walk_mesh` for one way to gather weights."""
     rows: list[Row] = []
     fewest = math.inf
-    for kind in dict.fromkeys((c.remat, c.stage_remat) for c in candidates):
-        ladder = [c for c in candidates if (c.remat, c.stage_remat) == kind]
-        pipelined = ladder[0].stage_remat is not None
+    pipelined = (pipe := layouts[0].mesh.pipe) > 1
+    for ladder in _grouped(layouts, lambda x: (x.remat, x.pipeline.remat)):
         ladder = ladder[::-1] if pipelined else ladder
         while ladder:
-            candidate, passed, over = ladder[0], len(ladder), None
-            if candidate.microbatches >= fewest:
-                reason = "recomputes, where less of that fits as well"
+            layout, passed, over = ladder[0], len(ladder), None
+            if layout.microbatches(pipe) >= fewest:
+                reason = Reason("recomputes, where less of that fits as well")
             else:
                 try:
-                    experiment, estimated = estimator(candidate)
+                    experiment, estimated = estimator(layout)
                 except ValueError as error:
-                    reason = f"does not divide: {family_of(str(error))}"
+                    reason = Reason.of(error)
                 else:
                     over = estimated.peak_bytes / limit
             if over is not None and over <= 1:
-                rows.append(to_row(candidate, experiment, estimated))
-                fewest, passed, over = candidate.microbatches, passed - 1, None
+                rows.append(make_row(estimator, layout, experiment, estimated, rejections))
+                fewest, passed = layout.microbatches(pipe), passed - 1
                 ladder = ladder[1:]
                 what = "fewer" if pipelined else "more"
-                reason = f"{what} microbatches than the best of its mesh"
+                reason = Reason(f"{what} microbatches than the best of its mesh")
             elif over is not None:
-                reason = "needs # x the memory with activations"
+                reason = _needs(over)
                 if not pipelined:
                     # Working memory falls at best with the microbatch: what cannot fit is passed.
                     room = max(1, limit - estimated.state_bytes - estimated.batch_bytes)
                     passed = max(1, int(math.log2(max(1.0, estimated.working_bytes / room))))
-            if ladder:
-                rejections.add(reason, candidate.mesh_name, len(ladder[:passed]), over)
+            rejections.add(reason, ladder[:passed])
             ladder = ladder[passed:]
     return rows
 
 
 def make_row(
-    candidate: Candidate,
+    estimator: Estimator,
+    layout: Layout,
     experiment: Experiment,
     estimated: Estimate,
-    *,
-    target: Target,
-    placements: Sequence[Mapping[str, int]],
     rejections: Rejections,
 ) -> Row:
     """The row of a layout that fits, in the placement that crosses the slow network best; the
     others are counted among the rejections."""
-    priced = [(predict(placed(estimated, parts), target), parts) for parts in placements]
+    target = estimator.target
+    ways = estimator.placements(layout.mesh)
+    priced = [(predict(placed(estimated, mesh), target), mesh) for mesh in ways]
     # Of equal ones the one that takes less if nothing is hidden.
-    prediction, parts = min(priced, key=lambda x: (x[0].step_seconds, x[0].step_seconds_apart))
-    for other, _ in (x for x in priced if x[1] is not parts):
-        reason = "crosses the slow network along other axes, and takes # x the time of the best way"
+    prediction, mesh = min(priced, key=lambda x: (x[0].step_seconds, x[0].step_seconds_apart))
+    for other, _ in (x for x in priced if x[1] is not mesh):
+        words = "crosses the slow network along other axes, and takes"
         times = other.step_seconds / prediction.step_seconds
-        rejections.add(reason, candidate.mesh_name, 1, times)
-    rate = experiment.items_per_step / prediction.step_seconds
+        rejections.add(Reason(words, times, "x the time of the best way"), [layout])
+    rate = experiment.data.items_per_step / prediction.step_seconds
     peak = target.chip.peak_flops(experiment.policy.compute_dtype)
     mfu = None
-    if experiment.flops_per_step and peak:
-        mfu = experiment.flops_per_step / (prediction.step_seconds * target.size * peak)
+    if experiment.task.flops_per_step and peak:
+        mfu = experiment.task.flops_per_step / (prediction.step_seconds * target.size * peak)
     unknown = estimated.cost.unknown
     note = unknown_note(unknown) if unknown else None
-    candidate = dataclasses.replace(candidate, mesh={**candidate.mesh, **parts})
-    return Row(candidate, estimated.peak_bytes, prediction, estimated.bubble, mfu, rate, note=note)
-
-
-def family_of(sentence: str) -> str:
-    """A refusal's first clause, with the numbers that vary from layout to layout left out.
-
-    >>> family_of("--mesh.tensor 64 does not divide 32 heads: use a divisor")
-    '--mesh.tensor does not divide 32 heads'
-    """
-    clause = sentence.split(": use ")[0].split("; use ")[0]
-    clause = re.sub(r"(--mesh\.\w+) \d+", r"\1", clause)
-    clause = re.sub(r"(mesh ax[ei]s '[\w ]+') of size \d+", r"\1", clause)
-    return re.sub(r"(of size|be cut into \w+=|over|into) \d+", r"\1 some", clause)
+    layout = dataclasses.replace(layout, mesh=mesh)
+    flags, needed = layout.flags(estimator.asked), estimated.peak_bytes
+    return Row(layout, flags, needed, prediction, estimated.bubble, mfu, rate, note=note)

@@ -83,11 +83,17 @@ class Program:
       collectives: all of them, in program order.
       trips: trip counts by the loop's instruction; None where it is not known (and counted as 1).
       branches: the computations of a conditional, by its instruction.
+      computations: its text, computation by computation.
+      entry: the name of the computation it starts with.
+      scheduled: whether instructions run in the order of the text.
     """
 
     collectives: tuple[Collective, ...] = ()
     trips: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     branches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    computations: Mapping[str, Computation] = dataclasses.field(default_factory=dict, repr=False)
+    entry: str = ""
+    scheduled: bool = False
 
     @property
     def loops(self) -> tuple[int | None, ...]:
@@ -111,8 +117,9 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
     Raises:
       ValueError: for a text that is no program.
     """
-    reader = _Reader(parse(text), partitions_of(text), mesh)
-    return Program(tuple(reader.collectives), reader.trips, reader.branches)
+    parsed, scheduled = parse(text), "is_scheduled=true" in text[: text.find("\n")]
+    reader = _Reader(parsed, partitions_of(text), mesh)
+    return Program(tuple(reader.collectives), reader.trips, reader.branches, *parsed, scheduled)
 
 
 class _Reader:

@@ -1,12 +1,12 @@
 """The nearest layout that makes a plan fit: tried on the compiler, nearest first."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import jax
 
-from jaxtrain.experiment import Experiment, make_abstract_state, make_experiment_mesh
+from jaxtrain.build import make_abstract_state, make_experiment_mesh
+from jaxtrain.experiment import Experiment
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning.ahead_of_time import Plan, plan_experiment
 from jaxtrain.planning.targets import Target, grown, parse_target
@@ -37,7 +37,7 @@ def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | No
         if layout == experiment.layout:
             continue
         try:
-            other = dataclasses.replace(experiment, layout=layout)
+            other = experiment.with_(layout=layout)
             if least_bytes(other, where) > where.chip.memory_bytes:
                 continue
             tries -= 1
@@ -73,7 +73,7 @@ def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str,
         yield _finer(experiment, shards, sizes, most), target
     if data > 1 and experiment.layout.zero < 1:
         yield {"zero": 1}, target
-    full = {"remat": "full"} if experiment.stages and experiment.loss_fn is None else {}
+    full = {"remat": "full"} if experiment.task.made_of_stages else {}
     yield full, target
     wide = {"mesh.fsdp": shards, "mesh.data": 1} if data > 1 else {}
     yield wide, target
@@ -86,7 +86,7 @@ def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str,
 
 def _finer(experiment: Experiment, shards: int, sizes: dict[str, int], most: int) -> dict[str, int]:
     """The flag for up to ``most`` times as many microbatches; none where rows allow no more."""
-    rows = jax.tree.leaves(experiment.batch)[0].shape[0] // shards
+    rows = jax.tree.leaves(experiment.data.batch)[0].shape[0] // shards
     name, now = "accumulate", experiment.layout.accumulate
     if sizes.get("pipe", 1) > 1:
         name, now = "pipeline.microbatches", experiment.layout.pipeline.microbatches

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from jaxtrain.planning.candidates import Candidate
+from jaxtrain.layout import Layout
+from jaxtrain.planning.candidates import name_of
 from jaxtrain.planning.report import Plan
 from jaxtrain.planning.roofline import Prediction
 
@@ -20,19 +21,20 @@ class Row:
     """A layout that fits, by its estimate; the best ones with what the compiler says.
 
     Args:
-      candidate: the layout.
+      layout: the layout, and ``flags`` that make it of the search's own.
       estimated_bytes: of one device at its peak, by :mod:`jaxtrain.planning.estimate`.
       prediction: seconds, and what bounds them, by the estimate.
       bubble: of a pipeline.
       mfu: model FLOPs over peak FLOPs in the time of a step; None where either is unknown.
-      tokens_per_s: what a step holds (``Experiment.item``) per second, over all devices.
+      tokens_per_s: what a step holds (``Data.item``) per second, over all devices.
       plan: by the compiler; None where it was not asked, or failed.
       compile_s: how long it took; None where it was not asked.
       problem: why it failed, in one sentence.
       note: how what was estimated or compiled differs from what would run.
     """
 
-    candidate: Candidate
+    layout: Layout
+    flags: list[str]
     estimated_bytes: int
     prediction: Prediction
     bubble: float
@@ -74,12 +76,11 @@ class Row:
         """The row as plain data: bytes and seconds."""
         predicted = self.time
         names = ("estimated_bytes", "compiled_bytes", "error", "bubble", "mfu", "tokens_per_s")
-        names += ("compile_s", "problem", "note")
+        names += ("compile_s", "problem", "note", "flags")
         return (
-            dataclasses.asdict(dataclasses.replace(self.candidate, mesh=dict(self.candidate.mesh)))
+            dataclasses.asdict(self.layout)
             | {name: getattr(self, name) for name in names}
             | {
-                "flags": self.candidate.flags,
                 "step_s": predicted.step_seconds,
                 "estimated_s": self.prediction.step_seconds,
                 "scheduled": self.scheduled is not None,
@@ -217,10 +218,7 @@ def print_search(
         bound = row.time.bound + (f", bubble {row.bubble:.0%}" if row.bubble else "")
         table.add_row(
             "-" if bad else str(rank),
-            row.candidate.mesh_name,
-            row.candidate.microbatches_name,
-            row.candidate.remat_name,
-            row.candidate.gather or "-",
+            *_words(row.layout),
             f"{row.estimated_bytes / unit:.2f}",
             "-" if row.compiled_bytes is None else f"{row.compiled_bytes / unit:.2f}",
             "-" if row.error is None else f"{100 * row.error:+.1f} %",
@@ -232,12 +230,10 @@ def print_search(
         console.print("no layout fits")
     else:
         console.print(table)
-        console.print(f"train the first with: {' '.join(result.rows[0].candidate.flags)}")
+        console.print(f"train the first with: {' '.join(result.rows[0].flags) or 'these flags'}")
         if costs := cost(result, tokens=tokens, price=price):
             console.print(_cost_line(costs, tokens))
-        console.print(
-            f"times are predictions, at {result.assumed}; the error is estimate / compiler"
-        )
+        console.print(f"times are predicted, at {result.assumed}; the error is estimate / compiler")
         if scheduled := [row for row in result.rows if row.scheduled]:
             estimates = ", ".join(_milliseconds(row.prediction) for row in scheduled)
             console.print(f"* as its program is scheduled; by the estimate {estimates} ms")
@@ -251,6 +247,18 @@ def print_search(
     for family in result.families:
         rejections.add_row(str(family.count), family.reason, f"e.g. {family.example}")
     console.print(rejections)
+
+
+def _words(layout: Layout) -> tuple[str, str, str, str]:
+    """The mesh, the microbatches, what is kept for the backward pass, and when weights gather."""
+    mesh, pipeline = layout.mesh, layout.pipeline
+    count, kept = f"{layout.microbatches(mesh.pipe)}", layout.remat or "-"
+    if mesh.pipe > 1:
+        count += f" x {pipeline.virtual}" if pipeline.virtual > 1 else ""
+        kept = "stage" if pipeline.remat == "full" else kept
+    if mesh.tensor > 1 and not layout.sequence_parallel:
+        kept += ", whole"
+    return name_of(mesh), count, kept, layout.gather or "-"
 
 
 def _milliseconds(time: Prediction) -> str:

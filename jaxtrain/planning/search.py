@@ -41,8 +41,8 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.layout import Layout
 from jaxtrain.planning.ahead_of_time import plan_experiment
-from jaxtrain.planning.candidates import Candidate, given_parts, make_candidates, make_meshes
-from jaxtrain.planning.fitting import Estimator, Rejections, refuse_mesh, walk_schedules
+from jaxtrain.planning.candidates import make_candidates, make_meshes, name_of, parts_of
+from jaxtrain.planning.fitting import Estimator, Reason, Rejections, refuse_mesh, walk_schedules
 from jaxtrain.planning.ranking import WIDTH, Row, SearchResult, cost, print_search, rank
 from jaxtrain.planning.targets import Target
 
@@ -97,7 +97,7 @@ def search(
         raise ValueError(
             f"target {target} has no published peaks to rank layouts by: give a TPU or GPU target"
         )
-    if (given := given_parts(config)) and math.prod(given.values()) != target.islands:
+    if (given := parts_of(config.layout.mesh)) and math.prod(given.values()) != target.islands:
         what = "slices" if target.chip.kind == "tpu" else "hosts"
         raise ValueError(
             f"{' x '.join(given)} is {math.prod(given.values())} and the target has "
@@ -122,8 +122,8 @@ def search(
         for row in ranked:
             if row not in shown:
                 slower = row.prediction.step_seconds / best
-                reason = f"fits, and takes # x the best's time: bound by {row.prediction.bound}"
-                rejected.add(reason, row.candidate.mesh_name, 1, slower)
+                unit = f"x the best's time: bound by {row.prediction.bound}"
+                rejected.add(Reason("fits, and takes", slower, unit), [row.layout])
         return SearchResult(
             target=str(target),
             devices=target.size,
@@ -137,25 +137,25 @@ def search(
         )
 
     watch(lambda: found(complete=False))
-    meshes = list(make_meshes(target.size, stages=estimator.stages))
-    meshes.sort(key=lambda mesh: mesh.get("tensor", 1) * mesh.get("pipe", 1) ** 2)
-    open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules}
-    open_ways["stages"] = estimator.stages
+    stages = estimator.alone.task.made_of_stages
+    meshes = list(make_meshes(target.size, stages=stages))
+    meshes.sort(key=lambda mesh: mesh.tensor * mesh.pipe**2)
+    open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules, "stages": stages}
     for i, mesh in enumerate(meshes):
         best = min((row.prediction.step_seconds for row in rows), default=math.inf)
         progress(
-            f"mesh {i + 1} of {len(meshes)}: {Candidate(mesh).mesh_name}"
+            f"mesh {i + 1} of {len(meshes)}: {name_of(mesh)}"
             + (f"; {len(rows)} fit, the best takes {1000 * best:,.0f} ms" if rows else "")
         )
-        candidates = list(make_candidates(config, mesh, **open_ways))
+        layouts = list(make_candidates(config, mesh, **open_ways))
         if rows and time.perf_counter() - start > walking:
-            reason = f"not looked at: {walking:.0f} s were over (of --search-seconds)"
-            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
+            reason = Reason(f"not looked at: {walking:.0f} s were over (of --search-seconds)")
+            rejections.add(reason, layouts)
             continue
-        if reason := refuse_mesh(estimator, mesh):
-            rejections.add(reason, Candidate(mesh).mesh_name, len(candidates))
+        if reason := refuse_mesh(estimator, layouts[0]):
+            rejections.add(reason, layouts)
             continue
-        rows += walk_schedules(estimator, candidates, target, rejections, best=best)
+        rows += walk_schedules(estimator, layouts, rejections, best=best)
     rows.sort(key=lambda row: row.prediction.step_seconds)
     in_time = compile_rows(estimator, rows, compile_best, progress, deadline=start + seconds)
     return found(complete=in_time)
@@ -187,7 +187,7 @@ def compile_rows(
         late = count is None and time.perf_counter() - start > COMPILE_SECONDS
         if good == count or (late and good) or bad > (count or 5):
             return True
-        name = row.candidate.mesh_name
+        name = name_of(row.layout.mesh)
         progress(f"compiling {name}, the {i + 1}. of {len(rows)} that fit")
         try:
             rows[i] = within(deadline - time.perf_counter(), compile_row, estimator, row)
@@ -223,7 +223,7 @@ def compile_row(estimator: Estimator, row: Row) -> Row:
     start = time.perf_counter()
     plan = problem = None
     try:
-        plan = plan_experiment(estimator.outline(row.candidate)[0], estimator.target)
+        plan = plan_experiment(estimator.outline(row.layout)[0], estimator.target)
         if not plan.fits:
             problem = "does not fit, says the compiler"
     except jax.errors.JaxRuntimeError as error:

@@ -120,7 +120,7 @@ def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -
     chip = CHIPS[name]
     if dcn_gbps is not None:
         if dcn_gbps <= 0:
-            raise ValueError(f"dcn_gbps is {dcn_gbps}: a network's speed is more than 0 Gb/s")
+            raise ValueError(f"`dcn_gbps` is {dcn_gbps}: a network's speed is more than 0 Gb/s")
         chip = dataclasses.replace(chip, dcn_bytes_per_s=dcn_gbps * 1e9 / 8)
     if mark == "-":
         layout = _accelerator_layout(text, chip, layout)

@@ -225,32 +225,6 @@ def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
         assert " conditional(" in train.compiled.as_text()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-def test_the_pallas_kernel_is_compiled_for_gpus_in_place_of_scores_in_memory(dtype):
-    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=gpu())
-
-    def compiled(attention):
-        config = dataclasses.replace(LLAMA, seq_len=1024, layers=1, attention=attention)
-        params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
-        tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
-        batch = {"tokens": tokens, "targets": tokens, "segments": tokens}
-        batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, dtype)
-        rows = jax.sharding.NamedSharding(mesh, jax.P(("data", "fsdp")))
-        loss = decoder.loss_fn(config)
-        gradient = jax.grad(lambda params, batch: loss(params, batch, None).total)
-        with jax.set_mesh(mesh):
-            return jax.jit(gradient, in_shardings=(None, rows)).lower(params, batch).compile()
-
-    program = compiled("pallas")
-    # Forward, and two of the backward pass.
-    assert program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    # Rows of a device x heads of a device x T x T in float32.
-    scores = 8 * 2 * 1024 * 1024 * 4
-    fewer = compiled("xla").memory_analysis().temp_size_in_bytes
-    assert program.memory_analysis().temp_size_in_bytes < fewer - scores / 4
-
-
 def test_tiles_of_attention_are_not_in_memory_at_once_on_gpus():
     mesh = jt.make_mesh(data=8, devices=gpu())
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))

@@ -8,14 +8,9 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
+from jaxtrain.build import compile_train, make_abstract_state, make_experiment_mesh
 from jaxtrain.data import packed_shapes
-from jaxtrain.experiment import (
-    Experiment,
-    compile_train,
-    make_abstract_state,
-    make_experiment_mesh,
-    no_batches,
-)
+from jaxtrain.experiment import Experiment, no_batches
 from jaxtrain.models import decoder
 from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.planning.estimate import estimate
@@ -28,11 +23,17 @@ from tests import problems
 # What the search promises.
 TOLERANCE = 0.15
 
-GPT2 = decoder.gpt2_124m()
+GPT2 = decoder.PRESETS["gpt2-124m"]()
 LLAMA = dataclasses.replace(
-    decoder.llama_1b(), layers=8, width=1024, heads=16, kv_heads=4, mlp_width=2816, seq_len=1024
+    decoder.PRESETS["llama-1b"](),
+    layers=8,
+    width=1024,
+    heads=16,
+    kv_heads=4,
+    mlp_width=2816,
+    seq_len=1024,
 )
-WIDE = dataclasses.replace(decoder.llama_7b(), layers=4)
+WIDE = dataclasses.replace(decoder.PRESETS["llama-7b"](), layers=4)
 SHORT = dataclasses.replace(GPT2, layers=8, seq_len=256)
 PIPELINE = {"schedule": "1f1b", "microbatches": 8, "remat": "none"}
 
@@ -83,7 +84,7 @@ def make(model, remat, mesh, rows, more):
         more.pop("optimizer", "adamw"), 1e-3, clip_norm=1.0, stacked=jt.Stack().axes
     )
     config = dataclasses.replace(model, remat=remat)
-    return Experiment(
+    return Experiment.of(
         name="gpt",
         init_fn=lambda rng: decoder.init(config, rng),
         loss_fn=decoder.loss_fn(config),

@@ -30,7 +30,7 @@ def make_experiment(block, *, remat=None, **optimizer):
         lambda params, x, batch: jnp.square(x @ params["leave"]["w"]).mean(),
         remat=remat,
     )
-    return Experiment(
+    return Experiment.of(
         name="toy",
         init_fn=init,
         loss_fn=jt.loss_from_stages(stages),
@@ -89,8 +89,7 @@ def test_what_a_layer_keeps_is_told_with_the_scope_that_makes_it():
     assert found == {"blocks/mlp": 2 * 4 * L * (B // 2) * F, "blocks": 4 * L * (B // 2) * D}
     config = decoder.DecoderConfig(vocab_size=64, seq_len=16, layers=3, width=32, heads=2)
     rows = jax.ShapeDtypeStruct((4, 16), jnp.int32)
-    model = dataclasses.replace(
-        make_experiment(named),
+    model = make_experiment(named).with_(
         init_fn=lambda rng: decoder.init(config, rng),
         loss_fn=decoder.loss_fn(config),
         stages=decoder.stages(config),

@@ -12,16 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from experiments import gpt as experiment_gpt
+from jaxtrain.build import build_step, make_abstract_state, make_experiment_mesh, make_state
 from jaxtrain.engines.pipeline.balance import weigh
 from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
-from jaxtrain.experiment import (
-    Experiment,
-    build_step,
-    make_abstract_state,
-    make_experiment_mesh,
-    make_state,
-    no_batches,
-)
+from jaxtrain.experiment import Experiment, no_batches
 from jaxtrain.flops import count_flops
 from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.ops.attention import attention
@@ -102,14 +96,14 @@ def test_the_state_is_exact(mesh, zero):
 
 
 def test_a_batch_lies_as_its_rules_say():
-    experiment = dataclasses.replace(
-        tiny({"data": 2, "tensor": 2}), batch={"x": jax.ShapeDtypeStruct((8, 4), "float32")}
+    experiment = tiny({"data": 2, "tensor": 2}).with_(
+        batch={"x": jax.ShapeDtypeStruct((8, 4), "float32")}
     )
     rules = jt.Rules(batch=[("^x$", ("batch", "tensor"))])
     mesh = abstract_mesh(experiment.layout.mesh.sizes, 4)
     state = jax.ShapeDtypeStruct((2,), "float32", sharding=jax.NamedSharding(mesh, jax.P()))
-    traced = jax.make_jaxpr(lambda state, batch: batch["x"])(state, experiment.batch)
-    found = estimate_traced(traced, state, experiment.batch, mesh, rules)
+    traced = jax.make_jaxpr(lambda state, batch: batch["x"])(state, experiment.data.batch)
+    found = estimate_traced(traced, state, experiment.data.batch, mesh, rules)
     assert found.batch_bytes == 8 * 4 * 4 / 4
 
 
@@ -289,7 +283,7 @@ def test_flops_are_those_of_another_counter():
     one = tiny({"data": 1})
     alone = abstract_mesh(one.layout.mesh.sizes, 1)
     state = make_abstract_state(one, alone)
-    whole = count_flops(build_step(one, state, alone), state, one.batch)
+    whole = count_flops(build_step(one, state, alone), state, one.data.batch)
     for mesh in ({"data": 8}, {"fsdp": 4, "tensor": 2}):
         share = estimate(tiny(mesh), 8).cost.flops
         # Every product is split over all devices.
@@ -398,7 +392,7 @@ def test_stages_that_are_balanced_take_less_time_than_even_ones():
 
     (_, even), (experiment, balanced) = estimated(False), estimated(True)
     assert experiment.stack.counts == (4, 2)
-    weights = weigh(experiment.stages, experiment.init_fn, experiment.batch)
+    weights = weigh(experiment.task.stages, experiment.task.init_fn, experiment.data.batch)
     table = make_table("1f1b", stages=2, microbatches=8)
     spans = []
     for counts, found in (((3, 3), even), ((4, 2), balanced)):
@@ -415,7 +409,7 @@ def test_an_interleaved_pipeline_waits_as_its_table_says():
     pipeline = PipelineLayout(schedule="interleaved", microbatches=8, virtual=2)
     found = estimate(tiny({"pipe": 2, "data": 4}, pipeline=pipeline, layers=4), 8)
     natural = tiny({"data": 8}, layers=4)
-    weights = weigh(natural.stages, natural.init_fn, natural.batch)
+    weights = weigh(natural.task.stages, natural.task.init_fn, natural.data.batch)
     forward, backward = weights.of_stages([1] * 4)
     table = make_table("interleaved", stages=2, microbatches=8, virtual=2)
     assert found.bubble == bubble(table, forward=forward, backward=backward)
@@ -431,7 +425,7 @@ def test_the_order_of_sizes_is_the_compilers():
         train = jt.compile_step(
             build_step(experiment, state, mesh),
             state,
-            experiment.batch,
+            experiment.data.batch,
             mesh=mesh,
             compiler_options={"xla_backend_optimization_level": 0},
         )
@@ -520,7 +514,7 @@ def test_any_experiment_is_estimated():
         y = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
         return jt.WeightedLoss(jnp.sum(y**2), jnp.float32(y.shape[0])), {"mean": y.mean(0)}
 
-    experiment = Experiment(
+    experiment = Experiment.of(
         name="own",
         init_fn=init,
         loss_fn=loss,

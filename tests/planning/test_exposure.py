@@ -25,7 +25,6 @@ BODY = f"""\
 def waits(text, *, products, gather, others=0.0):
     """Waits where a collective takes ``gather`` seconds of the fast links, or what that returns."""
     found = exposed_seconds(
-        text,
         read_program(text, jt.make_mesh(data=4, tensor=2)),
         products=products,
         others=others,

@@ -195,21 +195,24 @@ def test_an_outline_compiles_to_the_step_that_trains(tmp_path):
         layers=1, width=16, heads=2, seq_len=16, data=str(tmp_path), layout=SMALL.layout
     )
     whole, outline = experiment_gpt.build(config), experiment_gpt.outline(config)
-    assert whole.batch == outline.batch
-    assert (whole.flops_per_step, whole.layout) == (outline.flops_per_step, outline.layout)
+    assert whole.data.batch == outline.data.batch
+    assert (whole.task.flops_per_step, whole.layout) == (
+        outline.task.flops_per_step,
+        outline.layout,
+    )
     programs = []
     for experiment in (whole, outline):
         step = jt.build_train_step(experiment.laid.loss_fn, experiment.laid.optimizer)
         state = jt.abstract_state(experiment.laid.init_fn, experiment.laid.optimizer)
-        programs.append(jax.jit(step).lower(state, experiment.batch).as_text())
+        programs.append(jax.jit(step).lower(state, experiment.data.batch).as_text())
     assert programs[0] == programs[1]
     with pytest.raises(ValueError, match="built without its data"):
-        outline.train_batches(0, None)
+        outline.data.train_batches(0, None)
 
 
 def test_a_trained_tokenizer_is_planned_by_its_size():
     config = experiment_gpt.Config(tokenizer="32000")
-    assert experiment_gpt.outline(config).config["model"]["vocab_size"] == 32000
+    assert experiment_gpt.outline(config).metadata.config["model"]["vocab_size"] == 32000
 
 
 def test_a_step_of_ones_own():
@@ -261,7 +264,7 @@ class Config:
 
 def build(config):
     shape = jax.ShapeDtypeStruct((8, config.width), jnp.float32)
-    return jt.Experiment(
+    return jt.Experiment.of(
         name="own", batch={"x": shape}, steps=1, train_batches=None, layout=jt.Layout.parse(""),
         init_fn=lambda rng: {"w": jnp.ones(config.width)}, optimizer=jt.make_optimizer("sgd", 0.1),
         loss_fn=lambda params, batch, rng: jt.WeightedLoss(
@@ -398,8 +401,8 @@ def test_a_call_of_many_steps_is_planned_as_it_runs():
 def test_after_a_run(monkeypatch):
     mesh = jt.make_mesh(data=8)
     experiment = small()
-    state = jt.experiment.make_abstract_state(experiment, mesh)
-    train = jt.experiment.compile_train(experiment, state, mesh)
+    state = jt.build.make_abstract_state(experiment, mesh)
+    train = jt.build.compile_train(experiment, state, mesh)
     assert comparison.compare_with_run({1: train}, mesh, experiment, 0.5) == []
     lines = comparison.compare({1: train}, mesh, experiment, 0.5)
     assert lines[0].endswith("measured: the cpu backend keeps no count")

@@ -50,7 +50,7 @@ LLAMA2_7B = llama(32, 4096, 32, 11008, 4096)
 LLAMA2_70B = llama(80, 8192, 64, 28672, 4096, kv_heads=8)
 LLAMA3_8B = llama(32, 4096, 32, 14336, 8192, vocab=128256, kv_heads=8)
 LLAMA3_70B = llama(80, 8192, 64, 28672, 8192, vocab=128256, kv_heads=8)
-GPT2 = decoder.gpt2_124m()
+GPT2 = decoder.PRESETS["gpt2-124m"]()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Run:
         """By the planner."""
         target = parse_target(self.target)
         config = dataclasses.replace(self.model, remat=self.remat)
-        experiment = Experiment(
+        experiment = Experiment.of(
             name="published",
             init_fn=lambda rng: decoder.init(config, rng),
             loss_fn=decoder.loss_fn(config),
