@@ -124,6 +124,34 @@ def read_if_there(path: epath.Path | pathlib.Path) -> bytes:
         return b""
 
 
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Reads a JSON object; empty where the text is cut off or holds none.
+
+    >>> json_object('{"step": 3}'), json_object('{"st'), json_object("[3]")
+    ({'step': 3}, {}, {})
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
+    """Reads a JSON object from a file.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"'{path}' is not a JSON object")
+    return found
+
+
 def make_folder(path: epath.Path) -> None:
     """Makes a folder and those around it where there are none; raises as :func:`look`."""
     try:
@@ -290,6 +318,6 @@ def check_shared(path: epath.Path) -> None:
     if blind.size:
         raise ValueError(
             f"process {', '.join(map(str, blind))} does not see what process 0 writes in "
-            f"{path.parent}: give a run_dir that all hosts share, such as one over the network "
+            f"{path.parent}: give a `run_dir` that all hosts share, such as one over the network "
             "or gs://..."
         )

@@ -4,6 +4,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxtrain.host import extras
 from jaxtrain.host.paths import as_path
 
 
@@ -13,11 +14,8 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ImportError("a PNG needs matplotlib: pip install 'jaxtrain[plot]'") from None
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+    matplotlib = extras.load("a PNG needs matplotlib", "plot", "matplotlib.figure")
+    return matplotlib.figure.Figure(figsize=(width, height), dpi=130, layout="constrained")
 
 
 def finish_axes(axes: Any, title: str, *, x: str, y: str = "") -> None:

@@ -16,7 +16,6 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 from etils import epath
@@ -27,21 +26,23 @@ from jaxtrain.host.exit_codes import SUPERSEDED, Ended
 logger = logging.getLogger(__name__)
 
 RUNS = "runs"
-OWNER = "owner.json"
-# After which step, and why, the run was stopped on purpose.
-STOPPED = "stopped.json"
-# What has been found of the loss around its checkpoints (`jaxtrain landscape`).
-LANDSCAPE = "landscape.json"
+# All that a run writes into its folder, besides the files of its experiment: --overwrite deletes
+# what is named here and nothing else.
+OWNER, CONFIG, CHANGES, LOG = "owner.json", "config.json", "changes.jsonl", "log.jsonl"
+EVENTS, HEARTBEAT, HANG = "events.jsonl", "heartbeat.json", "hang-process-{}.txt"
+STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.html", "report.png"
+CSV, PROMETHEUS = "metrics.csv", "metrics.prom"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
+FILES += (CSV, PROMETHEUS)
 # In owner.json, while an earlier run is being deleted.
 OVERWRITING = "overwriting"
 # After so long without owner.json the folder has gone, and its place is not to be taken.
 GONE_SECONDS = 2.0
-# All that a run writes into its folder, besides the files of its experiment.
 _WRITTEN = re.compile(
-    r"((owner|config|stopped|heartbeat|landscape)\.json|report\.(html|png)|metrics\.(csv|prom)"
-    r"|(log|changes|events)\.jsonl)(\.partial(-[0-9a-f]+)?)?|hang-process-\d+\.txt"
-    r"|checkpoints/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
-    r"|tensorboard/(events\.out\.tfevents\..*|plugins)"
+    rf"({'|'.join(map(re.escape, FILES))})(\.partial(-[0-9a-f]+)?)?|{HANG.format('[0-9]+')}"
+    rf"|{CHECKPOINTS}/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
+    rf"|{TENSORBOARD}/(events\.out\.tfevents\..*|plugins)"
 )
 
 
@@ -138,11 +139,11 @@ def find_run_dir(
         raise ValueError("`resume` continues a run and `overwrite` deletes it: give one of them")
     if resume and auto_resume:
         raise ValueError(
-            "`resume` needs a run to continue and auto_resume begins one where there is none: "
+            "`resume` needs a run to continue and `auto_resume` begins one where there is none: "
             "give one of them"
         )
     if auto_resume and (run_dir is None or overwrite):
-        raise ValueError("auto_resume needs a run_dir, and does not go with `overwrite`")
+        raise ValueError("`auto_resume` needs a `run_dir`, and does not go with `overwrite`")
 
     def find() -> tuple[str, bool]:
         if run_dir is not None:
@@ -151,28 +152,28 @@ def find_run_dir(
             found = newest_run(name) if resume else next_free(name)
         taken = bool(paths.listed(found))
         holds_run = taken and is_run(found)
-        owner = _owner(found)
+        owner = paths.json_object(paths.read_if_there(found / OWNER))
         if OVERWRITING in owner and not (overwrite or auto_resume):
             raise FileExistsError(
                 f"{found} holds the rest of a run whose deletion was interrupted: finish that with "
-                "`overwrite`, or choose another run_dir"
+                "`overwrite`, or choose another `run_dir`"
             )
-        resumable = holds_run or (taken and _holds_step(found / "checkpoints"))
+        resumable = holds_run or (taken and _holds_step(found / CHECKPOINTS))
         if resume and not resumable:
             raise FileNotFoundError(f"there is no run to resume in {found}")
         if taken and not resumable:
             raise FileExistsError(
-                f"{found} holds files and no run: choose another run_dir, or empty it yourself"
+                f"{found} holds files and no run: choose another `run_dir`, or empty it yourself"
             )
         if overwrite and taken and not holds_run:
             raise FileExistsError(
                 f"{found} holds checkpoints and no more of a run: `overwrite` leaves it alone, so "
-                "choose another run_dir, or empty it yourself"
+                "choose another `run_dir`, or empty it yourself"
             )
         if taken and not (resume or overwrite or auto_resume):
             raise FileExistsError(
                 f"{found} holds a run already: continue it with `resume`, delete it with "
-                "`overwrite`, or choose another run_dir"
+                "`overwrite`, or choose another `run_dir`"
             )
         paths.check_writable(found)
         # What an earlier attempt of this very launch has overwritten is that attempt's run.
@@ -232,7 +233,7 @@ def claim_run_dir(
                     created = True
             except FileExistsError:
                 raise FileExistsError(
-                    f"another run has just begun in {path}: choose another run_dir"
+                    f"another run has just begun in {path}: choose another `run_dir`"
                 ) from None
         if begun:  # A deletion that is interrupted is known, and nobody resumes what is left.
             write_text(path / OWNER, json.dumps(owner | {OVERWRITING: True}) + "\n")
@@ -258,16 +259,7 @@ def _holds_step(directory: epath.Path) -> bool:
 
 def is_half_deleted(folder: epath.Path) -> bool:
     """Whether a run is here whose deletion was interrupted."""
-    return OVERWRITING in _owner(folder)
-
-
-def _owner(folder: epath.Path) -> dict[str, Any]:
-    """Who has claimed a folder; empty where nobody has, or that cannot be told."""
-    try:
-        owner = json.loads(paths.read_if_there(folder / OWNER))
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    return OVERWRITING in paths.json_object(paths.read_if_there(folder / OWNER))
 
 
 def write_text(path: epath.Path, text: str) -> None:
@@ -288,9 +280,7 @@ def newest_run(name: str) -> epath.Path:
     for path in runs():
         if path.name.rpartition("-")[0] == name:
             return path
-    raise FileNotFoundError(
-        f"there is no run to resume under {RUNS}/: name its folder with run_dir"
-    )
+    raise FileNotFoundError(f"there is no run to resume under {RUNS}/: name one by `run_dir`")
 
 
 def next_free(name: str) -> epath.Path:
@@ -308,12 +298,12 @@ def _number(path: epath.Path) -> int | None:
 def is_run(folder: epath.Path) -> bool:
     """Whether a run has begun here; a config.json alone may be anybody's."""
     there = {path.name for path in paths.listed(folder)}
-    return OWNER in there or {"config.json", "log.jsonl"} <= there
+    return OWNER in there or {CONFIG, LOG} <= there
 
 
 def _delete_written(folder: epath.Path, files: Iterable[str]) -> None:
     """Deletes what a run has written, but for the token of its new owner; of links, the links."""
-    for inner in (folder / "checkpoints", folder / "tensorboard", folder):
+    for inner in (folder / CHECKPOINTS, folder / TENSORBOARD, folder):
         if inner != folder and paths.is_link(inner):
             inner.unlink()
         for path in paths.listed(inner) if paths.is_folder(inner) else ():

@@ -19,6 +19,7 @@ from typing import BinaryIO, TextIO
 
 from jaxtrain.host import distributed, exit_codes, output
 from jaxtrain.host.exit_codes import PEER_LOST
+from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path
 
 _POLL_SECONDS = 0.05
@@ -127,20 +128,14 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
             "jaxtrain launch --processes 8 -- python -m experiments.gpt"
         )
     least = {"processes": 1, "hosts": 1, "max_restarts": 0, "grace_seconds": 0}
-    least["simulate_devices_per_process"] = 0
-    for name, low in least.items():
-        if getattr(options, name) < low:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {getattr(options, name)}: give at least {low}")
+    check_least(options, **least, simulate_devices_per_process=0)
     if not 0 <= options.host_index < options.hosts:
         raise ValueError(
             f"--host-index {options.host_index} is not one of {options.hosts} hosts: count them "
             "from 0"
         )
     if options.hosts > 1 and options.coordinator is None:
-        raise ValueError(
-            f"{options.hosts} hosts must meet somewhere: give --coordinator HOST:PORT of host 0"
-        )
+        raise ValueError(f"{options.hosts} hosts must meet: give --coordinator HOST:PORT of host 0")
     if options.coordinator is not None:
         distributed.check_address(options.coordinator)
     if options.max_restarts and _run_dir(command) is None:

@@ -17,8 +17,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.experiment import (
-    Experiment,
+from jaxtrain.build import (
     call_end,
     compile_loop,
     depends_on_microbatches,
@@ -28,6 +27,7 @@ from jaxtrain.experiment import (
     restore_evaluated,
     restore_state,
 )
+from jaxtrain.experiment import Experiment, Metadata
 from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
@@ -37,6 +37,8 @@ from jaxtrain.run import provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
 from jaxtrain.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
     STOPPED,
     Ownership,
     claim_run_dir,
@@ -55,14 +57,14 @@ from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
-from jaxtrain.run.observe.own_log import OwnLog
+from jaxtrain.run.observe.owned_log import OwnedLog
 from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
-from jaxtrain.run.survive.accidents import diagnose
-from jaxtrain.run.survive.lifeline import Lifeline, open_lifeline
+from jaxtrain.run.survive.diagnosis import make_diverged
 from jaxtrain.run.survive.pace import Pace
+from jaxtrain.run.survive.peer_group import PeerGroup, open_peer_group
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.watchdog import Watchdog
 from jaxtrain.sharding.rules import batch_sharding
@@ -127,7 +129,7 @@ def train_loop(
         if len(given) < len(numbers):
             read()
             raise ValueError(
-                f"the batches ended after {done + len(given)} steps and steps is {steps}: give a "
+                f"the batches ended after {done + len(given)} steps and `steps` is {steps}: give a "
                 "batch for every step, or fewer steps"
             )
         state, metrics = train(state, given[0] if steps_per_call == 1 else given)
@@ -212,21 +214,18 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     _check_calls(experiment.layout.steps_per_call, options)
-    if options.best_metric is not None:
-        given = {"best_metric": options.best_metric, "best_mode": options.best_mode}
-        experiment = dataclasses.replace(experiment, **given)
-    if options.profiled and options.profiled[0] > experiment.steps:
-        raise ValueError(
-            f"profile_steps is {options.profile_steps!r} and the run has {experiment.steps} steps: "
-            "give some of those"
-        )
+    if (metric := options.best_metric) is not None:
+        experiment = experiment.with_(best_metric=metric, best_mode=options.best_mode)
+    if options.profiled and options.profiled[0] > (steps := experiment.steps):
+        profiled = f"`profile_steps` is {options.profile_steps!r}"
+        raise ValueError(f"{profiled}, the run has {steps} steps: give some of those")
     webhook()
     trackers.check_installed(trackers.parse(options.trackers))
     for name in ("early_stop_patience", "best_metric"):
-        if (value := getattr(options, name)) and not experiment.eval_sets:
+        if (value := getattr(options, name)) and not experiment.data.eval_sets:
             raise ValueError(
-                f"{name} is {value} and experiment {experiment.name!r} has no eval_batches: there "
-                "is nothing to go by"
+                f"`{name}` is {value} and experiment {experiment.name!r} has no eval_batches: "
+                "there is nothing to go by"
             )
     with output.lasting(), Journal(began) as journal:
         return _fit(experiment, options, hooks, writers, journal)
@@ -248,7 +247,7 @@ def _fit(
             stack.callback(writer.close)
         # Before anything that takes long, as what comes before the loop does for a large model.
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
-        peers = stack.enter_context(open_lifeline(connect=options.watch_peers))
+        peers = stack.enter_context(open_peer_group(connect=options.watch_peers))
         mesh = make_experiment_mesh(experiment)
         if mesh.devices.flat[0].platform != "cpu":
             journal.costs["chips"] = mesh.size
@@ -257,9 +256,10 @@ def _fit(
         if options.best_metric is not None:
             check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
-        experiment = dataclasses.replace(experiment, config=record)
+        experiment = experiment.with_(config=record)
+        name, data, metadata = experiment.name, experiment.data, experiment.metadata
         run_dir, resume = find_run_dir(
-            experiment.name,
+            name,
             options.run_dir,
             resume=options.resume,
             auto_resume=options.auto_resume,
@@ -268,14 +268,14 @@ def _fit(
         claim = functools.partial(
             claim_run_dir,
             run_dir,
-            name=experiment.name if options.run_dir is None else None,
+            name=name if options.run_dir is None else None,
             resumes=resume,
             overwrite=options.overwrite,
-            files=experiment.files,
+            files=metadata.files,
         )
-        checkpoints = _open_checkpoints(experiment, options, run_dir)
+        checkpoints = _open_checkpoints(metadata, options, run_dir)
         # Once, for the check of what has changed and for the restoration.
-        saved = resume and has_checkpoint(run_dir / "checkpoints")
+        saved = resume and has_checkpoint(run_dir / CHECKPOINTS)
         changes, owner = [], None
         if resume:
             changes = _changes(experiment, abstract, checkpoints, run_dir, options, saved)
@@ -293,7 +293,7 @@ def _fit(
         go_on = bool({"stopped", "all"} & set(options.accept_changes))
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
-            experiment = dataclasses.replace(experiment, steps=start)
+            experiment = experiment.with_(steps=start)
         with ledger.during("compile"):
             train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
@@ -301,36 +301,36 @@ def _fit(
             journal.open(owner)
         if owner.path != run_dir:  # Another start has taken the number that was free.
             run_dir = owner.path
-            checkpoints = _open_checkpoints(experiment, options, run_dir)
+            checkpoints = _open_checkpoints(metadata, options, run_dir)
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
-        terminal.print_header(f"jaxtrain: {experiment.name}", header)
+        terminal.print_header(f"jaxtrain: {name}", header)
         journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
-        texts = {provenance.CONFIG: json.dumps(experiment.config, indent=2) + "\n"}
-        for name, text in (texts | dict(experiment.files)).items():
-            write = functools.partial(_write_file, run_dir / name, text, keep=resume)
-            storage.retrying(write, f"the file {run_dir / name}")
-        check_shared(run_dir / provenance.CONFIG)
-        provenance.note_changes(run_dir, changes, experiment.config, from_step=start)
+        texts = {CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
+        for file, text in (texts | dict(metadata.files)).items():
+            write = functools.partial(_write_file, run_dir / file, text, keep=resume)
+            storage.retrying(write, f"the file {run_dir / file}")
+        check_shared(run_dir / CONFIG)
+        provenance.note_changes(run_dir, changes, metadata.config, from_step=start)
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
         saving, early = Saving(run, checkpoints), EarlyStopping(run)
-        evaluation, end = Evaluation(run, [saving, early, *hooks]), None
-        if start < experiment.steps:
+        evaluation, end = Evaluation(run, experiment, [saving, early, *hooks]), None
+        if start < run.steps:
             early.recall(start)
             # What was read two calls ago may have been the reason of an end that never came.
-            awaited = start + 1 - 2 * experiment.layout.steps_per_call
+            awaited = start + 1 - 2 * run.steps_per_call
             run.alerts.recall(start, acts_from=math.inf if go_on else awaited)
             if (options.eval_first and start == 0) or early.awaits(start):
                 evaluation.on_step(start, state)
             end = None if go_on else early.ending(start)  # It was killed before it could say so.
             if early.awaits(start):  # A signal came in that evaluation: it is for the next attempt.
                 end = Ending(PREEMPTED, start)
-        if start < experiment.steps and end is None:
-            batches = stack.enter_context(experiment.train_batches(start, batch_sharding(mesh)))
+        if start < run.steps and end is None:
+            batches = stack.enter_context(data.train_batches(start, batch_sharding(mesh)))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
         end = end or stopped or Ending(DONE, int(state.step))
@@ -339,9 +339,9 @@ def _fit(
         if stopped:
             lines.append(f"stopped      after step {int(state.step)}: {stopped}")
         if stopped and best:
-            value = best.evaluation[name := experiment.best_metric]
+            value = best.evaluation[metadata.best_metric]
             path = checkpoints.directory / str(best.step)
-            lines.append(f"best saved   {path}, eval/{name} {value:.4f}")
+            lines.append(f"best saved   {path}, eval/{metadata.best_metric} {value:.4f}")
             if options.saves_best and best.step != int(state.step):
                 run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
                 with ledger.during("restore"):
@@ -360,7 +360,7 @@ def _opened(
     options: RunOptions,
     mesh: Mesh,
     owner: Ownership,
-    peers: Lifeline,
+    peers: PeerGroup,
     writers: Sequence[Writer],
     journal: Journal,
     start: int,
@@ -371,27 +371,26 @@ def _opened(
     # Resumed before its first checkpoint, a run evaluates its step 0 again.
     resume_step = (start or -1) if resume else None
     folder_logs = make_writers(owner.path, resume_step=resume_step, stamp=journal.stamp)
-    rate = throughput.Throughput(experiment.items_per_step)
+    data, config, steps = experiment.data, experiment.metadata.config, experiment.steps
+    flops, dtype = experiment.task.flops_per_step, experiment.policy.compute_dtype
+    rate = throughput.Throughput(data.items_per_step)
     journal.step_times = rate.times
     process = jax.process_index()
     about = trackers.About(
         experiment=experiment.name,
         name=owner.path.name,
         identity=journal.identity,
-        config=provenance.flatten(experiment.config.get("flags", experiment.config)),
+        config=provenance.flatten(config.get("flags", config)),
         run_dir=owner.path,
         resume_step=resume_step,
     )
     asked = trackers.parse(options.trackers) if process == 0 else {}
     with (
         trackers.opened(asked, about, journal) as tracking,
-        contextlib.closing(OwnLog(folder_logs, owner, peers)) as own_log,
+        contextlib.closing(OwnedLog(folder_logs, owner, peers)) as owned_log,
         Watchdog(60 * options.hang_minutes, run_dir=owner.path, process=process) as watchdog,
         terminal.Progress(
-            experiment.steps,
-            start=start,
-            item=experiment.item,
-            steps_per_epoch=experiment.steps_per_epoch,
+            steps, start=start, item=data.item, steps_per_epoch=data.steps_per_epoch
         ) as progress,
         Alerts(
             options.alert_rules if process == 0 else {},
@@ -409,13 +408,18 @@ def _opened(
         ) as sampling,
     ):
         yield Run(
-            experiment=experiment,
+            data=data,
+            metadata=experiment.metadata,
+            steps=steps,
+            steps_per_call=experiment.layout.steps_per_call,
+            stack=experiment.stack,
+            mfu=lambda seconds: throughput.mfu(flops, seconds, mesh.devices.flat, dtype=dtype),
             options=options,
             mesh=mesh,
             owner=owner,
             peers=peers,
             watchdog=watchdog,
-            log=Fanout([own_log, alerts, *tracking, *(writers if process == 0 else ())]),
+            log=Fanout([owned_log, alerts, *tracking, *(writers if process == 0 else ())]),
             journal=journal,
             alerts=alerts,
             progress=progress,
@@ -449,8 +453,8 @@ def _train(
             train,
             state,
             ledger.timed("data", pace.timed(batches)),
-            steps=run.experiment.steps,
-            steps_per_call=run.experiment.layout.steps_per_call,
+            steps=run.steps,
+            steps_per_call=run.steps_per_call,
             hooks=[
                 *(run.watchdog, Logging(run, pace), profiling.ending),
                 *(*built_in, *hooks, skips, profiling),
@@ -458,7 +462,7 @@ def _train(
             ends=ends,
         )
     ledger.begin("finish")
-    return state, skips.ending or (early if int(state.step) < run.experiment.steps else None)
+    return state, skips.ending or (early if int(state.step) < run.steps else None)
 
 
 def _finish(
@@ -470,13 +474,13 @@ def _finish(
     Raises:
       Preempted, Diverged: the run was interrupted.
     """
-    experiment, run_dir, last = run.experiment, run.owner.path, int(state.step)
+    run_dir, last = run.owner.path, int(state.step)
     end, means = end or Ending(DONE, last), {}
     if end.reason is not None:
         run.owner.check()
         stop = {"step": last, "reason": end.reason, "code": end.code}
         write_text(run_dir / STOPPED, json.dumps(stop) + "\n")
-        early = f"stopped on purpose after step {last} of {experiment.steps}: {end.reason}"
+        early = f"stopped on purpose after step {last} of {run.steps}: {end.reason}"
         run.progress.note(early)
     on_purpose = end.code in (DONE, ALERTED)
     if on_purpose:
@@ -490,7 +494,7 @@ def _finish(
     if end.code == DIVERGED:
         skips = run.options.max_consecutive_skips
         given = {"step": end.step, "skips": skips, "run_dir": str(run_dir)}
-        raise diagnose(experiment, run.mesh, state, **given)
+        raise make_diverged(evaluation.experiment, run.mesh, state, **given)
     if end.code == PREEMPTED:
         preempted = Preempted(last, str(run_dir))
         run.progress.note(str(preempted))
@@ -508,15 +512,13 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
     return Best(step, means, functools.partial(restore_state, experiment, abstract, read))
 
 
-def _open_checkpoints(
-    experiment: Experiment, options: RunOptions, run_dir: epath.Path
-) -> Checkpointer:
+def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Path) -> Checkpointer:
     return Checkpointer(
-        run_dir / "checkpoints",
+        run_dir / CHECKPOINTS,
         keep=options.keep,
         keep_best=options.keep_best,
-        best_metric=f"eval/{experiment.best_metric}",
-        best_mode=experiment.best_mode,
+        best_metric=f"eval/{metadata.best_metric}",
+        best_mode=metadata.best_mode,
     )
 
 
@@ -529,7 +531,7 @@ def _check_unsaved(run_dir: epath.Path, journal: Journal) -> None:
     """Raises StorageError where a claimed run that had no checkpoint has one by now, or its journal
     tells of some, which are not seen."""
     told = distributed.from_first_process(lambda: "run/checkpoint_age_seconds" in journal.counts())
-    if told or has_checkpoint(run_dir / "checkpoints"):
+    if told or has_checkpoint(run_dir / CHECKPOINTS):
         raise storage.StorageError(
             f"the checkpoints of {run_dir} are not seen, though it has saved some: start it again "
             "or, where they are lost, begin anew with `overwrite`"
@@ -554,9 +556,10 @@ def _changes(
     then = distributed.from_first_process(lambda: storage.retrying(read, what)) or {}
     if not then and saved:
         then = checkpoints.config()  # of all processes together
-    provenance.check_accepted(options.accept_changes, then, experiment.config)
+    metadata = experiment.metadata
+    provenance.check_accepted(options.accept_changes, then, metadata.config)
     step = checkpoints.latest_step() or 0
-    may_change, both = dict(experiment.may_change), (then, experiment.config)
+    may_change, both = dict(metadata.may_change), (then, metadata.config)
     before, now = (record.get("provenance", {}).get("microbatches") for record in both)
     if before not in (None, now) and depends_on_microbatches(experiment, state):
         may_change |= dict.fromkeys(("microbatches", *provenance.MICROBATCHES))
@@ -564,7 +567,7 @@ def _changes(
     if saved:
         provenance.check(changes, options.accept_changes, run_dir=str(run_dir))
     else:
-        changes = [dataclasses.replace(c, meaning="none was saved before") for c in changes]
+        changes = [dataclasses.replace(c, meaning=provenance.Effect.UNSAVED) for c in changes]
     if changes:
         title = f"changed since {run_dir} was started last:"
         terminal.print_lines(provenance.table(changes, title=title))
@@ -586,6 +589,6 @@ def _check_calls(steps_per_call: int, options: RunOptions) -> None:
         every = getattr(options, name)
         if every % steps_per_call:
             raise ValueError(
-                f"{name} is {every} and steps_per_call {steps_per_call}: a state is there between "
-                f"calls only, so give a multiple of {steps_per_call}"
+                f"`{name}` is {every} and `steps_per_call` {steps_per_call}: a state is there "
+                f"between calls only, so give a multiple of {steps_per_call}"
             )

@@ -25,7 +25,7 @@ from jaxtrain.compile import use_compilation_cache
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
-from jaxtrain.layout import SAME, Layout
+from jaxtrain.layout import Effect, Layout
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
@@ -49,7 +49,7 @@ from jaxtrain.run.provenance import (
     read_record,
 )
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
-from jaxtrain.run.survive.accidents import Diverged
+from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
 from jaxtrain.sharding.stack import Stack
 
@@ -101,27 +101,27 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # for JAX as well as for NumPy
-            raise ValueError(f"seed is {self.seed}: give a number from 0 to 2^32 - 1")
+            raise ValueError(f"`seed` is {self.seed}: give a number from 0 to 2^32 - 1")
         if len({n for n in self.devices if n >= 0}) < len(self.devices):
             raise ValueError(f"`devices` is {self.devices}: give different numbers from 0")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs is {self.epochs}: give a number above 0")
+            raise ValueError(f"`epochs` is {self.epochs}: give a number above 0")
 
     def __getattribute__(self, name: str) -> Any:
         if name == "optimizer":  # A module that reads its flags may make an optimizer of them.
             object.__setattr__(self, "_optimizer_is_read", True)
         return object.__getattribute__(self, name)
 
-    def experiment(self, name: str, **given: Any) -> Experiment:
+    def experiment(self, name: str, *, rates: Mapping[str, float] = {}, **given: Any) -> Experiment:
         """Makes an experiment of what these flags say, and of what is given.
 
         Args:
           name: names the run's folder.
-          **given: the other arguments of :class:`jaxtrain.Experiment`: ``init_fn``, ``loss_fn``,
+          rates: peak learning rates by optimizer, where they are not the optimizers' own.
+          **given: the other arguments of :meth:`jaxtrain.Experiment.of`: ``init_fn``, ``loss_fn``,
             ``batch`` and ``train_batches`` (with ``eval_batches``, of :meth:`batches_of`), and
-            those that have a default, such as ``optimizer``, ``rules``, ``stages``, ``params``,
-            ``has_model_state``, ``best_metric`` and ``conclude``. ``config`` and ``may_change``
-            are added to what these flags say; any other comes in its place.
+            those that have a default. ``config`` and ``may_change`` are added to what these flags
+            say; any other comes in its place.
         """
         made = given.get("optimizer")
         if made and not callable(made) and not getattr(self, "_optimizer_is_read", False):
@@ -136,9 +136,9 @@ class Config:
                 )
             self = counted
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
-        may_change = type(self.layout).may_change() | MAY_CHANGE | given.pop("may_change", {})
+        may_change = self.layout.may_change() | MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
-        may_change |= {"steps": SAME} if constant else {}
+        may_change |= {"steps": Effect.SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}
         record |= {"flags": flags_of(self)} | given.pop("config", {})
         if "optimizer" not in given:
@@ -146,19 +146,14 @@ class Config:
 
             def optimizer_of(stack: Stack) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
-                rows = {"global_batch": self.global_batch}
+                rows = {"global_batch": self.global_batch, "default_rates": rates}
                 return make_optimizer(self.optimizer, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
-        ours = {
-            "steps": self.steps,
-            "layout": self.layout,
-            "policy": dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch),
-            "seed": self.seed,
-            "items_per_step": self.global_batch,
-            "item": "rows",
-        }
-        return Experiment(name=name, config=record, may_change=may_change, **ours | given)
+        policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
+        ours = {"steps": self.steps, "layout": self.layout, "policy": policy, "seed": self.seed}
+        ours |= {"items_per_step": self.global_batch, "item": "rows"}
+        return Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
 
     def _refuse_void_flags(self, name: str) -> None:
         """Raises ValueError for flags of an optimizer that the module has not read."""
@@ -227,11 +222,8 @@ class Config:
             ),
         }
         if held_out is not None:
-            found["eval_batches"] = (
-                {name: passes(rows) for name, rows in held_out.items()}
-                if isinstance(held_out, Mapping)
-                else passes(held_out)
-            )
+            sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
+            found["eval_batches"] = {name: passes(rows) for name, rows in sets.items()}
         return found
 
 
@@ -271,8 +263,8 @@ def main(
             raise ValueError("`devices` chooses among GPUs, and JAX has found none: leave it out")
         quiet.start()
         experiment = build(config)
-        if not experiment.may_change:
-            experiment = dataclasses.replace(experiment, may_change=MAY_CHANGE)
+        may_change = experiment.metadata.may_change or experiment.layout.may_change() | MAY_CHANGE
+        experiment = experiment.with_(may_change=may_change)
         try:
             given = {"hooks": hooks, "writers": writers, "began": process_began()}
             result = fit(experiment, config.run, **given)
@@ -361,27 +353,29 @@ def experiment_module(name: str) -> types.ModuleType:
     return module
 
 
-def load_experiment(
-    module_name: str, flags: Sequence[str], *, command: str, outline: bool = False
-) -> Experiment:
+def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
     Args:
       module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
       flags: those of ``Config``.
       command: who asks, for the help.
-      outline: takes ``outline(config)`` where the module has it: the same without its data.
 
     Raises:
       ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
     """
-    module, config = load_config(module_name, flags, command=command)
+    return build_experiment(*load_config(module_name, flags, command=command))
+
+
+def build_experiment(module: Any, config: Any, *, outline: bool = False) -> Experiment:
+    """Builds the experiment of a module and a config, as :func:`load_experiment` does; ``outline``
+    takes ``outline(config)`` where the module has it: the same without its data."""
     build = getattr(module, "outline", module.build) if outline else module.build
     experiment = build(config)
     if not isinstance(experiment, Experiment):
         raise ValueError(
-            f"build of module {module_name!r} returns {type(experiment).__name__}: it must return "
-            "a jaxtrain.Experiment"
+            f"build of module {module.__name__!r} returns {type(experiment).__name__}: it must "
+            "return a jaxtrain.Experiment"
         )
     return experiment
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxtrain import optim
-from jaxtrain.layout import ROUNDED, Layout
+from jaxtrain.host.least import check_least
+from jaxtrain.layout import Effect, Layout
 from jaxtrain.optim.accumulation import updates_in
 from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.options import keywords
@@ -16,14 +17,15 @@ from jaxtrain.run.observe import alert_rules, trackers
 # The type of a field of a layout whose flags stand at the top level: --zero and not --layout.zero.
 LayoutFlags = Annotated[Layout, tyro.conf.arg(name="")]
 
-# Settings that may change when a run is resumed, with the effect on later steps. Any other setting
-# changes what is computed, so changing it is refused: the seed, the rate, the batch, the model, the
-# precision, and the number of steps, which schedules follow. Another number of microbatches is
-# refused too where the loss is another with it (`jaxtrain.experiment.depends_on_microbatches`).
-MAY_CHANGE = Layout.may_change() | {
-    "simulate_devices": ROUNDED,
+# Settings beside the layout that may change when a run is resumed, with the effect on later steps.
+# Any other setting changes what is computed, so changing it is refused: the seed, the rate, the
+# batch, the model, the precision, and the number of steps, which schedules follow. Another number
+# of microbatches is refused too where the loss is another with it
+# (`jaxtrain.build.depends_on_microbatches`).
+MAY_CHANGE = {
+    "simulate_devices": Effect.ROUNDED,
     # Settings of a start, and not of the run; `steps` says what `epochs` comes to.
-    **dict.fromkeys(("distributed.*", "epochs", "devices"), ""),
+    **dict.fromkeys(("distributed.*", "epochs", "devices"), Effect.NONE),
 }
 
 
@@ -108,25 +110,21 @@ class RunOptions:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1, "keep_best": 1}
         least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
-        least |= {} if self.price is None else {"price": 0}
-        for name, low in least.items():
-            # Written so that NaN is refused too.
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least {low}")
+        check_least(self, **least, price=0)
         if (self.best_metric is None) != (self.best_mode is None):
             raise ValueError(
-                f"best_metric is {self.best_metric!r} and best_mode {self.best_mode!r}: give both, "
-                "or neither"
+                f"`best_metric` is {self.best_metric!r} and `best_mode` {self.best_mode!r}: give "
+                "both, or neither"
             )
         if self.early_stop_patience and not self.eval_every:
             raise ValueError(
-                f"early_stop_patience is {self.early_stop_patience} and eval_every 0: give the "
+                f"`early_stop_patience` is {self.early_stop_patience} and `eval_every` 0: give the "
                 "steps between evaluations too"
             )
         if self.early_stop_min_change and not self.early_stop_patience:
             raise ValueError(
-                f"early_stop_min_change is {self.early_stop_min_change} and early_stop_patience 0: "
-                "give the number of evaluations to wait too"
+                f"`early_stop_min_change` is {self.early_stop_min_change}, which needs "
+                "`early_stop_patience`: give the number of evaluations to wait too"
             )
         alert_rules.parse(self.alerts)
         trackers.parse(self.trackers)
@@ -139,9 +137,7 @@ class RunOptions:
             return None
         first, _, last = self.profile_steps.partition(":")
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise ValueError(
-                f"profile_steps is {self.profile_steps!r}: give FIRST:LAST, such as 20:25"
-            )
+            raise ValueError(f"`profile_steps` is {self.profile_steps!r}: give FIRST:LAST (20:25)")
         return int(first), int(last)
 
     @property
@@ -274,11 +270,11 @@ def make_optimizer(
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
     peak = peak if options.learning_rate is None else options.learning_rate
     if options.base_batch is None and options.batch_scaling != "linear":
-        raise ValueError(f"batch_scaling is {options.batch_scaling!r}: give base_batch too")
+        raise ValueError(f"`batch_scaling` is {options.batch_scaling!r}: give `base_batch` too")
     if options.base_batch is not None:
         if options.base_batch < 1 or global_batch is None:
             given = "give at least 1" if global_batch else "the rows of a step are not known here"
-            raise ValueError(f"base_batch is {options.base_batch}: {given}")
+            raise ValueError(f"`base_batch` is {options.base_batch}: {given}")
         ratio = global_batch * options.accumulate / options.base_batch
         peak *= ratio if options.batch_scaling == "linear" else ratio**0.5
     done = {"name", "learning_rate", "schedule", "warmup_steps", "base_batch", "batch_scaling"}
@@ -306,7 +302,7 @@ def _pair(name: str, text: str, sign: str, second: Callable, example: str) -> tu
     try:
         return (int(first) if second is int else first), second(last)
     except ValueError:
-        raise ValueError(f"{name} is {text!r}: write it as {example}") from None
+        raise ValueError(f"`{name}` is {text!r}: write it as {example}") from None
 
 
 def _factor(text: str) -> float | list[float]:

@@ -28,30 +28,24 @@ from jax.sharding import Mesh
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there
-from jaxtrain.layout import ROUNDED, SAME
-from jaxtrain.run.folder import write_text
+from jaxtrain.layout import Effect
+from jaxtrain.run.folder import CHANGES, CONFIG, write_text
 from jaxtrain.sharding.mesh import describe_mesh
 
-CONFIG = "config.json"
-CHANGES = "changes.jsonl"
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 
 # The run options that are of one start and not of the run.
 OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
-# What a change means for the steps to come; an empty one is of a start, and no change.
-# Entries such as `shares.1000` take effect from the step in their name. Until that step they may
-# change; afterwards they belong to the run.
-LATER = "others, from that step on"
 # Versions change with an image or a machine, under runs that nobody watches: what they change is
 # rounding, unless a package has a fault, so they are shown and refused nowhere.
 _OF_ANY_RUN = {
-    **{f"run.{name}": "" for name in OF_START},
-    "run.*": SAME,
-    "mesh": ROUNDED,
-    "microbatches": ROUNDED,
-    "versions.*": ROUNDED,
-    "code.*": "other code",
-    "best": SAME,
+    **{f"run.{name}": Effect.NONE for name in OF_START},
+    "run.*": Effect.SAME,
+    "mesh": Effect.ROUNDED,
+    "microbatches": Effect.ROUNDED,
+    "versions.*": Effect.ROUNDED,
+    "code.*": Effect.CODE,
+    "best": Effect.SAME,
 }
 # Flags that decide in how many microbatches a step takes its batch.
 MICROBATCHES = ("accumulate", "pipeline.microbatches", "mesh.pipe")
@@ -67,7 +61,7 @@ class Change:
     name: str
     then: Any
     now: Any
-    meaning: str | None
+    meaning: Effect | None
 
 
 def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
@@ -75,14 +69,13 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
 
     Where the config holds no flags, the seed and the shapes of a batch stand in for them.
     """
-    config = dict(experiment.config)
-    own: dict[str, Any] = dict(experiment.fingerprints)
+    metadata, batch = experiment.metadata, experiment.data.batch
+    config = dict(metadata.config)
+    own: dict[str, Any] = dict(metadata.fingerprints)
     if "flags" not in config:
         own["seed"] = experiment.seed
-        own["batch"] = [
-            f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(experiment.batch)
-        ]
-    own["microbatches"] = experiment.layout.microbatches
+        own["batch"] = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(batch)]
+    own["microbatches"] = experiment.layout.microbatches(mesh.shape.get("pipe", 1))
     own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
     own["versions"] = {}
     for name in PACKAGES:
@@ -92,7 +85,7 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     files = {"jaxtrain": __file__, "module": getattr(module, "__file__", None) or os.devnull}
     if code := {name: found for name, path in files.items() if (found := commit(path))}:
         own["code"] = code
-    own["best"] = f"eval/{experiment.best_metric} {experiment.best_mode}"
+    own["best"] = f"eval/{metadata.best_metric} {metadata.best_mode}"
     return config | {"provenance": own}
 
 
@@ -138,12 +131,14 @@ def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> A
     return record
 
 
-def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0) -> list[Change]:
+def compare(
+    then: Any, now: Any, may_change: Mapping[str, Effect], *, step: int = 0
+) -> list[Change]:
     """Lists what differs between the record of a run and that of its resumption.
 
     Args:
       then, now: from :func:`make_record`, as JSON.
-      may_change: what a change means (:attr:`jaxtrain.Experiment.may_change`).
+      may_change: what a change means (:attr:`jaxtrain.Metadata.may_change`).
       step: at which it is resumed.
     """
     meanings = _OF_ANY_RUN | dict(may_change)
@@ -158,13 +153,13 @@ def compare(then: Any, now: Any, may_change: Mapping[str, str], *, step: int = 0
             if old == new or flagged or (lacking and (before | after)[name] in (None, [], ())):
                 continue
             meaning = _meaning(name, meanings)
-            if meaning == LATER:
-                meaning = LATER if int(name.rpartition(".")[2]) >= step else None
-                changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))
-                continue
-            if meaning is None and (name not in after or (name not in before and part == "flags")):
-                meaning = "a flag of another version"
-            if meaning != "" and (name in before or part == "flags"):
+            group, _, key = name.rpartition(".")
+            later = meanings.get(group) is Effect.LATER  # its keys are steps
+            if later:
+                meaning = Effect.LATER if int(key) >= step else None
+            elif meaning is None and (lacking or name not in after):
+                meaning = Effect.VERSION
+            if meaning is not Effect.NONE and (later or name in before or part == "flags"):
                 changes.append(Change(_short(name), json.loads(old), json.loads(new), meaning))
     return changes
 
@@ -177,7 +172,7 @@ def check(changes: Iterable[Change], accepted: Sequence[str], *, run_dir: str) -
         told = " and ".join(f"{c.name} {_shown(c.then)} (now {_shown(c.now)})" for c in broken)
         raise ValueError(
             f"the run in {run_dir} had {told}: leave it as it was, or accept a run that goes on as "
-            f"another with accept_changes {' '.join(c.name for c in broken)}"
+            f"another with `accept_changes` {' '.join(c.name for c in broken)}"
         )
 
 
@@ -189,16 +184,15 @@ def check_accepted(accepted: Iterable[str], *records: Any) -> None:
     for name in map(_typed, accepted):
         if name not in names:
             near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.0)
-            raise ValueError(f"accept_changes has {name!r}, and a run has no such: try {near[0]!r}")
+            raise ValueError(f"`accept_changes` has {name!r}, and no run has it: try {near[0]!r}")
 
 
 def table(changes: Sequence[Change], *, title: str) -> list[str]:
     """Lays the changes out as lines."""
     rows = [("", "then", "now", "the steps to come")]
-    rows += [
-        (c.name, _shown(c.then), _shown(c.now), c.meaning or "accepted: those of another run")
-        for c in changes
-    ]
+    for c in changes:
+        effect = c.meaning.value if c.meaning else "accepted: those of another run"
+        rows.append((c.name, _shown(c.then), _shown(c.now), effect))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows]
     return [title, *(f"  {line}".rstrip() for line in lines), ""]
@@ -318,7 +312,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return True
 
 
-def _meaning(name: str, meanings: Mapping[str, str]) -> str | None:
+def _meaning(name: str, meanings: Mapping[str, Effect]) -> Effect | None:
     if name in meanings:
         return meanings[name]
     return next((m for pattern, m in meanings.items() if fnmatch.fnmatch(name, pattern)), None)

@@ -4,7 +4,7 @@ What is refused is what the user can mend: a value, a file, a folder, a package 
 Storage that fails for a while is a sentence too, with a status that launchers restart on. Anything
 else is a bug and keeps its traceback; so does a ``ValueError`` of the user's own code where that is
 called back (a loss, a hook, a writer, data), for its sentence was not written for this. The library
-speaks of arguments; here they become flags.
+speaks of arguments, in backticks; here they become flags.
 """
 
 import contextlib
@@ -18,11 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxtrain.host import exit_codes, storage
 
-# An argument in a sentence: in backticks, or a name with an underscore that is no part of a path, a
-# quotation or an expression.
-_ARGUMENT = re.compile(
-    r"""`(?P<marked>\w+?)(?P<off>=False)?`|(?<![\w./'"`-])(?P<name>\w+_\w+)(?![\w/'"`(=]|\.\w)"""
-)
+# A sentence has its arguments in backticks, and nothing else that is one word.
+_ARGUMENT = re.compile(r"`(\w+?)(=False)?`")
 
 # What other programs call a flag, by that flag; tyro itself suggests what is spelled alike.
 _ELSEWHERE = {
@@ -53,6 +50,7 @@ _ELSEWHERE = {
     "mesh.data": "dp data-parallel data-parallel-size",
     "tokens": "max-new-tokens max-tokens num-tokens",
     "samples": "num-samples num-return-sequences",
+    "beams": "num-beams beam-size",
     "run": "checkpoint-dir model-path ckpt",
 }
 
@@ -142,7 +140,7 @@ def with_flags(text: str, *config_types: type) -> str:
     """Names the arguments that a text speaks of as the flags of a program.
 
     Args:
-      text: in which an argument has an underscore in its name, or stands in backticks.
+      text: in which arguments stand in backticks.
       *config_types: dataclasses whose fields are the flags; an annotated group of them is flat.
 
     >>> @dataclasses.dataclass
@@ -153,29 +151,24 @@ def with_flags(text: str, *config_types: type) -> str:
     ...     optimizer: Optimizer
     ...     run_dir: str = "x"
     ...     resume: bool = True
-    >>> with_flags("`resume` needs run_dir, not 'run_dir' or /my/run_dir", Config)
-    "--resume needs --run-dir, not 'run_dir' or /my/run_dir"
-    >>> with_flags("clip_norm is 0; `resume=False`", Config)
+    >>> with_flags("`resume` needs `run_dir`, not metric run_dir", Config)
+    '--resume needs --run-dir, not metric run_dir'
+    >>> with_flags("`clip_norm` is 0; `resume=False`", Config)
     '--optimizer.clip-norm is 0; --no-resume'
     """
     flags = {name: flag for kind in config_types for name, flag in _flags(kind).items()}
-    values = {word.rpartition("=")[2] for word in sys.argv}  # a folder called as a flag is
 
     def flag(found: re.Match[str]) -> str:
-        name = flags.get(found["marked"] or found["name"])
-        if name is None or found[0] in values:
-            return found[0]
-        return f"--{'no-' if found['off'] else ''}{name}"
+        name = flags.get(found[1])
+        return f"--{'no-' if found[2] else ''}{name}" if name else found[0]
 
     return _ARGUMENT.sub(flag, text)
 
 
 def _flags(config_type: type) -> Mapping[str, str]:
     """Flags by the names of fields; where two have one name, it is the outer one's."""
-    flags = {}
-    for _, name, flag in sorted(_all_flags(config_type), key=lambda found: found[0]):
-        flags.setdefault(name, flag)
-    return flags
+    outer_last = reversed(sorted(_all_flags(config_type), key=lambda found: found[0]))
+    return {name: flag for _, name, flag in outer_last}
 
 
 def _all_flags(

@@ -11,20 +11,21 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.experiment import (
-    Experiment,
+from jaxtrain.build import (
     compile_loop,
     make_abstract_state,
     make_experiment_mesh,
     make_state,
     restore_state,
 )
+from jaxtrain.experiment import Experiment
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.folder import CHECKPOINTS, CONFIG
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.main import experiment_module, parse
 from jaxtrain.run.observe import terminal
-from jaxtrain.run.provenance import CONFIG, from_plain, nested, read_record
-from jaxtrain.run.survive.accidents import Examination, examine
+from jaxtrain.run.provenance import from_plain, nested, read_record
+from jaxtrain.run.survive.diagnosis import Diagnosis, diagnose
 from jaxtrain.sharding.rules import batch_sharding
 
 # Leaves to list where all are finite.
@@ -55,7 +56,7 @@ def load_run(
         raise FileNotFoundError(f"{run_dir} holds no run: there is no {CONFIG} in it")
     if not isinstance(stored.get("flags"), dict):
         raise ValueError(
-            f"{run_dir} does not tell how to build its experiment: Experiment.config must hold "
+            f"{run_dir} does not tell how to build its experiment: Metadata.config must hold "
             "'flags' (the fields of its Config)"
         )
     if module is None:
@@ -71,7 +72,7 @@ def load_run(
     return experiment.build(parse(experiment.Config, flags, default=config))
 
 
-def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examination:
+def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnosis:
     """Runs a run up to a step, from 1, and examines that step; nothing in its folder changes. The
     module is its experiment's, as for :func:`load_run`.
 
@@ -80,10 +81,10 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examina
       FileNotFoundError: where the folder holds no run.
     """
     experiment = load_run(run_dir, module, step=step)
-    if not 1 <= step <= experiment.steps:
-        raise ValueError(f"`step` is {step}: the run has steps 1 to {experiment.steps}")
+    if not 1 <= step <= (last := experiment.steps):
+        raise ValueError(f"`step` is {step}: the run has steps 1 to {last}")
     mesh = make_experiment_mesh(experiment)
-    checkpoints = Checkpointer(epath.Path(run_dir) / "checkpoints")
+    checkpoints = Checkpointer(epath.Path(run_dir) / CHECKPOINTS)
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)
     if from_step is None:
         state = make_state(experiment, mesh)
@@ -96,28 +97,28 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Examina
     start = int(state.step)
     origin = "the seed" if from_step is None else f"checkpoint {from_step}"
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
-    with experiment.train_batches(start, batch_sharding(mesh)) as batches:
+    with experiment.data.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
             train, _ = compile_loop(experiment, state, mesh, start, step - 1)
             calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}
             state = train_loop(train, state, batches, **calls)
-        return examine(experiment, mesh, state, next(batches))
+        return diagnose(experiment, mesh, state, next(batches))
 
 
-def report(examination: Examination, step: int) -> list[str]:
+def report(diagnosis: Diagnosis, step: int) -> list[str]:
     """Says in lines what was found."""
     lines = [
-        f"step {step}, microbatch {j}: loss {loss!r}" for j, loss in enumerate(examination.losses)
+        f"step {step}, microbatch {j}: loss {loss!r}" for j, loss in enumerate(diagnosis.losses)
     ]
-    kinds = {"parameters": examination.params, "gradients": examination.grads}
-    kinds |= {"model state": examination.model_state} if examination.model_state else {}
+    kinds = {"parameters": diagnosis.params, "gradients": diagnosis.grads}
+    kinds |= {"model state": diagnosis.model_state} if diagnosis.model_state else {}
     for kind, counts in kinds.items():
         bad = {name: count for name, count in counts.items() if count[0]}
         lines.append(f"{kind}: {len(counts) - len(bad)} of {len(counts)} leaves are finite")
         lines += [f"  {name}: {n:,} of {size:,} not finite" for name, (n, size) in bad.items()]
-    if examination.first_not_finite() is None:
-        total = math.sqrt(sum(norm**2 for norm in examination.norms.values()))
-        ranked = sorted(examination.norms.items(), key=lambda item: -item[1])[:LARGEST]
+    if diagnosis.first_not_finite() is None:
+        total = math.sqrt(sum(norm**2 for norm in diagnosis.norms.values()))
+        ranked = sorted(diagnosis.norms.items(), key=lambda item: -item[1])[:LARGEST]
         lines.append(f"largest gradients, of norms (all together {total:.4g}):")
         lines += [f"  {name}: {norm:.4g}" for name, norm in ranked]
     return lines

@@ -14,7 +14,7 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
-from jaxtrain.run.folder import is_half_deleted
+from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import param_shardings
@@ -70,7 +70,7 @@ def load(
 def open_checkpoints(run: str) -> Checkpointer:
     """Opens a run's checkpoints, the best of which is what the run has taken for it; raises
     FileNotFoundError where there is none."""
-    directory = as_path(run) / "checkpoints"
+    directory = as_path(run) / CHECKPOINTS
     with Checkpointer(directory) as found:
         best = flatten(found.config()).get("provenance.best", "eval/loss min")
     metric, _, mode = str(best).rpartition(" ")
@@ -100,7 +100,7 @@ def stored(run: str) -> Mapping[str, Any]:
     ``special_tokens`` (fields of config.json that it is exported with, such as ``eos_token_id`` and
     names of classes), ``pixels`` (as of :func:`jaxtrain.hf.pixels`), and ``context`` (positions of
     the model that it began from), of which each may be missing."""
-    with Checkpointer(as_path(run) / "checkpoints") as checkpoints:
+    with Checkpointer(as_path(run) / CHECKPOINTS) as checkpoints:
         return checkpoints.config()
 
 

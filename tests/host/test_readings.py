@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.host import readings
 from jaxtrain.run.observe.sampling import Sampling
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
 class FakeNvml(types.SimpleNamespace):
@@ -116,7 +116,7 @@ def test_the_host_is_read_as_proc_and_its_control_group_say(tmp_path, monkeypatc
 
 
 def test_a_sensor_that_hangs_or_fails_holds_nothing_and_the_worst_process_is_named():
-    peers, said = Lifeline(0, 1, {}, {}), []
+    peers, said = PeerGroup(0, 1, {}, {}), []
 
     def failing():
         said.append(1)
@@ -133,7 +133,7 @@ def test_a_sensor_that_hangs_or_fails_holds_nothing_and_the_worst_process_is_nam
         assert sampling.report() == {}
     assert time.monotonic() - began < 5
     # Process 0 of two, which the other has told.
-    first = Lifeline(0, 2, {}, {})
+    first = PeerGroup(0, 2, {}, {})
     sampling = Sampling(list, seconds=0, peers=first)
     sampling._newest = {"device/utilisation": 0.9, "device/power": 100.0}
     first.share(step=1.0)

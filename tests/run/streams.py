@@ -1,7 +1,6 @@
 """Experiments to which something happens in the middle of a run."""
 
 import contextlib
-import dataclasses
 import itertools
 
 
@@ -20,7 +19,7 @@ def during(experiment, actions):
                 actions.get(step, lambda: None)()
                 yield next(stream)
 
-        with experiment.train_batches(start, sharding) as stream:
+        with experiment.data.train_batches(start, sharding) as stream:
             yield acting()
 
-    return dataclasses.replace(experiment, train_batches=batches)
+    return experiment.with_(train_batches=batches)

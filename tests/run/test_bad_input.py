@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from experiments import gpt
 from experiments.gpt import generate
-from jaxtrain import experiment as experiments
+from jaxtrain import build
 from jaxtrain.run.checkpoints import manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import find_run_dir
@@ -42,11 +42,11 @@ class Accepted(Exception):
 
 def stop_before_compiling(experiment, run, **plugs):
     """All that ``fit`` does until it compiles."""
-    mesh = experiments.make_experiment_mesh(experiment)
-    state = experiments.make_abstract_state(experiment, mesh)
+    mesh = build.make_experiment_mesh(experiment)
+    state = build.make_abstract_state(experiment, mesh)
     find_run_dir(experiment.name, run.run_dir, resume=run.resume, overwrite=run.overwrite)
-    step = experiments.build_step(experiment, state, mesh)
-    jax.eval_shape(step, state, experiment.batch)
+    step = build.build_step(experiment, state, mesh)
+    jax.eval_shape(step, state, experiment.data.batch)
     raise Accepted
 
 
@@ -154,8 +154,9 @@ def train_with(texts, flags):
     [
         ("--steps", "99999999999999999999", "--steps is 99999999999999999999"),
         ("--steps", "0", "--steps is 0"),
-        ("--seed", "99999999999999999999", "seed is"),
+        ("--seed", "99999999999999999999", "`seed` is"),
         ("--optimizer.accumulate", "0", "--optimizer.accumulate is 0"),
+        ("--accumulate", "0", "error: --accumulate is 0: give at least 1"),
         ("--steps-per-call", "0", "--steps-per-call is 0: give at least 1"),
         ("--global-batch", "99999999999999999999", "--global-batch is 99999999999999999999"),
         ("--mesh.tensor", "0", "tensor"),
@@ -163,9 +164,9 @@ def train_with(texts, flags):
         ("--run-dir", "http://x/y", "is in http://, where no checkpoint can be written"),
         ("--run-dir", "/dev/null/run", "Not a directory"),
         ("--resume", "--overwrite", "--resume continues a run and --overwrite deletes it"),
-        ("--save-every", "-1", "save_every is -1"),
-        ("--log-every", "0", "log_every is 0"),
-        ("--save-minutes", "nan", "save_minutes is nan"),
+        ("--save-every", "-1", "`save_every` is -1"),
+        ("--log-every", "0", "`log_every` is 0"),
+        ("--save-minutes", "nan", "`save_minutes` is nan"),
     ],
 )
 def test_what_the_fuzzing_found_in_flags(dry, texts, flag, value, words):
@@ -286,11 +287,13 @@ def run(texts, tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "gpt"
     config = parse(gpt.Config, [*SMALL, "--data", texts, "--run-dir", str(run)])
     experiment = gpt.build(config)
-    state = experiments.make_state(experiment, experiments.make_experiment_mesh(experiment))
+    state = build.make_state(experiment, build.make_experiment_mesh(experiment))
     with Checkpointer(run / "checkpoints") as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state, config=experiment.config, metrics={"eval/loss": 1.0})
-    (run / "config.json").write_text(json.dumps(experiment.config))
+            checkpoints.save(
+                step, state, config=experiment.metadata.config, metrics={"eval/loss": 1.0}
+            )
+    (run / "config.json").write_text(json.dumps(experiment.metadata.config))
     return run
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxtrain as jt
 from experiments import gpt
-from jaxtrain.experiment import call_end, call_lengths
+from jaxtrain.build import call_end, call_lengths
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
 from jaxtrain.run.replay import replay
@@ -64,7 +64,7 @@ def test_a_run_of_many_steps_per_call_is_the_run_of_single_steps(tmp_path):
     assert timed[8] != timed[12]
 
 
-@pytest.mark.parametrize("stop", [6, 8])
+@pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_resumed_inside_or_between_calls_has_the_same_bits(tmp_path, stop):
     whole = run(tmp_path / "whole", steps_per_call=4)
     run(tmp_path / "parts", steps_per_call=4, steps=stop)
@@ -74,6 +74,7 @@ def test_a_run_resumed_inside_or_between_calls_has_the_same_bits(tmp_path, stop)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_between_calls_goes_on_with_another_number_of_steps(tmp_path):
     whole = run(tmp_path / "whole", steps_per_call=3)
     run(tmp_path / "parts", steps_per_call=6, steps=6)
@@ -100,14 +101,15 @@ def test_evaluations_and_checkpoints_fall_between_calls(tmp_path, capsys):
 def test_an_interval_that_ends_inside_a_call_is_refused(tmp_path, change, name):
     given = jt.RunOptions(run_dir=str(tmp_path / "run"), **change)
     (every,) = change.values()
-    wanted = f"{name} is {every} and steps_per_call 4: .* give a multiple of 4"
+    wanted = f"`{name}` is {every} and `steps_per_call` 4: .* give a multiple of 4"
     with pytest.raises(ValueError, match=wanted):
         jt.fit(make_experiment(steps_per_call=4), given)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="steps_per_call is 0: give at least 1"):
+    with pytest.raises(ValueError, match="`steps_per_call` is 0: give at least 1"):
         make_experiment(steps_per_call=0)
 
 
+@pytest.mark.slow
 def test_a_signal_stops_between_calls_and_the_run_goes_on_in_the_same_bits(tmp_path):
     given = jt.RunOptions(run_dir=str(tmp_path / "run"))
     with pytest.raises(Preempted) as stop:
@@ -131,6 +133,7 @@ def test_skipped_steps_are_counted_one_by_one(tmp_path):
     assert train(1) == train(4) == (8, [2, 6, 7, 8])
 
 
+@pytest.mark.slow
 def test_a_replay_makes_the_calls_of_the_run(tmp_path):
     layout = jt.Layout(accumulate=2, steps_per_call=4)
     config = poisoned.Config(steps=8, poison_half=(7,), layout=layout)

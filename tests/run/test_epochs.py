@@ -14,6 +14,7 @@ from jaxtrain import data
 from jaxtrain.optim import make_schedule
 from jaxtrain.run.main import main, parse, run_to_resume
 from jaxtrain.run.options import OptimizerOptions, make_optimizer
+from jaxtrain.run.provenance import flags_of
 from tests import small
 
 
@@ -72,7 +73,7 @@ def test_epochs_that_cannot_be_counted_are_refused():
     given = {"init_fn": dict, "loss_fn": lambda params, batch, rng: 0.0}
     unknown = {"batch": {}, "train_batches": lambda start, sharding: None}
     for refused, words in (
-        (lambda: jt.Config(epochs=0), "epochs is 0: give a number above 0"),
+        (lambda: jt.Config(epochs=0), "`epochs` is 0: give a number above 0"),
         (lambda: config.of_rows(mixture), "`epochs` is 2, and how many rows one has is not known"),
         (lambda: config.experiment("x", **given, **unknown), "`epochs` is 2, and how many rows"),
         (
@@ -95,8 +96,8 @@ def test_the_experiments_count_their_rows(tmp_path):
     sizes = {"layers": 1, "width": 16, "heads": 2, "seq_len": 32, "data": str(folder)}
     config = gpt.Config(epochs=0.5, **sizes)
     made = gpt.build(config)
-    assert made.steps == -(-made.steps_per_epoch // 2)
+    assert made.steps == -(-made.data.steps_per_epoch // 2)
     counted = dataclasses.replace(config, steps=made.steps)
-    assert made.config["flags"] == dataclasses.asdict(counted)
+    assert made.metadata.config["flags"] == flags_of(counted)
     made = vision.build(vision.Config(epochs=2))
     assert made.steps == -(-2 * 1437 // 128)

@@ -1,8 +1,11 @@
 """A run's folder: nobody else's files are harmed, and two starts never write into one."""
 
+import ast
 import errno
 import json
 import os
+import pathlib
+import re
 import shutil
 import signal
 import types
@@ -12,6 +15,7 @@ from etils import epath
 
 from jaxtrain.host import distributed, exit_codes, storage
 from jaxtrain.host.storage import StorageError
+from jaxtrain.run import folder
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import Superseded, claim_run_dir, find_run_dir
 from tests.run.survive.processes import WORKER, Process, last_step, logged
@@ -35,7 +39,7 @@ def test_overwrite_refuses_a_folder_that_is_no_run(tmp_path, names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("years of work")
     before = tree(tmp_path)
-    with pytest.raises(FileExistsError, match=r"holds .*: .*choose another run_dir"):
+    with pytest.raises(FileExistsError, match=r"holds .*: .*choose another `run_dir`"):
         find_run_dir("gpt", str(tmp_path), overwrite=True)
     assert tree(tmp_path) == before
 
@@ -227,3 +231,30 @@ def test_simultaneous_starts_get_two_folders_and_an_earlier_attempt_writes_no_mo
     # The other start had a folder of its own, and went on undisturbed.
     steps = [line["step"] for line in logged(runs[0])]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_overwriting_deletes_every_file_that_a_run_writes_and_no_other(tmp_path):
+    run = epath.Path(tmp_path)
+    written = {*folder.FILES, folder.HANG.format(3), f"{folder.CONFIG}.partial-0a"}
+    for name in (*written, "mine.json", f"{folder.CONFIG}.old"):
+        (run / name).write_text("{}")
+    claim_run_dir(run, overwrite=True)
+    assert {path.name for path in run.iterdir()} == {
+        folder.OWNER,
+        "mine.json",
+        f"{folder.CONFIG}.old",
+    }
+
+
+def test_no_module_of_a_run_names_a_file_that_the_list_lacks():
+    """Else --overwrite would keep it; what an experiment brings is given to it by name."""
+    of_others = {"tokenizer.json", "generation_config.json", "page.html", "manifest.json"}
+    for path in pathlib.Path(folder.__file__).parent.rglob("*.py"):
+        found = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant)
+            and re.fullmatch(r"[a-z_-]+\.(jsonl?|csv|prom|html|png|txt)", str(node.value))
+        }
+        if path.name != "folder.py":
+            assert found <= of_others, path

@@ -11,7 +11,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.experiment import make_abstract_state
+from jaxtrain.build import make_abstract_state
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.folder import next_free
 from tests import problems
@@ -42,7 +42,7 @@ def noisy_loss(params, batch, rng):
 
 def make_experiment(steps=12, **changes):
     batches = data.Batches(Rows(), global_batch=8, seed=0)
-    experiment = jt.Experiment(
+    experiment = jt.Experiment.of(
         name="toy",
         init_fn=problems.init,
         loss_fn=noisy_loss,
@@ -58,7 +58,7 @@ def make_experiment(steps=12, **changes):
         config={"answer": 42},
         files={"notes.txt": "kept"},
     )
-    return dataclasses.replace(experiment, **problems.with_layout(changes))
+    return experiment.with_(**problems.with_layout(changes))
 
 
 def lines(run_dir):
@@ -123,14 +123,14 @@ def test_batches_that_end_too_early_lose_no_metrics(steps_per_call):
         return dataclasses.replace(state, step=state.step + len(numbers)), {"loss": loss}
 
     state = dataclasses.make_dataclass("State", ["step"], frozen=True)(0)
-    with pytest.raises(ValueError, match="the batches ended after 3 steps and steps is 9: give a"):
+    with pytest.raises(ValueError, match="the batches ended after 3 steps and `steps` is 9: give"):
         jt.train_loop(
             train, state, [1, 2, 3], steps=9, steps_per_call=steps_per_call, hooks=[Record()]
         )
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)][: 3 if steps_per_call == 1 else 2]
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("steps_per_call", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, steps_per_call):
     def loss_fn(params, batch, rng):
         loss = problems.loss_fn(params, batch, rng)
@@ -149,7 +149,7 @@ def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, step
     experiment = make_experiment(4, loss_fn=loss_fn, steps_per_call=steps_per_call)
     options = jt.RunOptions(run_dir=str(tmp_path), log_every=1)
     result = jt.fit(experiment, options, hooks=[hook])
-    with experiment.train_batches(0, None) as batches:
+    with experiment.data.train_batches(0, None) as batches:
         for line in [x for x in lines(tmp_path) if "train/loss" in x]:
             batch = next(batches)
             expected = batch["x"].sum(0) / batch["mask"].sum()
@@ -163,8 +163,8 @@ def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, step
     assert evaluated["eval/columns"] == hook.means["columns"].tolist()
     assert set(Checkpointer(tmp_path / "checkpoints").metrics()) == {"eval/loss"}
     options = jt.RunOptions(run_dir=str(tmp_path / "b"))
-    with pytest.raises(ValueError, match=r"best_metric 'columns' has shape \(8,\)"):
-        jt.fit(dataclasses.replace(experiment, best_metric="columns"), options)
+    with pytest.raises(ValueError, match=r"`best_metric` 'columns' has shape \(8,\)"):
+        jt.fit(experiment.with_(best_metric="columns"), options)
 
 
 def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
@@ -227,7 +227,7 @@ def test_nothing_is_compiled_after_step_2(tmp_path, changes):
     assert [(step, name) for step, name in compiled if step > 2] == []
 
 
-@pytest.mark.parametrize("stop", [5, 6])
+@pytest.mark.parametrize("stop", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, stop):
     whole = jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path / "whole"), log_every=1))
     parts = jt.RunOptions(run_dir=str(tmp_path / "parts"), log_every=1)
@@ -255,7 +255,10 @@ def test_a_library_run_is_resumed_with_its_own_seed_and_batch(tmp_path):
     for changes, words in (
         ({"seed": 1}, r"had seed 0 \(now 1\)"),
         ({"fingerprints": {"text": "b"}, "seed": 2}, "had seed"),
-        ({"batch": {k: v for k, v in make_experiment().batch.items() if k != "mask"}}, "had batch"),
+        (
+            {"batch": {k: v for k, v in make_experiment().data.batch.items() if k != "mask"}},
+            "had batch",
+        ),
         # Each microbatch draws whole, and not row by row.
         ({"accumulate": 2}, r"had microbatches 1 \(now 2\): leave"),
         ({"accumulate": 2, "loss_fn": problems.loss_fn, "seed": 1}, r"had seed 0 \(now 1\): leave"),
@@ -316,7 +319,7 @@ def test_there_must_be_a_run_to_resume(tmp_path, monkeypatch):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, run_dir="empty"))
     with pytest.raises(ValueError, match="`resume` continues a run and `overwrite` deletes it"):
         jt.fit(make_experiment(), jt.RunOptions(resume=True, overwrite=True))
-    with pytest.raises(ValueError, match="`resume` needs a run to continue and auto_resume"):
+    with pytest.raises(ValueError, match="`resume` needs a run to continue and `auto_resume`"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir="a", resume=True, auto_resume=True))
 
 
@@ -357,5 +360,5 @@ def test_auto_resume_takes_no_folder_that_is_no_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds files and no run"):
         jt.fit(make_experiment(), jt.RunOptions(run_dir=str(tmp_path), auto_resume=True))
-    with pytest.raises(ValueError, match="auto_resume needs a run_dir"):
+    with pytest.raises(ValueError, match="`auto_resume` needs a `run_dir`"):
         jt.fit(make_experiment(), jt.RunOptions(auto_resume=True))

@@ -109,7 +109,7 @@ def test_an_option_of_another_schedule_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("muon --optimizer.ns-steps 0", "ns_steps is 0; it must be at least 1"),
+        ("muon --optimizer.ns-steps 0", "`ns_steps` is 0; it must be at least 1"),
         ("lamb --optimizer.nesterov True", "'lamb' has no option nesterov (given True)"),
         ("rmsprop --optimizer.nesterov True", "no effect on 'rmsprop' with momentum 0"),
     ],
@@ -122,7 +122,7 @@ def test_flags_reach_the_rule(flags, message):
 
 def test_a_rate_that_cannot_be_is_named_as_its_flag():
     config = parse(gpt.Config, ["--optimizer.learning-rate", "-1"])
-    with pytest.raises(ValueError, match="learning_rate is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match="`learning_rate` is -1; it must be at least 0"):
         options.make_optimizer(config.optimizer, steps=4)
 
 
@@ -207,12 +207,12 @@ def test_an_optimizer_that_does_not_know_the_stack_is_named():
     told = "optimizer 'lamb' takes the layers stacked below 'blocks' for one parameter"
     unaware = jt.make_optimizer("lamb", 0.1)
     with pytest.warns(UserWarning, match=told):
-        state = jt.init_state(layers.init_fn, unaware, rng)
+        state = jt.init_state(layers.task.init_fn, unaware, rng)
     batch = {"x": np.ones((32, 4), np.float32)}
     with pytest.warns(UserWarning, match=told):
-        jax.eval_shape(jt.build_train_step(layers.loss_fn, unaware), state, batch)
+        jax.eval_shape(jt.build_train_step(layers.task.loss_fn, unaware), state, batch)
     mesh = jt.make_mesh(pipe=3, devices=jax.devices()[:3])
-    engine = jt.pipeline(layers.stages, mesh=mesh, microbatches=2)
+    engine = jt.pipeline(layers.task.stages, mesh=mesh, microbatches=2)
     with pytest.warns(UserWarning, match=told):
         jax.eval_shape(jt.build_update(engine, unaware), state, batch)
     # Without a word: one that knows, one for which it is the same, and layers that are a list.
@@ -222,7 +222,7 @@ def test_an_optimizer_that_does_not_know_the_stack_is_named():
         jt.make_optimizer("adamw", 0.1),
         of_layers(jt.Stack(), stages=False).laid.optimizer,
     ):
-        jt.init_state(layers.init_fn, quiet, rng)
+        jt.init_state(layers.task.init_fn, quiet, rng)
     listed = {"blocks": [{"w": np.ones((4, 4)), "b": np.ones(4)}]}
     jt.init_state(lambda _: listed, unaware, rng)
 
@@ -270,13 +270,13 @@ def test_the_rate_follows_the_rows_of_an_update(flags, factor, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rate_multipliers": ("^a",)}, "rate_multipliers is '^a': write it as ^head/=0.1"),
-        ({"accumulate_ramp": ("1",)}, "accumulate_ramp is '1': write it as 1:500"),
-        ({"accumulate_ramp": ("1:0",)}, "accumulate_ramp is 0; it must be at least 1"),
-        ({"batch_scaling": "sqrt"}, "batch_scaling is 'sqrt': give base_batch too"),
-        ({"base_batch": 8}, "base_batch is 8: the rows of a step are not known here"),
-        ({"clip_norm": None, "clip_order": 1.0}, "give clip_norm too"),
-        ({"plateau_patience": 3}, "need plateau_factor"),
+        ({"rate_multipliers": ("^a",)}, "`rate_multipliers` is '^a': write it as ^head/=0.1"),
+        ({"accumulate_ramp": ("1",)}, "`accumulate_ramp` is '1': write it as 1:500"),
+        ({"accumulate_ramp": ("1:0",)}, "`accumulate_ramp` is 0; it must be at least 1"),
+        ({"batch_scaling": "sqrt"}, "`batch_scaling` is 'sqrt': give `base_batch` too"),
+        ({"base_batch": 8}, "`base_batch` is 8: the rows of a step are not known here"),
+        ({"clip_norm": None, "clip_order": 1.0}, "give `clip_norm` too"),
+        ({"plateau_patience": 3}, "need `plateau_factor`"),
     ],
 )
 def test_flags_that_cannot_be_are_named(given, message):

@@ -10,12 +10,11 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt, vision
-from jaxtrain.layout import ROUNDED, SAME
+from jaxtrain.layout import Effect
 from jaxtrain.run import options
 from jaxtrain.run.loop import RunOptions
 from jaxtrain.run.main import parse, run_to_resume
 from jaxtrain.run.provenance import (
-    LATER,
     MICROBATCHES,
     check,
     check_accepted,
@@ -31,7 +30,7 @@ from jaxtrain.run.provenance import (
 from tests import problems
 from tests.run.test_loop import make_experiment
 
-MAY_CHANGE = gpt.outline(gpt.Config()).may_change
+MAY_CHANGE = gpt.outline(gpt.Config()).metadata.may_change
 
 
 def record(config=None, **provenance):
@@ -50,12 +49,20 @@ def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
     then = record(microbatches=1)
     piped = changed(mesh={"pipe": 2})
     for config, name in ((changed(accumulate=2), "accumulate"), (piped, "mesh.pipe")):
-        for may_change, meaning in ((MAY_CHANGE, ROUNDED), (MAY_CHANGE | none, None)):
+        for may_change, meaning in ((MAY_CHANGE, Effect.ROUNDED), (MAY_CHANGE | none, None)):
             (change,) = compare(then, record(config, microbatches=2), may_change)
             assert (change.name, change.meaning) == (name, meaning)
     # As where --mesh.pipe -1 takes what is left of other devices.
     (change,) = compare(then, record(microbatches=2), MAY_CHANGE | none)
     assert (change.name, change.meaning) == ("microbatches", None)
+
+
+def test_an_axis_pipe_that_takes_what_is_left_is_a_pipeline():
+    flags = "data=2,pipe=-1,accumulate=3,pipeline.microbatches=4,pipeline.virtual=2"
+    layout = jt.Layout.parse(f"{flags},pipeline.schedule=interleaved")
+    found = make_record(make_experiment(layout=layout), jt.make_mesh(**layout.mesh.sizes))
+    assert found["provenance"]["microbatches"] == 4
+    assert gpt.outline(changed(layout=layout, layers=8)).stack == jt.Stack(virtual=2)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +77,14 @@ def test_the_flag_that_changes_the_number_of_microbatches_tells_of_it():
             "optimizer.name",
             None,
         ),
-        (record(changed(mesh={"fsdp": 2})), "mesh.fsdp", ROUNDED),
-        (record(changed(accumulate=2)), "accumulate", ROUNDED),
-        (record(changed(run=RunOptions(log_every=1))), "log-every", SAME),
-        (record(changed(data="elsewhere")), "data", SAME),  # while the text is the same
+        (record(changed(mesh={"fsdp": 2})), "mesh.fsdp", Effect.ROUNDED),
+        (record(changed(accumulate=2)), "accumulate", Effect.ROUNDED),
+        (record(changed(run=RunOptions(log_every=1))), "log-every", Effect.SAME),
+        (record(changed(data="elsewhere")), "data", Effect.SAME),  # while the text is the same
         (record(text="b"), "text", None),
-        (record(versions={"jax": "0.11"}), "jax", ROUNDED),
-        (record(code={"module": "a-dirty"}), "code.module", "other code"),
-        (record(code={}), "code.module", "other code"),
+        (record(versions={"jax": "0.11"}), "jax", Effect.ROUNDED),
+        (record(code={"module": "a-dirty"}), "code.module", Effect.CODE),
+        (record(code={}), "code.module", Effect.CODE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -85,7 +92,7 @@ def test_every_kind_of_change_has_its_meaning(now, name, meaning):
     (change,) = compare(record(), now, MAY_CHANGE)
     assert (change.name, change.meaning) == (name, meaning)
     if meaning is None:
-        with pytest.raises(ValueError, match=rf"the run in r had {name} .*accept_changes {name}"):
+        with pytest.raises(ValueError, match=rf"the run in r had {name} .*`accept_changes` {name}"):
             check([change], (), run_dir="r")
     for accepted in ([f"--{name}"], [name.replace("-", "_")], ["all"]):
         check([change], accepted, run_dir="r")
@@ -102,7 +109,7 @@ def test_a_name_to_accept_that_no_run_has_is_refused_with_the_nearest():
     check_accepted(
         ["seed", "--fields", "jax", "mesh.fsdp", "log_every", "stopped", "all"], then, now
     )
-    with pytest.raises(ValueError, match=r"accept_changes has 'sede', .*: try 'seed'"):
+    with pytest.raises(ValueError, match=r"`accept_changes` has 'sede', .*: try 'seed'"):
         check_accepted(["sede"], then, now)
 
 
@@ -113,15 +120,15 @@ def test_what_is_of_a_start_is_no_change_and_more_steps_are_none_at_a_constant_r
     constant = options.OptimizerOptions(schedule="constant", warmup_steps=1)
     now = changed(optimizer=constant, steps=700)
     (change,) = compare(
-        record(changed(optimizer=constant)), record(now), gpt.outline(now).may_change
+        record(changed(optimizer=constant)), record(now), gpt.outline(now).metadata.may_change
     )
-    assert (change.name, change.meaning) == ("steps", SAME)
+    assert (change.name, change.meaning) == ("steps", Effect.SAME)
 
 
 def test_an_experiment_without_a_table_of_its_own_may_change_nothing_but_how_it_reports():
     now = record(changed(accumulate=2, run=RunOptions(keep=9)))
     meanings = {c.name: c.meaning for c in compare(record(), now, {})}
-    assert meanings == {"accumulate": None, "keep": SAME}
+    assert meanings == {"accumulate": None, "keep": Effect.SAME}
 
 
 def test_flags_of_another_version_and_what_older_runs_lack_are_shown_or_left_out():
@@ -170,15 +177,21 @@ def test_shares_may_change_from_a_step_on_that_is_still_to_come():
     phases = {"0": "a 1/2, b 1/2", "10": "a 1"}
     mixed = record(shares=phases)
     for now, step, name, meaning in (
-        (record(shares=phases | {"20": "a 1/4, c 3/4"}), 20, "shares.20", LATER),
+        (record(shares=phases | {"20": "a 1/4, c 3/4"}), 20, "shares.20", Effect.LATER),
         (record(shares=phases | {"20": "a 1/4, c 3/4"}), 21, "shares.20", None),
-        (record(shares={"0": phases["0"]}), 9, "shares.10", LATER),
+        (record(shares={"0": phases["0"]}), 9, "shares.10", Effect.LATER),
         (record(shares={"0": phases["0"]}), 11, "shares.10", None),
         (record(shares=phases | {"10": "b 1"}), 11, "shares.10", None),
         (record(shares=phases | {"0": "b 1"}), 1, "shares.0", None),
     ):
         (change,) = compare(mixed, now, MAY_CHANGE, step=step)
         assert (change.name, change.meaning) == (name, meaning)
+    # Runs of earlier versions have the steps in the names of their fingerprints.
+    earlier = record(**{f"shares.{step}": text for step, text in phases.items()})
+    assert compare(earlier, mixed, MAY_CHANGE, step=11) == []
+    for step, meaning in ((9, Effect.LATER), (11, None)):
+        (change,) = compare(earlier, record(shares={"0": phases["0"]}), MAY_CHANGE, step=step)
+        assert (change.name, change.meaning) == ("shares.10", meaning)
     # A text alone, and the same as one of several.
     alone = record(), record(shares={"0": "a 1"})
     for then, now in (alone, alone[::-1]):
@@ -244,7 +257,7 @@ def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monk
         ({"steps": True}, "Config takes no steps True"),
         ({"optimizer": {"name": "evil"}}, "OptimizerOptions takes no name 'evil'"),
         ({"mesh": 3}, "Layout takes no mesh 3"),
-        ({"run": {"log_every": 0}}, "log_every is 0"),
+        ({"run": {"log_every": 0}}, "`log_every` is 0"),
     ],
 )
 def test_stored_flags_that_cannot_be_are_refused_by_name(flags, words):

@@ -44,7 +44,7 @@ def test_a_mistake_in_a_hook_or_writer_keeps_its_traceback(tmp_path, plug):
 
 def test_a_mistake_in_a_loss_keeps_its_traceback_and_one_of_its_shapes_is_refused(tmp_path, capsys):
     def build(config, **changes):
-        return dataclasses.replace(poisoned.build(config), loss_fn=mistaken_loss, **changes)
+        return poisoned.build(config).with_(loss_fn=mistaken_loss, **changes)
 
     with pytest.raises(ValueError, match="cannot reshape"):
         run(tmp_path, build)
@@ -67,12 +67,10 @@ def test_what_build_refuses_is_a_sentence(tmp_path, capsys):
     assert capsys.readouterr().err == "error: steps is 1: give an even number\n"
 
 
-def test_a_folder_that_is_called_as_a_flag_is_keeps_its_name(monkeypatch):
-    sentence = "there is no run to resume in save_every: log_every"
-    assert refusal.with_flags(sentence, jt.RunOptions).endswith("in --save-every: --log-every")
-    for typed in (["--run-dir", "save_every"], ["--run-dir=save_every"]):
-        monkeypatch.setattr("sys.argv", ["gpt", *typed, "--log_every", "3"])
-        assert refusal.with_flags(sentence, jt.RunOptions).endswith("in save_every: --log-every")
+def test_arguments_in_backticks_become_flags_and_nothing_else_does():
+    for plain in ("metric eval_every is 3", "no run in save_every: log_every", "`eval_loss` is 3"):
+        assert refusal.with_flags(plain, jt.RunOptions) == plain
+    assert refusal.with_flags("`keep` is 0: save_every", jt.RunOptions) == "--keep is 0: save_every"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,13 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import exists, look, make_folder
+from jaxtrain.host.paths import exists, is_remote, listed, look, make_folder
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import bare, leaves_by_path, ocp, raw_array
 from jaxtrain.run.checkpoints.reader import Reader, in_all_processes
 from jaxtrain.run.checkpoints.step_folders import files_below
-from jaxtrain.sharding.stack import Cut
+from jaxtrain.sharding.stack import StackedLeaf
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +90,16 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
     ):
         super().__init__(directory, best_metric=best_metric, best_mode=best_mode)
         if (keep is not None and keep < 1) or keep_best < 0:
-            raise ValueError(
-                f"keep={keep} and keep_best={keep_best}: keep at least 1 and 0 of them"
-            )
+            raise ValueError(f"`keep` is {keep} and `keep_best` {keep_best}: give at least 1 and 0")
         if save_every is not None and save_every < 1:
-            raise ValueError(f"save_every is {save_every}; use a positive number of steps or None")
+            raise ValueError(f"`save_every` is {save_every}; use a number of steps above 0 or None")
         self._keep, self._keep_best, self._save_every = keep, keep_best, save_every
         self._scored: dict[int, float] = {}  # step -> best_metric, for Orbax to ask about
         self._manager: ocp.CheckpointManager | None = None
         self._in_progress = -1
         self._whole: set[int] = set()  # as seen by the last save
         self._remains: set[int] = set()  # of deletions that were interrupted
+        self._failed = False  # some save has
 
     def save(
         self,
@@ -127,7 +126,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         Args:
           step: the number of the step, from 0 and not below the latest one saved.
           state: a pytree of arrays, typed PRNG keys, Python numbers, and leaves that are
-            :class:`jaxtrain.sharding.stack.Cut`, which are saved as what they stand for.
+            :class:`jaxtrain.sharding.stack.StackedLeaf`, which are saved as what they stand for.
           metrics: numbers kept with the checkpoint; ``best_metric`` is looked up among them.
           config: anything JSON can hold, kept with the checkpoint; tuples come back as lists.
           force: save even where ``save_every`` does not divide ``step``.
@@ -156,7 +155,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         if unknown := [name for name in leave_out if name not in leaves]:
             raise ValueError(f"leave_out names {unknown[0]!r}, which is no path of the state")
         stored = {name: leaf for name, leaf in leaves.items() if manifests.is_stored(leaf)}
-        raw = {n: x if isinstance(x, Cut) else raw_array(x) for n, x in stored.items()}
+        raw = {n: x if isinstance(x, StackedLeaf) else raw_array(x) for n, x in stored.items()}
         left_out = {n for n in leave_out if n in stored and not manifests.is_key(stored[n])}
         arrays = {name: bare(x) for name, x in raw.items() if name not in left_out}
         if not arrays:
@@ -174,7 +173,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
             )
         for name, checksum in manifests.checksums(raw).items():
             entries[name]["checksum"] = checksum
-            if isinstance(raw[name], Cut):
+            if isinstance(raw[name], StackedLeaf):
                 entries[name] |= manifests.layout(raw[name].order, raw[name].array)
             if name in left_out:
                 entries[name]["left_out"] = True
@@ -253,6 +252,12 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
             self.wait()
         finally:
             self._abandon()
+        # A thread of a save that failed may have written on after the next writer's clearing.
+        if self._failed and jax.process_index() == 0 and not is_remote(self.directory):
+            with contextlib.suppress(OSError):
+                for path in listed(self.directory):
+                    if path.name.endswith(ocp.path.atomicity.TMP_DIR_SUFFIX):
+                        path.rmtree()
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if kind is None:
@@ -322,6 +327,7 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         kinds = in_all_processes([(error is not None) + storage.lasts(error)])[0]
         if any(kinds):
             self._abandon()
+            self._failed = True
             reason = (
                 "another process failed to write its part" if error is None else storage.why(error)
             )
@@ -412,7 +418,7 @@ def digest(state: Any) -> str:
             if not getattr(array, "is_fully_addressable", True):
                 array = multihost_utils.process_allgather(array, tiled=True)
             array = np.asarray(array)
-            array = leaf.order.join(array) if isinstance(leaf, Cut) else array
+            array = leaf.order.join(array) if isinstance(leaf, StackedLeaf) else array
             sha.update(np.ascontiguousarray(array).tobytes())
     return sha.hexdigest()
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.sharding.offload import on_devices
 from jaxtrain.sharding.specs import names_of, spread
-from jaxtrain.sharding.stack import Cut, Order
+from jaxtrain.sharding.stack import LayerOrder, StackedLeaf
 from jaxtrain.tree import path_name
 
 with epy.lazy_imports():  # a fifth of ``import jaxtrain``
@@ -36,8 +36,8 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def bare(leaf: Any) -> Any:
-    """Returns the array, concrete or abstract, that a leaf is or that a ``Cut`` stands for."""
-    return leaf.array if isinstance(leaf, Cut) else leaf
+    """Returns the array, concrete or abstract, that a leaf is or a ``StackedLeaf`` holds."""
+    return leaf.array if isinstance(leaf, StackedLeaf) else leaf
 
 
 def raw_array(leaf: Any) -> Any:
@@ -72,7 +72,7 @@ def portions(
 def laid_out(entry: Mapping[str, Any], array: Any, leaf: Any) -> Any:
     """Returns an array as read in the order and place of ``leaf``: itself, or a copy."""
     there, here = (
-        Order(tuple(entry["shape"][:1])) if order is None else order
+        LayerOrder(tuple(entry["shape"][:1])) if order is None else order
         for order in (manifests.order_in_file(entry), getattr(leaf, "order", None))
     )
     if there == here and there.rows is None:
@@ -83,7 +83,7 @@ def laid_out(entry: Mapping[str, Any], array: Any, leaf: Any) -> Any:
 
 
 @functools.cache
-def _moved(there: Order, here: Order, sharding: jax.sharding.Sharding) -> Any:
+def _moved(there: LayerOrder, here: LayerOrder, sharding: jax.sharding.Sharding) -> Any:
     # Leaf by leaf: in one program XLA holds the temporary copies of all of them at once.
     def move(x: jax.Array) -> jax.Array:
         return here.split(there.join(on_devices(x)))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.sharding import offload
-from jaxtrain.sharding.stack import Cut, Order
+from jaxtrain.sharding.stack import LayerOrder, StackedLeaf
 
 _SEAL = "sha256"
 
@@ -84,8 +84,8 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     GPUs need no memory for it. CPUs write the words of an array down, of one at a time.
 
     Args:
-      leaves: JAX or NumPy arrays with elements, by name; no PRNG keys. A ``Cut`` has the checksum
-        of the array in natural order, whatever is in its padding.
+      leaves: JAX or NumPy arrays with elements, by name; no PRNG keys. A ``StackedLeaf`` has the
+        checksum of the array in natural order, whatever is in its padding.
 
     >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
     >>> checksums({"x": x}) == checksums({"x": jnp.asarray(x)})
@@ -97,7 +97,7 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
     sums: dict[str, int] = {}
     groups: dict[Any, dict[str, jax.Array]] = {}
     for name, leaf in leaves.items():
-        array, order = (leaf.array, leaf.order) if isinstance(leaf, Cut) else (leaf, None)
+        array, order = (leaf.array, leaf.order) if isinstance(leaf, StackedLeaf) else (leaf, None)
         if isinstance(array, jax.Array):
             devices = array.sharding.device_set
             alone = name if next(iter(devices)).platform == "cpu" else ""
@@ -112,18 +112,18 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def on_devices(arrays: list[jax.Array], order: Order | None) -> list[jax.Array]:
+def on_devices(arrays: list[jax.Array], order: LayerOrder | None) -> list[jax.Array]:
     """Returns the checksums of JAX arrays, uint32, whose layers lie in this order."""
     return [_one(array, order) for array in arrays]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _one(array: jax.Array, order: Order | None) -> jax.Array:
+def _one(array: jax.Array, order: LayerOrder | None) -> jax.Array:
     # A jit of its own: leaves of one shape are traced once.
     return _checksum(jnp, offload.on_devices(array), order)
 
 
-def _checksum(xp: Any, array: Any, order: Order | None) -> Any:
+def _checksum(xp: Any, array: Any, order: LayerOrder | None) -> Any:
     """The sum over all words of ``mix(word + place)``; ``mix`` is a bijection of 32-bit words.
 
     Where the layers lie in an order, its axes count as the one that they are in natural order.
@@ -195,15 +195,15 @@ def in_file(entry: Mapping[str, Any]) -> bool:
     return "value" not in entry and math.prod(entry["shape"]) > 0 and not is_left_out(entry)
 
 
-def order_in_file(entry: Mapping[str, Any]) -> Order | None:
+def order_in_file(entry: Mapping[str, Any]) -> LayerOrder | None:
     """Returns the order of an array's layers in the file; None for one axis, in order."""
     if "cut" not in entry:
         return None
     lead = len(entry["cut"]) - len(entry["shape"]) + 1
-    return Order(tuple(entry["cut"][:lead]), tuple(entry["rows"]) if "rows" in entry else None)
+    return LayerOrder(tuple(entry["cut"][:lead]), tuple(entry["rows"]) if "rows" in entry else None)
 
 
-def layout(order: Order, array: Any) -> dict[str, list[int]]:
+def layout(order: LayerOrder, array: Any) -> dict[str, list[int]]:
     """Returns what :func:`order_in_file` reads: the entry's part of an array in this order."""
     rows = {} if order.rows is None else {"rows": list(order.rows)}
     return {"cut": list(array.shape)} | rows

@@ -27,7 +27,7 @@ from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 from jaxtrain.run.checkpoints.step_folders import StepFolders
-from jaxtrain.sharding.stack import Cut
+from jaxtrain.sharding.stack import StackedLeaf
 from jaxtrain.tree import map_named, named_leaves, owner_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Reader:
         best_mode: Literal["min", "max"] = "min",
     ):
         if best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode is {best_mode!r}; use 'min' or 'max'")
+            raise ValueError(f"`best_mode` is {best_mode!r}; use 'min' or 'max'")
         check_for_checkpoints(directory)
         self.directory = absolute(directory)
         self._best_metric, self._sign = best_metric, 1 if best_mode == "min" else -1
@@ -106,13 +106,13 @@ class Reader:
         """Reads a checkpoint into the structure, shardings and dtypes of ``abstract_state``.
 
         The devices hold what is returned and, where a leaf lies in another order in the file
-        (:class:`jaxtrain.sharding.stack.Cut`), that leaf once more, one at a time.
+        (:class:`jaxtrain.sharding.stack.StackedLeaf`), that leaf once more, one at a time.
 
         Args:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` with shardings, or a state whose
             values are ignored. A leaf without a sharding comes back uncommitted on the default
-            device, a NumPy leaf stays on the host, a Python number comes back as one; for a ``Cut``
-            the array that it is to stand for comes.
+            device, a NumPy leaf stays on the host, a Python number comes back as one; for a
+            ``StackedLeaf`` the array that it is to stand for comes.
           step: which checkpoint; None means the latest that is not damaged: damaged ones are named
             in the log, and moved aside by the next save.
           base: called where leaves were left out of the checkpoint; returns a tree that has them
@@ -242,9 +242,9 @@ class Reader:
             error = caught
         # Checksums are computed by all processes together, or by none.
         self._agree(step, error)
-        cuts = {n: leaf.order for n, leaf in wanted.items() if isinstance(leaf, Cut)}
+        cuts = {n: leaf.order for n, leaf in wanted.items() if isinstance(leaf, StackedLeaf)}
         found = manifests.checksums(
-            {n: Cut(x, cuts[n]) if n in cuts else x for n, x in raw.items()}
+            {n: StackedLeaf(x, cuts[n]) if n in cuts else x for n, x in raw.items()}
         )
         changed = [n for n, x in found.items() if x != saved[n].get("checksum", x)]
         if changed and changed[0] in given:

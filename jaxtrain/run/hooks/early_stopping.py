@@ -29,7 +29,7 @@ class EarlyStopping(Hook):
         """Counts what the log holds of the steps up to ``start``; all processes call it alike."""
         if not self.patience or not start:
             return
-        name = f"eval/{self.run.experiment.best_metric}"
+        name = f"eval/{self.run.metadata.best_metric}"
 
         def read() -> list[list[float]]:
             series = read_run(self.run.owner.path, "").series.get(name)
@@ -46,7 +46,7 @@ class EarlyStopping(Hook):
     def on_evaluation(self, step: int, means: Mapping[str, Value]) -> None:
         """Counts the evaluation."""
         if self.patience:
-            self._count(step, float(means[self.run.experiment.best_metric]))
+            self._count(step, float(means[self.run.metadata.best_metric]))
 
     def ending(self, step: int) -> Ending | None:
         """Returns how the run ends after ``step`` if its evaluation exhausts the patience."""
@@ -57,7 +57,7 @@ class EarlyStopping(Hook):
         found = f"did not improve on {self.best:#.4g} of step {self.best_step}{by}"
         found = found if self.best_step else "was not finite"
         times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
-        reason = f"eval/{self.run.experiment.best_metric} {found} in {times}"
+        reason = f"eval/{self.run.metadata.best_metric} {found} in {times}"
         return Ending(DONE, step, reason)
 
     def _counts(self, step: int) -> bool:
@@ -68,7 +68,7 @@ class EarlyStopping(Hook):
             return
         if self.without >= self.patience:  # It was told to go on, and has its patience anew.
             self.without = 0
-        sign = 1 if self.run.experiment.best_mode == "min" else -1
+        sign = 1 if self.run.metadata.best_mode == "min" else -1
         change = self.run.options.early_stop_min_change
         # Written so that anything finite is better than none, which is NaN.
         if math.isfinite(value) and not sign * value >= sign * self.best - change:

@@ -9,15 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.build import build_evaluation, compile_eval, evaluate, natural, rows_of
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import (
-    Experiment,
-    build_evaluation,
-    compile_eval,
-    evaluate,
-    natural,
-    rows_of,
-)
+from jaxtrain.experiment import Experiment
 from jaxtrain.optim import averaged, reports
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
@@ -38,8 +32,8 @@ class Evaluation(Hook):
     ``hooks`` receive the means.
     """
 
-    def __init__(self, run: Run, hooks: Sequence[Hook]):
-        self.run, self.hooks = run, hooks
+    def __init__(self, run: Run, experiment: Experiment, hooks: Sequence[Hook]):
+        self.run, self.experiment, self.hooks = run, experiment, hooks
         self.latest: tuple[int, dict[str, Value]] = (-1, {})
         self._steps: dict[Any, CompiledStep] = {}
 
@@ -56,7 +50,7 @@ class Evaluation(Hook):
         Raises:
           Interrupted: the run is to stop.
         """
-        run, sets = self.run, self.run.experiment.eval_sets
+        run, sets, metadata = self.run, self.run.data.eval_sets, self.run.metadata
         if not sets or self.latest[0] == step:
             return self.latest[1]
         means, numbers = {}, itertools.count()
@@ -66,18 +60,18 @@ class Evaluation(Hook):
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
                 found = evaluate(self._step_for(state, rows_of(first)), state, batches)
                 found = {name: as_value(x) for name, x in found.items()}
-                found |= run.experiment.derived(found)
+                found |= metadata.derived(found)
                 means |= {f"{prefix}{name}": x for name, x in found.items()}
-        _check_best_metric(run.experiment, {name: np.shape(x) for name, x in means.items()})
+        _check_best_metric(metadata.best_metric, {name: np.shape(x) for name, x in means.items()})
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         told = ", ".join(f"{name} {x:.4f}" for name, x in means.items() if not np.ndim(x))
         run.progress.note(f"step {step}: held-out {told}")
         told = jax.eval_shape(reports, state.opt_state)
-        if run.experiment.show is not None and any("_histogram/" in name for name in told):
+        if metadata.show is not None and any("_histogram/" in name for name in told):
             with run.journal.ledger.during("evaluation"):
-                shown = natural(run.experiment, averaged(state))
-                run.log.show(step, run.experiment.show(shown, means))
+                shown = natural(self.experiment, averaged(state))
+                run.log.show(step, metadata.show(shown, means))
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:
@@ -90,7 +84,7 @@ class Evaluation(Hook):
         shapes = (structure, *map(jax.typeof, leaves))
         if shapes not in self._steps:
             with self.run.journal.ledger.during("compile"):
-                made = compile_eval(self.run.experiment, state, batch, self.run.mesh)
+                made = compile_eval(self.experiment, state, batch, self.run.mesh)
             self._steps[shapes] = made
         return self._steps[shapes]
 
@@ -102,9 +96,7 @@ class Evaluation(Hook):
             self.run.watchdog.beat(f"in batch {number} of the evaluation after step {step}")
             # Batches count as parts of a step, so that this is between two steps for the others.
             if self.run.peers.interrupts(after + (number + 1) / (number + 2)):
-                self.run.progress.note(
-                    f"the evaluation after step {step} is left out: asked to stop"
-                )
+                self.run.progress.note(f"evaluation after step {step} left out: asked to stop")
                 raise Interrupted
             if batch is not None:
                 yield batch
@@ -113,31 +105,29 @@ class Evaluation(Hook):
 def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> None:
     """Refuses a ``best_metric`` that the evaluation of the first held-out batch will not report; of
     the state, shapes with shardings suffice."""
-    name, sets = experiment.best_metric, experiment.eval_sets.items()
+    metadata, sets = experiment.metadata, experiment.data.eval_sets.items()
+    name = metadata.best_metric
     prefix, opened = next(each for each in sets if name.startswith(each[0]))
     batch = rows_of(_peek(prefix, iter(opened(batch_sharding(mesh))))[0])
     step, shapes = build_evaluation(experiment, batch, mesh), {}
 
     def means(state: TrainState, batch: PyTree) -> None:
         found = step(averaged(state), batch).means()
-        numbers = experiment.derived(dict.fromkeys(found, 1.0))
+        numbers = metadata.derived(dict.fromkeys(found, 1.0))
         shapes.update({f"{prefix}{n}": np.shape(x) for n, x in (found | numbers).items()})
 
     trace_step(means, state, batch, mesh, experiment.laid.rules)
-    _check_best_metric(experiment, shapes)
+    _check_best_metric(name, shapes)
 
 
-def _check_best_metric(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    name = experiment.best_metric
+def _check_best_metric(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if name not in shapes:
         raise ValueError(
-            f"best_metric is {name!r}, and an evaluation reports {', '.join(shapes)}: name one of "
-            "those"
+            f"`best_metric` is {name!r}, and an evaluation reports {', '.join(shapes)}: name one "
+            "of those"
         )
     if shapes[name]:
-        raise ValueError(
-            f"best_metric {name!r} has shape {shapes[name]}: name a metric of one number"
-        )
+        raise ValueError(f"`best_metric` {name!r} has shape {shapes[name]}: name a scalar one")
 
 
 def _peek(prefix: str, batches: Iterator[PyTree]) -> tuple[PyTree, Iterator[PyTree]]:

@@ -7,11 +7,13 @@ import threading
 import jax
 from etils import epath
 
-from jaxtrain.experiment import call_end
+from jaxtrain.build import call_end
 from jaxtrain.host.paths import is_remote
 from jaxtrain.host.storage import why
 from jaxtrain.run.context import Run
+from jaxtrain.run.folder import TENSORBOARD
 from jaxtrain.run.hook import Hook
+from jaxtrain.run.observe.journal import TRACE
 from jaxtrain.state import TrainState
 
 # The steps that a signal or an alert has traced.
@@ -61,7 +63,7 @@ class Profiling(Hook):
     def on_step(self, step: int, state: TrainState) -> None:
         """Begins a trace that is asked for."""
         last = None if self._steps is not None else self._asked(step)
-        if last and step < self.run.experiment.steps:
+        if last and step < self.run.steps:
             jax.block_until_ready(state)
             self._begin(step + 1, last)
 
@@ -73,16 +75,16 @@ class Profiling(Hook):
 
     def _asked(self, step: int) -> int | None:
         """The last step to trace from the next call on; None where nobody has asked."""
-        experiment = self.run.experiment
-        next_end = call_end(step, experiment.steps, experiment.layout.steps_per_call)
+        steps = self.run.steps
+        next_end = call_end(step, steps, self.run.steps_per_call)
         if self._named and step < self._named[0] <= next_end:
             return max(self._named[1], next_end)
         wanted = self.run.alerts.wanted
         if self._signalled.is_set() or "trace" in wanted:
             self._signalled.clear()
             wanted.discard("trace")
-            every = self.run.options.eval_every or experiment.steps
-            return min(max(step + STEPS, next_end), step + every - step % every, experiment.steps)
+            every = self.run.options.eval_every or steps
+            return min(max(step + STEPS, next_end), step + every - step % every, steps)
         return None
 
     def _begin(self, first: int, last: int) -> None:
@@ -111,12 +113,12 @@ class Profiling(Hook):
             return
         finally:
             self.run.rate.pause()
-        self.run.journal.event("trace", first=first, last=last, folder=str(kept))
+        self.run.journal.event(TRACE, first=first, last=last, folder=str(kept))
         self.run.progress.note(f"steps {first} to {last} are traced in {kept}")
 
     @property
     def _kept(self) -> epath.Path:
-        return self.run.owner.path / "tensorboard"
+        return self.run.owner.path / TENSORBOARD
 
 
 def between_evaluations(first: int, last: int, *, every: int) -> tuple[int, int]:

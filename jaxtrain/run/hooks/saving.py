@@ -11,13 +11,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain import optim
-from jaxtrain.experiment import to_checkpoint
 from jaxtrain.host import storage
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook
+from jaxtrain.run.observe.journal import CHECKPOINT, SAVE_FAILED
 from jaxtrain.state import TrainState
 
 # With several processes, steps at least between two looks at the clock, for the first one tells the
@@ -56,15 +56,15 @@ class Saving(Hook):
         self.may_be_wanted = any("save" in rule.actions for rule in rules)
         # As many of the best values as are kept, the best first; smaller is better.
         self.best, self.best_at = [], -1
-        self.sign = 1 if run.experiment.best_mode == "min" else -1
-        name = f"eval/{run.experiment.best_metric}"
+        self.sign = 1 if run.metadata.best_mode == "min" else -1
+        name = f"eval/{run.metadata.best_metric}"
         if run.options.saves_best:
             steps = checkpoints.best_steps()[: run.options.keep_best]
             self.best = [self.sign * checkpoints.metrics(step)[name] for step in steps]
 
     def on_evaluation(self, step: int, means: Mapping[str, float]) -> None:
         self.evaluated = (step, means)
-        value = self.sign * means[self.run.experiment.best_metric]
+        value = self.sign * means[self.run.metadata.best_metric]
         best = sorted([*self.best, value])[: self.run.options.keep_best]
         # Step 0 is not saved.
         if step and math.isfinite(value) and best != self.best:
@@ -76,7 +76,7 @@ class Saving(Hook):
         by_step = bool(every) and step % every == 0
         by_best = self.run.options.saves_best and self.best_at == step
         by_time = self._is_time(step)  # asked at every step: it may speak to other processes
-        if step != self.run.experiment.steps and (by_step or by_best or by_time):
+        if step != self.run.steps and (by_step or by_best or by_time):
             self.save(step, state)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -137,7 +137,7 @@ class Saving(Hook):
             attempt()
         except StorageError as error:
             self._counted(error)
-            self.run.journal.event("save failed", error=str(error))
+            self.run.journal.event(SAVE_FAILED, error=str(error))
             if not self.failing:
                 self.run.progress.note(
                     f"warning: {error}; the run goes on without it, and tries again every minute"
@@ -152,7 +152,7 @@ class Saving(Hook):
         if self.lasting >= LASTING_TRIES:
             raise ValueError(
                 f"{error}: no checkpoint can be written so, and a run without any is lost where it "
-                "is interrupted; make the folder writable, or give another run_dir"
+                "is interrupted; make the folder writable, or give another `run_dir`"
             ) from error
         return True
 
@@ -184,7 +184,7 @@ class Saving(Hook):
             self.lasting = 0
             seconds, size = self.clock() - since, self.checkpoints.size(step)
             told = {"step": step, "seconds": round(seconds, 3), "bytes": size}
-            self.run.journal.event("checkpoint", **told)
+            self.run.journal.event(CHECKPOINT, **told)
             self.run.progress.note(
                 f"checkpoint {step} saved within {seconds:.1f} s, {human_bytes(size)}"
             )
@@ -199,9 +199,9 @@ class Saving(Hook):
         since = self.clock()
         started = self.checkpoints.save(
             step,
-            to_checkpoint(self.run.experiment, state),
+            self.run.stack.in_order(state),
             metrics=metrics if evaluated == step else None,
-            config=self.run.experiment.config,
+            config=self.run.metadata.config,
             leave_out=[f"params/{name}" for name in frozen],
         )
         if started:

@@ -12,10 +12,10 @@ from jaxtrain.run.folder import STOPPED
 from jaxtrain.run.hook import Ending, Hook
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.alerts import Alerts
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
-def ending(step: int, hooks: Sequence[Hook], peers: Lifeline, alerts: Alerts) -> Ending | None:
+def ending(step: int, hooks: Sequence[Hook], peers: PeerGroup, alerts: Alerts) -> Ending | None:
     """Returns how the loop ends after ``step``, just dispatched, or None.
 
     Every process must call it; all receive the same answer. The wish of one hook of the user's, in

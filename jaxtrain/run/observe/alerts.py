@@ -17,7 +17,7 @@ from etils import epath
 
 from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.alert_rules import REARM, Condition, Setting, Spike, conditions
-from jaxtrain.run.observe.journal import Journal, read_events
+from jaxtrain.run.observe.journal import ALERT, ALERT_NOT_POSTED, Journal, read_events
 from jaxtrain.run.observe.report.records import read_run
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Alerts:
         self._told = {
             (x.get("rule"), x.get("step"))
             for x in told
-            if x.get("event") == "alert" and x.get("rule") != "stall"
+            if x.get("event") == ALERT and x.get("rule") != "stall"
         }
         self._acts_from = acts_from
         for name, series in read_run(self._run_dir, "").series.items():
@@ -154,7 +154,7 @@ class Alerts:
             return
         if (rule, step) not in self._told:
             self._note(f"step {step}: alert {rule}: {text}")
-            self._journal.event("alert", rule=rule, step=step, text=text, actions=list(actions))
+            self._journal.event(ALERT, rule=rule, step=step, text=text, actions=list(actions))
             if self._webhook:
                 # Each in a thread of its own: one that is never answered holds up no other.
                 self._in_thread(self._post, self._message(rule, step, text))
@@ -196,7 +196,7 @@ class Alerts:
                 why = type(cause if isinstance(cause, Exception) else error).__name__
                 why += f" {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
         logger.warning("an alert cannot be posted to $%s (%s); the run goes on", WEBHOOK, why)
-        self._journal.event("alert not posted", rule=message["rule"], why=why)
+        self._journal.event(ALERT_NOT_POSTED, rule=message["rule"], why=why)
 
 
 def webhook() -> str | None:

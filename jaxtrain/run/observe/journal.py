@@ -20,15 +20,19 @@ from etils import epath
 
 from jaxtrain.host import output, storage
 from jaxtrain.host.exit_codes import Ended
-from jaxtrain.host.paths import is_remote, read_if_there, write_whole
-from jaxtrain.run.folder import Ownership
+from jaxtrain.host.paths import is_remote, json_object, read_if_there, write_whole
+from jaxtrain.run.folder import EVENTS, HEARTBEAT, LOG, Ownership
 from jaxtrain.run.observe import goodput
 from jaxtrain.run.observe.goodput import Ledger
 from jaxtrain.run.observe.writers import GrowingFile
 
-EVENTS, HEARTBEAT = "events.jsonl", "heartbeat.json"
+# Every event, as a line names it.
+START, READY, KILLED, END = "start", "ready", "killed", "end"
+CHECKPOINT, SAVE_FAILED, TRACE = "checkpoint", "save failed", "trace"
+ALERT, ALERT_NOT_POSTED, TRACKER = "alert", "alert not posted", "tracker"
+CONCLUSION, OUTPUT_LOST = "conclusion", "output lost"
 # Between two heartbeats, on a disk and in a bucket.
-BEAT_SECONDS, REMOTE_BEAT_SECONDS = 1.0, 30.0
+BEAT_SECONDS, REMOTE_BEAT_SECONDS, LAST_BEAT_SECONDS = 1.0, 30.0, 5.0
 
 
 class Journal:
@@ -80,10 +84,11 @@ class Journal:
         if self._file is None:
             return
         self._closed.set()
+        self._beating.join(LAST_BEAT_SECONDS)  # A beat that comes after the last one would hide it.
         self._tell_lost_output()
         code = error.code if isinstance(error, Ended) else None
         ended = "done" if error is None else f"exit {code}" if code else kind.__name__
-        self.event("end", **self._state(), ended=ended)
+        self.event(END, **self._state(), ended=ended)
         self.beat(ended=ended)
         self._file.close()
 
@@ -99,7 +104,7 @@ class Journal:
             return text, read_events(owner.path), read_heartbeat(owner.path)
 
         text, before, last = storage.retrying(read, f"the journal {path}")
-        starts = [line for line in before if line.get("event") == "start"]
+        starts = [line for line in before if line.get("event") == START]
         self.attempt = 1 + len(starts)
         if starts:
             self.identity = _identity(starts[0])
@@ -112,17 +117,18 @@ class Journal:
             logged = storage.retrying(lambda: _last_logged(owner.path), f"the log of {owner.path}")
             last["step"] = max(last.get("step") or 0, logged)
             killed = {k: v for k, v in last.items() if k in _STATE}
-            self.event(
-                "killed", **{f"of_{k}" if k == "attempt" else k: v for k, v in killed.items()}
-            )
+            self.event(KILLED, **{f"of_{k}" if k == "attempt" else k: v for k, v in killed.items()})
         self._earlier = goodput.attempts(states(before, last))
-        saved = [line["time"] for line in before if line.get("event") == "checkpoint"]
+        saved = [line["time"] for line in before if line.get("event") == CHECKPOINT]
         if saved:
             at = datetime.datetime.fromisoformat(saved[-1]).timestamp()
             self._checkpoint_at = self._clock() - max(0.0, self._wall() - at)
-        self.event("start", began=self.ledger.began, pid=os.getpid())
+        self.event(START, began=self.ledger.began, pid=os.getpid())
         self.beat()
-        threading.Thread(target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True).start()
+        self._beating = threading.Thread(
+            target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True
+        )
+        self._beating.start()
 
     def ready(
         self, step: int, facts: Mapping[str, str], memory: Mapping[str, Any] | None = None
@@ -133,16 +139,16 @@ class Journal:
         state = dict(attempt=self.attempt, began=self.ledger.began, seconds={}, step=step)
         now = goodput.attempts([state | {"first_step": step}])
         self._lost_steps = sum(goodput.lost_steps([*self._earlier, *now]))
-        self.event("ready", step=step, facts=dict(facts), memory=dict(memory or {}))
+        self.event(READY, step=step, facts=dict(facts), memory=dict(memory or {}))
 
     def event(self, name: str, **facts: Any) -> None:
         """Writes a line; from any thread."""
         if self._file is None or self._taken():
             return
-        if name == "checkpoint":
+        if name == CHECKPOINT:
             self._checkpoint_at = self._clock()
-        self._failed_saves += name == "save failed"
-        self._alerts += name == "alert"
+        self._failed_saves += name == SAVE_FAILED
+        self._alerts += name == ALERT
         now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
         line = {"event": name, "time": now.isoformat(timespec="milliseconds"), **self.stamp}
         with self._lock:
@@ -196,7 +202,7 @@ class Journal:
         for stream, why in dict(output.lost).items():
             if stream not in self._told:
                 self._told.add(stream)
-                self.event("output lost", stream=stream, why=why)
+                self.event(OUTPUT_LOST, stream=stream, why=why)
 
     def beat(self, **more: Any) -> None:
         """Writes the heartbeat now."""
@@ -230,14 +236,14 @@ def read_heartbeat(run_dir: epath.Path) -> dict[str, Any]:
 
 
 def _last_logged(run_dir: epath.Path) -> int:
-    text = read_if_there(run_dir / "log.jsonl").decode(errors="replace")
+    text = read_if_there(run_dir / LOG).decode(errors="replace")
     steps = (json_object(line).get("step") for line in reversed(text.split("\n")))
     return next((step for step in steps if isinstance(step, int)), 0)
 
 
 def states(events: list[dict[str, Any]], heartbeat: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The last state of each attempt, in order, for :func:`goodput.attempts`."""
-    told = [line for line in events if line.get("event") in ("end", "killed")]
+    told = [line for line in events if line.get("event") in (END, KILLED)]
     last = {_of(line): line for line in told}
     if isinstance(heartbeat.get("attempt"), int):
         last.setdefault(heartbeat["attempt"], heartbeat)
@@ -253,12 +259,3 @@ def _of(line: Mapping[str, Any]) -> int:
 def _identity(start: Mapping[str, Any]) -> str:
     told = f"{start.get('host')} {start.get('began')}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Reads a line; empty where it is cut off or no object."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from jaxtrain.host.readings import Source, of_all
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
 class Sampling:
@@ -16,7 +16,9 @@ class Sampling:
       seconds: between two readings; 0 for none.
     """
 
-    def __init__(self, sources: Callable[[], Sequence[Source]], *, seconds: float, peers: Lifeline):
+    def __init__(
+        self, sources: Callable[[], Sequence[Source]], *, seconds: float, peers: PeerGroup
+    ):
         self._sources, self._seconds, self._peers = sources, seconds, peers
         self._newest: dict[str, float] = {}
         self._closed = threading.Event()

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxtrain.build import build_step, natural
 from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import Experiment, build_step, natural
+from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.planning import by_layer
 from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
-from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.journal import CONCLUSION, Journal
 from jaxtrain.run.observe.report.command import leave_report
 from jaxtrain.sharding.mesh import describe_mesh
 from jaxtrain.state import TrainState, host_bytes, local_bytes
@@ -30,17 +31,17 @@ def header_facts(
     left = experiment.steps - int(state.step)
     resumed = f", resumed at step {int(state.step):,}" if int(state.step) else ""
     devices = mesh.devices.flat
-    layout = experiment.layout
+    layout, data = experiment.layout, experiment.data
     split = describe_mesh(mesh) + (f", zero {layout.zero}" if layout.zero else "")
     accumulate = f" in {layout.accumulate} microbatches" if layout.accumulate > 1 else ""
-    epochs = experiment.steps_per_epoch and left / experiment.steps_per_epoch
+    epochs = data.steps_per_epoch and left / data.steps_per_epoch
     away = host_bytes(state)
     on_host = f"; {memory.human_bytes(away)} of its optimizer state on the host" if away else ""
     return {
-        **experiment.facts,
+        **experiment.metadata.facts,
         "parameters": f"{parameters:,}",
-        "step": f"{experiment.items_per_step:,} {experiment.item}{accumulate}",
-        "steps": f"{left:,} ({left * experiment.items_per_step:,} {experiment.item}){resumed}"
+        "step": f"{data.items_per_step:,} {data.item}{accumulate}",
+        "steps": f"{left:,} ({left * data.items_per_step:,} {data.item}){resumed}"
         + (f", {float(epochs):.3g} epochs" if epochs else "")
         + _calls(experiment, programs),
         "devices": f"{mesh.size} x {devices[0].device_kind} ({devices[0].platform})",
@@ -52,8 +53,8 @@ def header_facts(
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step){on_host}",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
-        + "; ".join(c.promise for c in train.checks if c.promise not in train.told),
-        **train.told,
+        + "; ".join(c.promise for c in train.checks if c.promise not in train.findings),
+        **{what: str(found) for what, found in train.findings.items()},
     }
 
 
@@ -69,7 +70,7 @@ def memory_facts(
       step.
     """
     train, kept = next(iter(programs.values())), {}
-    given = (state, experiment.batch, mesh, experiment.laid.rules)
+    given = (state, experiment.data.batch, mesh, experiment.laid.rules)
     with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
         traced = train.jaxpr
         if experiment.layout.steps_per_call > 1:
@@ -89,15 +90,13 @@ def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
 
 
 def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
-    if experiment.flops_per_step is None:
+    task, dtype = experiment.task, experiment.policy.compute_dtype
+    if task.flops_per_step is None:
         return {}
-    known = throughput.mfu(
-        experiment.flops_per_step, 1.0, devices, dtype=experiment.policy.compute_dtype
-    )
-    kind = f"{experiment.policy.compute_dtype} on {devices[0].device_kind!r}"
+    known = throughput.mfu(task.flops_per_step, 1.0, devices, dtype=dtype)
+    kind = f"{dtype} on {devices[0].device_kind!r}"
     mfu = "" if known is not None else f"; no MFU: the peak of {kind} is not known"
-    text = f"{experiment.flops_per_step:.3g} per step, by {experiment.flops_formula}{mfu}"
-    return {"FLOPs": text}
+    return {"FLOPs": f"{task.flops_per_step:.3g} per step, by {task.flops_formula}{mfu}"}
 
 
 def print_conclusion(
@@ -110,9 +109,9 @@ def print_conclusion(
     """Prints what an experiment concludes, and where everything lies; the first process does."""
     lines = []
     # In all processes: it may run the model, whose parameters lie on the devices of all.
-    if experiment.conclude is not None:
-        lines += [*experiment.conclude(natural(experiment, state), evaluation), ""]
-        journal.event("conclusion", lines=lines[:-1])
+    if (conclude := experiment.metadata.conclude) is not None:
+        lines += [*conclude(natural(experiment, state), evaluation), ""]
+        journal.event(CONCLUSION, lines=lines[:-1])
     journal.beat()
     terminal.print_lines(
         [

@@ -19,7 +19,8 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote, make_folder, read_if_there, write_whole
+from jaxtrain.host.paths import is_remote, json_object, make_folder, read_if_there, write_whole
+from jaxtrain.run.folder import LOG, TENSORBOARD
 from jaxtrain.run.hook import Value
 
 logger = logging.getLogger(__name__)
@@ -121,9 +122,7 @@ class JSONLWriter(FileWriter):
         own = {"step": step, "time": now} | self._stamp
         if taken := own.keys() & named.keys():
             name = min(taken)
-            raise ValueError(
-                f"a value is named {name!r}, like the {name} itself; give it another name"
-            )
+            raise ValueError(f"a value is named {name!r}, like the {name} itself; rename it")
         self._file.append((json.dumps(own | named) + "\n").encode())
 
 
@@ -329,8 +328,8 @@ def make_writers(
     if jax.process_index() != 0:
         return Fanout(())
     run_dir = epath.Path(run_dir)
-    log = JSONLWriter(run_dir / "log.jsonl", resume_step=resume_step, stamp=stamp)
-    return Fanout((log, TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step)))
+    log = JSONLWriter(run_dir / LOG, resume_step=resume_step, stamp=stamp)
+    return Fanout((log, TensorBoardWriter(run_dir / TENSORBOARD, resume_step=resume_step)))
 
 
 def flat(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
@@ -354,15 +353,9 @@ def _plain(value: float | list) -> float | str | list:
 
 
 def _lines_up_to(path: epath.Path, step: int) -> list[str]:
-    kept = []
-    for line in read_if_there(path).decode().splitlines():
-        try:
-            keep = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            keep = False  # A line that was cut off when the run was killed.
-        if keep:
-            kept.append(line + "\n")
-    return kept
+    lines = read_if_there(path).decode().splitlines()
+    # A line without a step was cut off when the run was killed.
+    return [line + "\n" for line in lines if json_object(line).get("step", math.inf) <= step]
 
 
 @contextlib.contextmanager

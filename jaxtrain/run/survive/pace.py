@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
 class Pace:
@@ -14,7 +14,7 @@ class Pace:
     process that waits long for its own data is the one that does.
     """
 
-    def __init__(self, peers: Lifeline, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, peers: PeerGroup, *, clock: Callable[[], float] = time.perf_counter):
         self._peers, self._clock = peers, clock
         self._waited, self._batches = 0.0, 0
 

@@ -6,7 +6,7 @@ import signal
 
 from jaxtrain.host.exit_codes import PREEMPTED, Ended
 from jaxtrain.host.signals import SignalWatch, say
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
 class Preempted(Ended):
@@ -47,7 +47,7 @@ def ending_at_sigterm(
 
 
 def stopping_at_signals(
-    peers: Lifeline, *, handle_signals: bool = True
+    peers: PeerGroup, *, handle_signals: bool = True
 ) -> contextlib.AbstractContextManager:
     """While this lasts, SIGTERM and SIGINT ask all processes to stop, at a step they agree on.
 

@@ -11,6 +11,7 @@ from etils import epath
 
 from jaxtrain.host.exit_codes import HUNG
 from jaxtrain.host.signals import say
+from jaxtrain.run.folder import HANG
 from jaxtrain.run.hook import Hook
 from jaxtrain.state import TrainState
 
@@ -89,5 +90,5 @@ class Watchdog(Hook):
         for ident, frame in sys._current_frames().items():
             lines += ["", f"thread {names.get(ident, ident)}, innermost last:"]
             lines += (line.rstrip() for line in traceback.format_stack(frame))
-        path = self._run_dir / f"hang-process-{self._process}.txt"
+        path = self._run_dir / HANG.format(self._process)
         path.write_text("\n".join(lines) + "\n")

@@ -247,6 +247,19 @@ def test_a_deletion_that_storage_fails_is_made_up_for_by_the_next_save(tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
 
 
+def test_a_failed_save_leaves_no_remains_in_the_end(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, make_state(1))
+    checkpoints.wait()
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    with pytest.raises(SaveError):
+        checkpoints.save(2, make_state(2))
+    # A thread of such a save may write on after the next one has cleared away what was left.
+    (tmp_path / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True, exist_ok=True)
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
 def test_all_damaged_is_an_error_that_says_so(saved):
     for step in (1, 2, 3):
         (saved / str(step) / "manifest" / "metadata").write_text("[]")

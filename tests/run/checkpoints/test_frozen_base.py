@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, restore_state
+from jaxtrain.build import make_abstract_state, make_experiment_mesh, restore_state
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.survive.preemption import Preempted
 from tests.problems import INPUTS, OUTPUTS

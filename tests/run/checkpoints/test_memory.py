@@ -13,7 +13,7 @@ from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.checkpoints import leaves, manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.reader import Reader
-from jaxtrain.sharding.stack import Order
+from jaxtrain.sharding.stack import LayerOrder
 
 LAYERS, WIDTH = 8, 96
 LAYER = WIDTH * WIDTH * 4
@@ -92,7 +92,7 @@ def test_checksums_take_no_memory_on_accelerators(target, package, dtype, rows):
     mesh = jt.make_mesh(pipe=2, data=4, devices=parse_target(target).devices())
     place = NamedSharding(mesh, P(None, "pipe"))
     leaf = jax.ShapeDtypeStruct((2, 8, 1024, 1024), dtype, sharding=place)
-    memory = manifest.on_devices.lower([leaf], Order((2, 8), rows)).compile().memory_analysis()
+    memory = manifest.on_devices.lower([leaf], LayerOrder((2, 8), rows)).compile().memory_analysis()
     assert memory.argument_size_in_bytes == 8 * 1024 * 1024 * leaf.dtype.itemsize
     assert memory.temp_size_in_bytes < 2**17
 

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from experiments import gpt
 from experiments.gpt.generate import load
-from jaxtrain.experiment import (
+from jaxtrain.build import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
@@ -97,7 +97,7 @@ def test_a_run_kept_in_bfloat16_is_read_and_generates_in_it(texts, tmp_path):
     mesh = jt.make_mesh(devices=jax.devices()[:1])
     state = make_state(experiment, mesh)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, state, config=json.loads(json.dumps(experiment.config)))
+        checkpoints.save(1, state, config=json.loads(json.dumps(experiment.metadata.config)))
     model, params, _ = load(str(tmp_path), 1)
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16"}
     assert digest({"params": params}) == digest({"params": state.params})

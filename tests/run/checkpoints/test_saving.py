@@ -31,9 +31,14 @@ class Stub:
         self.fail, self.fail_later = set(), set()
         self.progress = self.watchdog = self.owner = self
         self.journal, self.alerts = Journal(), types.SimpleNamespace(wanted=set())
-        self.experiment, self.options = make_experiment(), jt.RunOptions()
+        self.options = jt.RunOptions()
+        self.of(make_experiment())
         self.peers = types.SimpleNamespace(stop_wanted=False)
         vars(self).update(run)
+
+    def of(self, experiment):
+        self.steps, self.stack = experiment.steps, experiment.stack
+        self.metadata = experiment.metadata
 
     def before_save(self):
         """Replaced by a test."""
@@ -77,7 +82,8 @@ class Stub:
 def drive(stub, options, *, steps=12, seconds=10.0, each=1, **changes):
     """Steps, or calls of ``each`` of them, of ten seconds."""
     now = [0.0]
-    stub.experiment, stub.options = make_experiment(steps=steps, **changes), options
+    stub.options = options
+    stub.of(make_experiment(steps=steps, **changes))
     saving = Saving(stub, stub, clock=lambda: now[0])
     for step in range(each, steps + 1, each):
         now[0] += seconds
@@ -241,7 +247,7 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path, mode, sign):
     with Checkpointer(tmp_path, best_mode=mode) as checkpoints:
         checkpoints.save(3, {"w": jnp.ones(1)}, metrics={"eval/loss": sign * 2.0})
         stub = Stub({4: sign * 2.5, 6: sign * 1.5}, options=jt.RunOptions(save_best=True))
-        stub.experiment = make_experiment(best_mode=mode)
+        stub.of(make_experiment(best_mode=mode))
         saving = Saving(stub, checkpoints)
         saving.checkpoints = stub
         for step in range(12):

@@ -34,7 +34,7 @@ def stops_at(values, *, patience, min_change=0.0, sign=1):
 def make_stopping(folder, mode="min", **options):
     run = types.SimpleNamespace(
         options=jt.RunOptions(eval_every=5, **options),
-        experiment=make_experiment(best_mode=mode),
+        metadata=make_experiment(best_mode=mode).metadata,
         owner=types.SimpleNamespace(path=folder),
     )
     return EarlyStopping(run)
@@ -106,9 +106,7 @@ def test_a_run_killed_and_resumed_stops_early_and_names_its_best_checkpoint(tmp_
         jt.fit(experiment, options, hooks=[Kill(7)])
     capsys.readouterr()
     concluded = []
-    experiment = dataclasses.replace(
-        experiment, conclude=lambda *told: concluded.append(told) or []
-    )
+    experiment = experiment.with_(conclude=lambda *told: concluded.append(told) or [])
     resumed = jt.fit(experiment, options)
     losses = {x["step"]: x["eval/loss"] for x in lines(tmp_path) if "eval/loss" in x}
     end = 3 * stops_at(list(losses.values()), patience=2, sign=-1)
@@ -141,7 +139,7 @@ def test_a_run_ends_alike_killed_as_it_ends_and_asked_to_stop_in_an_evaluation(t
         if len(asked) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
-        yield from experiment.eval_batches(sharding)
+        yield from experiment.data.eval_batches[""](sharding)
 
     for name, changes, hooks, error in (
         ("killed", {}, [Kill(end)], Killed),
@@ -149,7 +147,7 @@ def test_a_run_ends_alike_killed_as_it_ends_and_asked_to_stop_in_an_evaluation(t
     ):
         parts = dataclasses.replace(options, run_dir=str(tmp_path / name))
         with pytest.raises(error):
-            jt.fit(dataclasses.replace(experiment, **changes), parts, hooks=hooks)
+            jt.fit(experiment.with_(**changes), parts, hooks=hooks)
         logged = [x["step"] for x in lines(tmp_path / name) if "eval/loss" in x]
         assert logged[-1] == (end if name == "killed" else 3)
         resumed = jt.fit(experiment, parts)
@@ -163,25 +161,29 @@ def test_a_run_ends_alike_killed_as_it_ends_and_asked_to_stop_in_an_evaluation(t
 @pytest.mark.parametrize(
     ("options", "changes", "words"),
     [
-        ({"early_stop_patience": 2}, {}, "early_stop_patience is 2 and eval_every 0: give the"),
-        ({"early_stop_min_change": 0.1}, {}, "early_stop_min_change is 0.1 and early_stop_pat"),
-        ({"early_stop_patience": -1}, {}, "early_stop_patience is -1: give at least 0"),
+        ({"early_stop_patience": 2}, {}, "`early_stop_patience` is 2 and `eval_every` 0: give the"),
+        (
+            {"early_stop_min_change": 0.1},
+            {},
+            "`early_stop_min_change` is 0.1, which needs",
+        ),
+        ({"early_stop_patience": -1}, {}, "`early_stop_patience` is -1: give at least 0"),
         (
             {"early_stop_patience": 2, "eval_every": 2},
             {"eval_batches": None},
-            "early_stop_patience is 2 and experiment 'toy' has no eval_batches",
+            "`early_stop_patience` is 2 and experiment 'toy' has no eval_batches",
         ),
         (
             {"best_metric": "loss", "best_mode": "max"},
             {"eval_batches": None},
-            "best_metric is loss and experiment 'toy' has no eval_batches",
+            "`best_metric` is loss and experiment 'toy' has no eval_batches",
         ),
-        ({"best_metric": "loss"}, {}, "best_metric is 'loss' and best_mode None: give both"),
-        ({"best_mode": "min"}, {}, "best_metric is None and best_mode 'min': give both"),
+        ({"best_metric": "loss"}, {}, "`best_metric` is 'loss' and `best_mode` None: give both"),
+        ({"best_mode": "min"}, {}, "`best_metric` is None and `best_mode` 'min': give both"),
         (
             {"best_metric": "lagrest", "best_mode": "max"},
             {},
-            "best_metric is 'lagrest', and an evaluation reports loss, half, largest: name one",
+            "`best_metric` is 'lagrest', and an evaluation reports loss, half, largest: name one",
         ),
     ],
 )

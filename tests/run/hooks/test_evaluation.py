@@ -1,6 +1,5 @@
 """Evaluation sets by name, and the evaluation before the first step."""
 
-import dataclasses
 import math
 
 import jax
@@ -11,7 +10,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
+from jaxtrain.build import compile_eval, evaluate, make_experiment_mesh, make_state
+from jaxtrain.layout import Effect
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.hooks import evaluation
@@ -86,7 +86,7 @@ def test_the_first_evaluation_is_of_the_state_before_the_first_step_and_of_no_re
         return [(x["step"], x["eval/loss"]) for x in lines(tmp_path) if "eval/loss" in x]
 
     first = make_experiment()
-    params = jt.init_state(first.init_fn, first.optimizer, jax.random.key(0)).params
+    params = jt.init_state(first.task.init_fn, first.optimizer, jax.random.key(0)).params
     loss = problems.reference(jax.device_get(params), problems.make_batch(1, ROWS))[0]
     with pytest.raises(KeyboardInterrupt):
         run(Killed())
@@ -97,7 +97,7 @@ def test_the_first_evaluation_is_of_the_state_before_the_first_step_and_of_no_re
     assert evaluated() == [(0, pytest.approx(loss, rel=1e-5)), (2, result.evaluation["loss"])]
     assert list(told.of) == [0, 2]
     again = Means()
-    experiment = dataclasses.replace(make_experiment(3), may_change={"*": ""})
+    experiment = make_experiment(3).with_(may_change={"*": Effect.NONE})
     options = jt.RunOptions(run_dir=str(tmp_path), eval_first=True, resume=True)
     jt.fit(experiment, options, hooks=[again])
     assert list(again.of) == [3]
@@ -156,9 +156,9 @@ def test_held_out_means_are_of_the_rows_that_there_are(case):
 
     mesh = make_experiment_mesh(experiment(24), jax.devices()[: math.prod(axes.values())])
     state = make_state(experiment(24), mesh)
-    step = compile_eval(experiment(24), state, experiment(24).batch, mesh)
+    step = compile_eval(experiment(24), state, experiment(24).data.batch, mesh)
     for count in range(1, 25):
-        batches = experiment(count).eval_batches(batch_sharding(mesh))
+        batches = experiment(count).data.eval_batches[""](batch_sharding(mesh))
         means = evaluate(step, state, batches)
         x = np.arange(1.0, count + 1)
         moved = x + np.float64(weights).sum() if piped else x * np.float64(weights).sum() - 1
@@ -189,7 +189,7 @@ def test_as_many_of_the_best_by_a_metric_that_is_named_are_kept(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"best_metric is 'loss' and eval_batches has .* a/loss"):
+    with pytest.raises(ValueError, match=r"`best_metric` is 'loss' and eval_batches has .* a/loss"):
         make_experiment(eval_batches={"a": held_out(1)})
     empty = make_experiment(
         1, eval_batches={"a": held_out(1), "b": lambda _: []}, best_metric="a/loss"

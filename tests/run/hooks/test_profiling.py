@@ -1,7 +1,6 @@
 """Profiles on demand: the steps that were asked for, and what the journal says of them."""
 
 import collections
-import dataclasses
 import os
 import signal
 import statistics
@@ -73,10 +72,10 @@ def test_no_evaluation_is_traced(tmp_path, monkeypatch):
 
     def eval_batches(sharding):
         evaluated.append(bool(going_on))
-        return experiment.eval_batches(sharding)
+        return experiment.data.eval_batches[""](sharding)
 
     options = jt.RunOptions(str(tmp_path), profile_steps="4:7", eval_every=4)
-    changed = dataclasses.replace(experiment, eval_batches=eval_batches)
+    changed = experiment.with_(eval_batches=eval_batches)
     jt.fit(changed, options, hooks=[Signal(9)])
     traces = [x for x in read_events(epath.Path(tmp_path)) if x["event"] == "trace"]
     assert [(x["first"], x["last"]) for x in traces] == [(5, 7), (10, 12)]
@@ -85,11 +84,11 @@ def test_no_evaluation_is_traced(tmp_path, monkeypatch):
 
 def test_steps_that_the_run_has_not_are_refused(tmp_path):
     options = jt.RunOptions(str(tmp_path), profile_steps="13:14")
-    with pytest.raises(ValueError, match="profile_steps is '13:14' and the run has 12 steps"):
+    with pytest.raises(ValueError, match="`profile_steps` is '13:14', the run has 12 steps"):
         jt.fit(make_experiment(12), options)
 
 
 @pytest.mark.parametrize("asked", ["20", "5:4", "0:4", "a:b"])
 def test_steps_that_cannot_be_traced_are_refused(asked):
-    with pytest.raises(ValueError, match=f"profile_steps is '{asked}': give FIRST:LAST"):
+    with pytest.raises(ValueError, match=f"`profile_steps` is '{asked}': give FIRST:LAST"):
         jt.RunOptions(profile_steps=asked)

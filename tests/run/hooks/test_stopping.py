@@ -10,7 +10,7 @@ from etils import epath
 import jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.hooks.stopping import stopped_before
-from tests.run.survive.test_preemption import eventually, lifelines, signalled
+from tests.run.survive.test_preemption import eventually, peer_groups, signalled
 from tests.run.test_loop import lines, make_experiment
 
 
@@ -93,12 +93,12 @@ def test_a_signal_in_the_evaluation_of_a_run_stopped_on_purpose_leaves_that_for_
 
     def evaluated(sharding):
         if not asked:
-            asked.append(signalled(at=1).train_batches(0, sharding))
+            asked.append(signalled(at=1).data.train_batches(0, sharding))
             with asked[0] as stream:
                 next(stream)  # sends it
-        yield from experiment.eval_batches(sharding)
+        yield from experiment.data.eval_batches[""](sharding)
 
-    watched = dataclasses.replace(experiment, eval_batches=evaluated)
+    watched = experiment.with_(eval_batches=evaluated)
     options = jt.RunOptions(run_dir=str(tmp_path), auto_resume=True)
     with pytest.raises(jt.Preempted) as stop:
         jt.fit(watched, options, hooks=[Recording(stop_at=3, answer=True)])
@@ -138,7 +138,7 @@ def ask(lines, positions, question="stops"):
 
 def test_processes_agree_on_an_end_and_after_it_on_an_interruption():
     exits = []
-    lines, _ = lifelines(3, exits)
+    lines, _ = peer_groups(3, exits)
     assert ask(lines, [7, 7, 7]) == [False] * 3
     assert ask(lines[1:2], [8]) == [False]  # it is ahead
     lines[1].want_stop("enough")
@@ -162,7 +162,7 @@ def test_processes_agree_on_an_end_and_after_it_on_an_interruption():
 
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_an_interruption_takes_precedence_over_an_end(signalled, monkeypatch):
-    lines, _ = lifelines(2, [])
+    lines, _ = peer_groups(2, [])
     handle, held = lines[0]._handle, []
     # The answer of process 1 comes late: an interruption that comes before it is part of the round.
     monkeypatch.setattr(

@@ -219,10 +219,9 @@ class Spiked:
 
 def spiky(at):
     experiment = make_experiment(50)
-    return dataclasses.replace(
-        experiment,
+    return experiment.with_(
         train_batches=lambda start, sharding: Spiked(
-            experiment.train_batches(start, sharding), start, at
+            experiment.data.train_batches(start, sharding), start, at
         ),
     )
 
@@ -362,7 +361,7 @@ def test_an_end_is_awaited_of_the_last_two_calls_alone(steps_per_call, at, acts,
         save_every=46,
         alerts=("all:off", "loss_spike=10"),
     )
-    experiment = dataclasses.replace(spiky(at), layout=jt.Layout(steps_per_call=steps_per_call))
+    experiment = spiky(at).with_(layout=jt.Layout(steps_per_call=steps_per_call))
     with pytest.raises(Killed):
         jt.fit(experiment, options, hooks=[Kill(46)])
     stopping = dataclasses.replace(options, alerts=("all:off", "loss_spike=10:stop"))

@@ -1,6 +1,9 @@
 """The journal: what happened over all attempts, and where their time went."""
 
+import ast
 import json
+import pathlib
+import threading
 import time
 
 import pytest
@@ -167,3 +170,28 @@ def test_the_age_of_a_checkpoint_is_no_matter_of_the_wall_clock(tmp_path):
         written.open(owner)
         clock[0] += 5
         assert written.counts()["run/checkpoint_age_seconds"] == 105
+
+
+def test_events_are_named_by_the_list_where_they_are_written_and_read():
+    for path in pathlib.Path(journal.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and getattr(node.func, "attr", "")
+            if called in ("event", "happened"):
+                assert not isinstance(node.args[0], ast.Constant), (path, node.lineno)
+
+
+def test_no_beat_that_is_still_being_written_hides_the_last_one(tmp_path, monkeypatch):
+    writing, write_whole = threading.Event(), journal.write_whole
+
+    def slow(path, text):
+        if threading.current_thread() is not threading.main_thread():
+            writing.set()
+            time.sleep(0.3)
+        write_whole(path, text)
+
+    monkeypatch.setattr(journal, "write_whole", slow)
+    with Journal(beat_seconds=0.01) as written:
+        written.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=False, overwrite=False))
+        assert writing.wait(5)
+    time.sleep(0.4)
+    assert journal.read_heartbeat(epath.Path(tmp_path / "run"))["ended"] == "done"

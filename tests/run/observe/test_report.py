@@ -25,10 +25,10 @@ from jaxtrain.run.observe.report import (
     command,
     health,
     heat,
+    landscapes,
     live,
     page,
     records,
-    surroundings,
 )
 from jaxtrain.run.observe.report.records import Series
 from tests.run.observe.test_profile import HLO, write_trace
@@ -291,21 +291,21 @@ def test_a_run_tells_what_its_layers_keep_for_the_backward_pass(tmp_path, steps_
 
 def test_of_a_landscape_what_is_sound_is_drawn(tmp_path):
     path = tmp_path / "landscape.json"
-    assert surroundings.found(tmp_path) == []
+    assert landscapes.found(tmp_path) == []
     path.write_text("{")
-    assert surroundings.found(tmp_path) == []
+    assert landscapes.found(tmp_path) == []
     line = {"step": 4, "coordinates": [-1, 0, 1], "losses": [3.1234567, 2, None]}
     sharpness = {"checkpoints": [{"step": 2, "value": 5.5}, {"step": 4, "value": None}]}
     between = line | {"to": {"run": "r", "step": 2}, "barrier": 0.25}
     kept = {"line": line, "plane": line, "between": between, "sharpness": sharpness}
     path.write_text(json.dumps(kept))
-    a, b, c = surroundings.found(tmp_path)
+    a, b, c = landscapes.found(tmp_path)
     assert (a["title"], a["y"]) == ("Held-out loss around checkpoint 4", [3.1235, 2, None])
     assert (b["by"], b["x"]) == ("barrier 0.25", [-1, 0, 1])
     assert (c["x"], c["y"]) == ([2, 4], [5.5, None])
     for damage in ({"losses": [1]}, {"losses": ["x", 1, 2]}, {"step": None}, {"losses": 3}):
         path.write_text(json.dumps({"line": line | damage}))
-        assert surroundings.found(tmp_path) == []
+        assert landscapes.found(tmp_path) == []
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.gpt import Config, build
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh
+from jaxtrain.build import make_abstract_state, make_experiment_mesh
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
 from tests.run.survive.processes import Process, last_step, logged
@@ -105,10 +105,9 @@ def kill_and_resume(tmp_path, texts, moments, *, steps, seed, more=()):
     return kills
 
 
-def test_three_kills_one_of_them_during_a_save(texts, tmp_path):
-    moments = [kill_in_a_step, kill_during_a_save, kill_in_a_step]
-    kills = kill_and_resume(tmp_path, texts, moments, steps=60, seed=0)
-    assert kills == 3
+def test_two_kills_one_of_them_during_a_save(texts, tmp_path):
+    moments = [kill_in_a_step, kill_during_a_save]
+    assert kill_and_resume(tmp_path, texts, moments, steps=40, seed=0) == 2
 
 
 @pytest.mark.slow

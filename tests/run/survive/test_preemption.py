@@ -15,9 +15,9 @@ from jaxtrain.host import exit_codes
 from jaxtrain.host.distributed import from_first_process
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
-from jaxtrain.run.survive import lifeline, preemption
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive import peer_group, preemption
 from jaxtrain.run.survive.pace import Pace
+from jaxtrain.run.survive.peer_group import PeerGroup
 from jaxtrain.run.survive.preemption import Preempted
 from tests.run.streams import during
 from tests.run.test_loop import make_experiment
@@ -166,15 +166,15 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(tmp_path, capsys):
             yield batch
 
     experiment = make_experiment(steps=4)
-    plain, stopping = experiment.eval_batches, []
-    watched = dataclasses.replace(experiment, eval_batches=slow)
+    plain, stopping = experiment.data.eval_batches[""], []
+    watched = experiment.with_(eval_batches=slow)
     for name, every, expected in (("loop", 2, 2), ("end", 0, 4)):
         options = jt.RunOptions(run_dir=str(tmp_path / name), eval_every=every)
         asked[:] = stopping[:] = [True]
         with pytest.raises(Preempted) as stop:
             jt.fit(watched, options)
         assert stop.value.step == expected
-        assert f"evaluation after step {expected} is left out" in capsys.readouterr().out
+        assert f"evaluation after step {expected} left out" in capsys.readouterr().out
         stopping.clear()
         resumed = jt.fit(watched, dataclasses.replace(options, resume=True))
         assert resumed.evaluation
@@ -211,13 +211,13 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     assert int(result.state.step) == 2
 
 
-def lifelines(count, exits):
-    """The lifelines of ``count`` processes, in this one."""
+def peer_groups(count, exits):
+    """The peer groups of ``count`` processes, in this one."""
     pairs = {i: socket.socketpair() for i in range(1, count)}
     hosts = {i: f"host{i}" for i in range(count)}
 
     def make(i, peers):
-        return Lifeline(i, count, peers, hosts, exit=lambda code: exits.append((i, code)))
+        return PeerGroup(i, count, peers, hosts, exit=lambda code: exits.append((i, code)))
 
     hub = make(0, {i: pair[0] for i, pair in pairs.items()})
     return [hub, *(make(i, {0: pair[1]}) for i, pair in pairs.items())], pairs
@@ -225,7 +225,7 @@ def lifelines(count, exits):
 
 def test_all_stop_after_the_step_of_the_farthest_whatever_it_waits_for():
     exits = []
-    lines, _ = lifelines(3, exits)
+    lines, _ = peer_groups(3, exits)
     assert [line.stops(7) for line in lines] == [False] * 3
     assert not lines[1].stops(8)  # and is in a collective now, for which it needs the others
     lines[2].want_stop()
@@ -249,7 +249,7 @@ def test_all_stop_after_the_step_of_the_farthest_whatever_it_waits_for():
 
 def test_who_has_died_is_said_by_all_and_an_orderly_end_by_none(capfd):
     exits = []
-    lines, pairs = lifelines(3, exits)
+    lines, pairs = peer_groups(3, exits)
     pairs[2][1].shutdown(socket.SHUT_RDWR)
     eventually(lambda: {(0, exit_codes.PEER_LOST), (1, exit_codes.PEER_LOST)} <= set(exits))
     said = capfd.readouterr().err
@@ -257,7 +257,7 @@ def test_who_has_died_is_said_by_all_and_an_orderly_end_by_none(capfd):
     for line in lines:
         line.close()
     exits.clear()
-    lines, _ = lifelines(2, exits)
+    lines, _ = peer_groups(2, exits)
     lines[1].close()
     lines[0].close()
     assert exits == []
@@ -267,9 +267,9 @@ def test_who_has_died_is_said_by_all_and_an_orderly_end_by_none(capfd):
     ("error", "code"), [(ValueError("no space"), 1), (OSError("no space"), exit_codes.PEER_LOST)]
 )
 def test_an_error_of_one_leaves_the_others_time_to_raise_their_own(error, code, monkeypatch, capfd):
-    monkeypatch.setattr(lifeline, "ERROR_SECONDS", 0.5)
+    monkeypatch.setattr(peer_group, "ERROR_SECONDS", 0.5)
     exits = []
-    lines, _ = lifelines(3, exits)
+    lines, _ = peer_groups(3, exits)
     lines[2].close(error)
     lines[1].close(ValueError("no space, here too"))
     time.sleep(0.2)
@@ -281,16 +281,16 @@ def test_an_error_of_one_leaves_the_others_time_to_raise_their_own(error, code, 
 
 
 def test_silence_is_noticed(monkeypatch):
-    monkeypatch.setattr(lifeline, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(lifeline, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(peer_group, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(peer_group, "BEAT_SECONDS", 0.2)
     exits = []
-    lines, _ = lifelines(2, exits)
+    lines, _ = peer_groups(2, exits)
     time.sleep(2.0)
     assert exits == []  # both beat
     for line in lines:
         line.close()
     ours, silent = socket.socketpair()
-    line = Lifeline(0, 2, {1: ours}, {1: "far"}, exit=lambda code: exits.append(code))
+    line = PeerGroup(0, 2, {1: ours}, {1: "far"}, exit=lambda code: exits.append(code))
     eventually(lambda: exits)
     assert exits[0] == exit_codes.PEER_LOST
     line.close()
@@ -298,7 +298,7 @@ def test_silence_is_noticed(monkeypatch):
 
 
 def test_the_pace_of_processes_is_compared_in_the_first():
-    lines, _ = lifelines(2, [])
+    lines, _ = peer_groups(2, [])
     now = [0.0]
     paces = [Pace(line, clock=lambda: now[0]) for line in lines]
 
@@ -319,7 +319,7 @@ def test_the_pace_of_processes_is_compared_in_the_first():
     }
     for line in lines:
         line.close()
-    alone = Pace(Lifeline(0, 1, {}, {}))
+    alone = Pace(PeerGroup(0, 1, {}, {}))
     assert alone.report(1.0) == {"time/data_seconds": 0.0}
 
 
@@ -337,9 +337,9 @@ def test_the_table_of_exit_codes_is_that_of_the_constants():
     [(SystemExit(3), "SystemExit: 3"), (KeyError(1), "KeyError: 1"), (Preempted(1, "r"), None)],
 )
 def test_the_others_are_told_of_every_end_that_is_not_theirs_too(end, told, monkeypatch):
-    lines, _ = lifelines(2, [])
-    monkeypatch.setattr(lifeline, "_connect", lambda: lines[1])
-    with pytest.raises(type(end)), lifeline.open_lifeline():
+    lines, _ = peer_groups(2, [])
+    monkeypatch.setattr(peer_group, "_connect", lambda: lines[1])
+    with pytest.raises(type(end)), peer_group.open_peer_group():
         raise end
     eventually(lambda: not lines[0]._peers)
     with lines[0]._changed:
@@ -349,7 +349,7 @@ def test_the_others_are_told_of_every_end_that_is_not_theirs_too(end, told, monk
 
 
 def test_one_process_agrees_with_itself():
-    with lifeline.open_lifeline() as line:
+    with peer_group.open_peer_group() as line:
         assert not line.stops(3)
         line.want_stop()
         assert line.stops(4)

@@ -10,12 +10,12 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run.folder import PICTURE, REPORT
 from jaxtrain.run.observe.goodput import spent
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
 from jaxtrain.run.observe.report.records import read, significant
 
-REPORT, PICTURE = "report.html", "report.png"
 # A run with fewer log lines has no curves to draw.
 CURVE = 20
 

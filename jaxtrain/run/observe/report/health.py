@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from jaxtrain.run.observe import alert_rules
+from jaxtrain.run.observe import alert_rules, journal
 from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.report.records import Record
 
@@ -139,9 +139,9 @@ def _attempts(record: Record) -> list[Finding]:
     if (restarts := len(record.attempts) - 1) > 0:
         text = f"It was started again {_count(restarts, 'time')}; "
         found.append(Finding("look", f"{text}{_count(lost, 'step')} had to be done again."))
-    if failed := record.happened("save failed"):
+    if failed := record.happened(journal.SAVE_FAILED):
         why = failed[-1].get("error", "")
-        later = record.happened("checkpoint")
+        later = record.happened(journal.CHECKPOINT)
         solved = later and later[-1].get("time", "") > failed[-1].get("time", "")
         text = f"{_count(len(failed), 'save')} failed, last: {why}"
         found.append(Finding("look" if solved else "bad", text.rstrip(".") + "."))
@@ -151,7 +151,7 @@ def _attempts(record: Record) -> list[Finding]:
 def _alerts(record: Record) -> list[Finding]:
     """Finds the alerts that have fired, by rule, and the rules broken at the end of the log."""
     told: dict[str, list[dict]] = {}
-    for line in record.happened("alert"):
+    for line in record.happened(journal.ALERT):
         told.setdefault(str(line.get("rule")), []).append(line)
     texts = [
         (
@@ -178,7 +178,7 @@ def _trackers(record: Record) -> list[Finding]:
             f"Tracker {line.get('tracker')}: {_count(int(line['dropped']), 'line')} dropped, last "
             f"because {line.get('why')}.",
         )
-        for line in record.happened("tracker")
+        for line in record.happened(journal.TRACKER)
         if isinstance(line.get("dropped"), int) and line["dropped"]
     ]
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.goodput import account, spent
-from jaxtrain.run.observe.report import heat, surroundings
+from jaxtrain.run.observe.report import heat, landscapes
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import duration, examine, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
@@ -90,18 +91,18 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         "marks": {
             "not finite": _thinned(record.above_zero("train/skipped")),
             "spike": _thinned(record.above_zero("train/spike")),
-            "alert": _thinned([e["step"] for e in record.happened("alert") if _is_step(e)]),
+            "alert": _thinned(_steps_of(record, journal.ALERT)),
         },
         "histogram": _histogram(record),
         "goodput": [
             [name, significant(x)] for name, x in account(record.attempts).items() if x > 0
         ],
         "profile": traced(record.path),
-        "landscape": surroundings.found(record.path),
+        "landscape": landscapes.found(record.path),
         "memory": _memory(record),
-        "checkpoints": [e["step"] for e in record.happened("checkpoint") if _is_step(e)][-MARKS:],
+        "checkpoints": _steps_of(record, journal.CHECKPOINT)[-MARKS:],
         "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
-        "conclusion": "\n".join(map(str, _last(record, "conclusion", "lines", list))),
+        "conclusion": "\n".join(map(str, _last(record, journal.CONCLUSION, "lines", list))),
         "changes": [
             {"step": step, "name": name, "then": _word(then), "now": _word(new)}
             for step, name, then, new in record.changes
@@ -114,15 +115,15 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
     name, step = line.get("event"), line.get("step")
     size = line.get("bytes") if isinstance(line.get("bytes"), int) else 0
     told = {
-        "start": "started",
-        "ready": f"goes on from step {step}" if step else "begins",
-        "checkpoint": f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
-        "alert": f"alert {line.get('rule')} in step {step}: {line.get('text')}",
-        "alert not posted": f"alert {line.get('rule')} could not be posted: {line.get('why')}",
-        "trace": f"steps {line.get('first')} to {line.get('last')} are traced",
-        "save failed": f"a save failed: {line.get('error')}",
-        "killed": f"attempt {line.get('of_attempt')} had ended without a word after step {step}",
-        "end": f"ended after step {step}: {line.get('ended')}",
+        journal.START: "started",
+        journal.READY: f"goes on from step {step}" if step else "begins",
+        journal.CHECKPOINT: f"checkpoint {step} in {line.get('seconds')} s, {human_bytes(size)}",
+        journal.ALERT: f"alert {line.get('rule')} in step {step}: {line.get('text')}",
+        journal.ALERT_NOT_POSTED: f"alert {line.get('rule')} was not posted: {line.get('why')}",
+        journal.TRACE: f"steps {line.get('first')} to {line.get('last')} are traced",
+        journal.SAVE_FAILED: f"a save failed: {line.get('error')}",
+        journal.KILLED: f"attempt {line.get('of_attempt')} ended without a word after step {step}",
+        journal.END: f"ended after step {step}: {line.get('ended')}",
     }
     if not isinstance(name, str) or name not in told:
         return None
@@ -149,8 +150,8 @@ def _thinned(steps: list[int]) -> list[int]:
     return steps[:: max(1, -(-len(steps) // MARKS))]
 
 
-def _is_step(line: Mapping[str, Any]) -> bool:
-    return isinstance(line.get("step"), int)
+def _steps_of(record: Record, event: str) -> list[int]:
+    return [line["step"] for line in record.happened(event) if isinstance(line.get("step"), int)]
 
 
 def _tiles(record: Record) -> list[dict[str, str]]:
@@ -210,7 +211,7 @@ def _memory(record: Record) -> dict[str, Any] | None:
     """Returns the compiled and the measured memory of the last attempt; None if it recorded none.
     Of each part its name, its layers, and bytes of parameters, optimizer state,
     gradients and what it keeps for the backward pass; ``rest`` is what else is in the peak."""
-    told = [line["memory"] for line in record.happened("ready") if line.get("memory")]
+    told = [line["memory"] for line in record.happened(journal.READY) if line.get("memory")]
     measured = record.values("memory/peak")
     try:
         parts = [

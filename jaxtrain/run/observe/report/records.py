@@ -13,13 +13,12 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import as_path, exists, is_folder, read_if_there
-from jaxtrain.run.folder import OWNER, STOPPED
+from jaxtrain.host.paths import as_path, exists, is_folder, json_object, read_if_there
+from jaxtrain.run.folder import CHANGES, CONFIG, EVENTS, HEARTBEAT, LOG, OWNER, STOPPED
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.throughput import PARTS
-from jaxtrain.run.provenance import CHANGES, CONFIG, flatten
+from jaxtrain.run.provenance import flatten
 
-LOG = "log.jsonl"
 # Of the counts of steps by their time, the key of 2^32 seconds.
 SLOWEST = 32 * PARTS
 # The entries of a line that are no metrics.
@@ -156,18 +155,18 @@ def read_run(path: epath.Path, name: str) -> Record:
                 points[key].add(step, number)
             elif (vector := _vector(value)) is not None:
                 vectors.setdefault(key, {})[step] = vector
-    config = journal.json_object(texts[CONFIG])
+    config = json_object(texts[CONFIG])
     changes = []
     for line in filter(None, texts[CHANGES].split("\n")):
-        change = journal.json_object(line)
+        change = json_object(line)
         config = change.get("record") if isinstance(change.get("record"), dict) else config
         told = change.get("changes") if isinstance(change.get("changes"), dict) else {}
         for what, pair in told.items():
             if isinstance(pair, list) and len(pair) == 2:
                 changes.append((change.get("from_step", 0), what, *pair))
     flags = config.get("flags", config)
-    events = list(filter(None, map(journal.json_object, texts[journal.EVENTS].split("\n"))))
-    heartbeat = journal.json_object(texts[journal.HEARTBEAT])
+    events = list(filter(None, map(json_object, texts[EVENTS].split("\n"))))
+    heartbeat = json_object(texts[HEARTBEAT])
     states = journal.states(events, heartbeat)
     return Record(
         path=str(path),
@@ -183,20 +182,18 @@ def read_run(path: epath.Path, name: str) -> Record:
         heartbeat=heartbeat,
         attempts=goodput.attempts(states),
         step_times=_step_times(states),
-        stopped=journal.json_object(texts[STOPPED]).get("reason"),
+        stopped=json_object(texts[STOPPED]).get("reason"),
     )
 
 
 def _texts(path: epath.Path) -> dict[str, str]:
     """The files of a run; those that are not there yet are empty."""
     if not holds_run(path):
-        raise ValueError(
-            f"{path} holds no run: name the folder that a run has written, with its {LOG}"
-        )
+        raise ValueError(f"{path} holds no run: name the folder that a run wrote, with its {LOG}")
     # A line that is being written may end within a character.
     return {
         name: read_if_there(path / name).decode(errors="replace")
-        for name in (LOG, CONFIG, CHANGES, STOPPED, journal.EVENTS, journal.HEARTBEAT)
+        for name in (LOG, CONFIG, CHANGES, STOPPED, EVENTS, HEARTBEAT)
     }
 
 
@@ -214,7 +211,7 @@ def _lines(text: str) -> Iterator[dict[str, Any] | None]:
     """The records in a log one by one, and None for each line before the last that is none."""
     lines = text.split("\n")
     for i, line in enumerate(lines):
-        record = journal.json_object(line)
+        record = json_object(line)
         step = record.get("step")
         if isinstance(step, int) and 0 <= step < 2**63:
             yield record

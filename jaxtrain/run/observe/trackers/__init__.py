@@ -5,7 +5,8 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.folder import CSV, PROMETHEUS
+from jaxtrain.run.observe.journal import TRACKER, Journal
 from jaxtrain.run.observe.trackers import queued
 from jaxtrain.run.observe.trackers.csv_file import CSVWriter
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
@@ -13,7 +14,6 @@ from jaxtrain.run.observe.trackers.queued import Queued
 from jaxtrain.run.observe.trackers.services import About, MLflowWriter, TrackioWriter, WandbWriter
 from jaxtrain.run.observe.writers import Writer
 
-CSV, PROMETHEUS = "metrics.csv", "metrics.prom"
 # Those that need a package, which has an extra of its name.
 SERVICES = {"wandb": WandbWriter, "mlflow": MLflowWriter, "trackio": TrackioWriter}
 NAMES = (*SERVICES, "csv", "prometheus")
@@ -76,7 +76,7 @@ def opened(
             tracker.finish(error)
         until = time.monotonic() + queued.CLOSE_SECONDS
         for tracker in trackers:
-            journal.event("tracker", **tracker.close(until=until))
+            journal.event(TRACKER, **tracker.close(until=until))
 
 
 def _csv(about: About) -> CSVWriter:

@@ -1,4 +1,4 @@
-"""The lifeline's port: whoever else connects, says anything or says nothing."""
+"""The peer_group's port: whoever else connects, says anything or says nothing."""
 
 import contextlib
 import json
@@ -9,8 +9,8 @@ import time
 import pytest
 
 from jaxtrain.host import exit_codes
-from jaxtrain.run.survive import lifeline
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive import peer_group
+from jaxtrain.run.survive.peer_group import PeerGroup
 from tests.run.survive.test_preemption import eventually
 
 TOKEN = "of the run"
@@ -20,10 +20,10 @@ TOKEN = "of the run"
 def joining(monkeypatch):
     """Process 0 of three waits for the others: what it told them, and what it returns."""
     told, result = [], []
-    monkeypatch.setattr(lifeline, "broadcast_text", told.append)
-    monkeypatch.setattr(lifeline.secrets, "token_hex", lambda size: TOKEN)
-    monkeypatch.setattr(lifeline, "JOIN_SECONDS", 15.0)
-    thread = threading.Thread(target=lambda: result.append(lifeline._accept(3)))
+    monkeypatch.setattr(peer_group, "broadcast_text", told.append)
+    monkeypatch.setattr(peer_group.secrets, "token_hex", lambda size: TOKEN)
+    monkeypatch.setattr(peer_group, "JOIN_SECONDS", 15.0)
+    thread = threading.Thread(target=lambda: result.append(peer_group._accept(3)))
     thread.start()
     eventually(lambda: told)
     yield json.loads(told[0]), result, thread
@@ -63,7 +63,7 @@ def test_strangers_neither_end_nor_hold_up_those_who_join(joining):
         for _ in range(50):
             connect(call).close()
         silent[0].sendall(b"{")
-        joined = [lifeline._call(p, call | {"token": TOKEN}) for p in (1, 2)]
+        joined = [peer_group._call(p, call | {"token": TOKEN}) for p in (1, 2)]
         thread.join(30)
         assert not thread.is_alive()
         assert time.monotonic() - start < 20
@@ -78,8 +78,8 @@ def test_strangers_neither_end_nor_hold_up_those_who_join(joining):
 def test_a_flood_of_strangers_keeps_no_peer_out(joining, monkeypatch):
     """A peer on a busy host speaks late, when a crowd has come behind it: twice it is the one who
     has to leave, and then there is no crowd any more."""
-    monkeypatch.setattr(lifeline, "MOST_STRANGERS", 5)
-    monkeypatch.setattr(lifeline.random, "choice", lambda strangers: strangers[0])
+    monkeypatch.setattr(peer_group, "MOST_STRANGERS", 5)
+    monkeypatch.setattr(peer_group.random, "choice", lambda strangers: strangers[0])
     call, result, thread = joining
     open_connection, crowd, floods = socket.create_connection, [], [12, 12]
 
@@ -90,9 +90,9 @@ def test_a_flood_of_strangers_keeps_no_peer_out(joining, monkeypatch):
         time.sleep(0.2)
         return peer
 
-    monkeypatch.setattr(lifeline.socket, "create_connection", slowly)
+    monkeypatch.setattr(peer_group.socket, "create_connection", slowly)
     for process in (1, 2):
-        theirs, _, missing = lifeline._call(process, call | {"token": TOKEN})
+        theirs, _, missing = peer_group._call(process, call | {"token": TOKEN})
         assert missing is None
         theirs[0].close()
     thread.join(30)
@@ -102,14 +102,14 @@ def test_a_flood_of_strangers_keeps_no_peer_out(joining, monkeypatch):
 
 
 def test_half_open_connections_are_ended_after_a_while(joining, monkeypatch):
-    monkeypatch.setattr(lifeline, "GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(peer_group, "GREETING_SECONDS", 0.3)
     call, _, thread = joining
     half = connect(call)
     half.sendall(b'{"tok')
     assert half.recv(1) == b""
     half.close()
     for process in (1, 2):
-        lifeline._call(process, call | {"token": TOKEN})[0][0].close()
+        peer_group._call(process, call | {"token": TOKEN})[0][0].close()
     thread.join(30)
 
 
@@ -119,7 +119,7 @@ def test_half_open_connections_are_ended_after_a_while(joining, monkeypatch):
 def test_a_peer_that_sends_no_message_is_lost_and_said_to_be(sent, capfd):
     exits = []
     ours, theirs = socket.socketpair()
-    line = Lifeline(0, 2, {1: ours}, {1: "far"}, exit=exits.append)
+    line = PeerGroup(0, 2, {1: ours}, {1: "far"}, exit=exits.append)
     theirs.sendall(sent)
     eventually(lambda: exits)
     assert exits[0] == exit_codes.PEER_LOST
@@ -132,14 +132,14 @@ def test_a_peer_that_sends_no_message_is_lost_and_said_to_be(sent, capfd):
 
 def test_on_one_machine_nobody_from_outside_can_connect(monkeypatch):
     for host, wanted in [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), (None, "0.0.0.0")]:
-        monkeypatch.setattr(lifeline, "coordinator_host", lambda host=host: host)
-        server, addresses = lifeline._listen(2)
+        monkeypatch.setattr(peer_group, "coordinator_host", lambda host=host: host)
+        server, addresses = peer_group._listen(2)
         with server:
             assert server.getsockname()[0] == wanted
             assert "127.0.0.1" in addresses
     # An address of another machine, and one that is only for this one by its own name.
     for host in ("192.0.2.7", "127.0.1.1"):
-        monkeypatch.setattr(lifeline, "coordinator_host", lambda host=host: host)
-        server, addresses = lifeline._listen(2)
+        monkeypatch.setattr(peer_group, "coordinator_host", lambda host=host: host)
+        server, addresses = peer_group._listen(2)
         with server:
             assert server.getsockname()[0] == "0.0.0.0"

@@ -10,17 +10,17 @@ from jaxtrain.host.paths import is_remote
 from jaxtrain.run.folder import Ownership
 from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import Fanout, Shown
-from jaxtrain.run.survive.lifeline import Lifeline
+from jaxtrain.run.survive.peer_group import PeerGroup
 
 
-class OwnLog:
+class OwnedLog:
     """The logs, while the folder is this start's own; then it has all processes stop together,
     after which the last save finds the same."""
 
     # A bucket takes long enough to answer for the devices to wait.
     LOOK_SECONDS = 10.0
 
-    def __init__(self, log: Fanout, owner: Ownership, peers: Lifeline):
+    def __init__(self, log: Fanout, owner: Ownership, peers: PeerGroup):
         self._log, self._owner, self._peers = log, owner, peers
         self._taken, self._looked_at = False, -math.inf
 

@@ -18,7 +18,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.hook import Ending
 from jaxtrain.run.hooks.skips import ConsecutiveSkips
 from jaxtrain.run.main import main, run_to_resume
-from jaxtrain.run.survive.accidents import Diverged, Examination, examine
+from jaxtrain.run.survive.diagnosis import Diagnosis, Diverged, diagnose
 from tests import problems
 from tests.run.survive.processes import logged
 from tests.workers import poisoned
@@ -49,7 +49,7 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
         never.on_metrics(step, bad)
     assert never.ending is None
     for name in ("max_consecutive_skips", "hang_minutes"):
-        with pytest.raises(ValueError, match=f"{name} is -1: give at least 0"):
+        with pytest.raises(ValueError, match=f"`{name}` is -1: give at least 0"):
             jt.RunOptions(**{name: -1})
 
 
@@ -122,9 +122,11 @@ def test_a_replayed_step_is_the_step_of_the_run(tmp_path):
 def test_parameters_that_are_not_finite_are_named_first():
     experiment = poisoned.build(poisoned.Config(layout=jt.Layout(accumulate=1)))
     mesh = jt.make_mesh(data=8)
-    state = jt.init_state(experiment.init_fn, experiment.optimizer, jax.random.key(0), mesh=mesh)
+    state = jt.init_state(
+        experiment.task.init_fn, experiment.optimizer, jax.random.key(0), mesh=mesh
+    )
     state.params["up"]["kernel"] = state.params["up"]["kernel"].at[0, 0].set(np.inf)
-    found = examine(experiment, mesh, state, problems.make_batch())
+    found = diagnose(experiment, mesh, state, problems.make_batch())
     assert found.first_not_finite() == (
         "parameter 'up/kernel' has 1 of 256 values that are not finite"
     )
@@ -132,7 +134,7 @@ def test_parameters_that_are_not_finite_are_named_first():
 
 def test_model_state_is_named_where_all_else_is_finite():
     fine = {"w": (0, 4)}
-    found = Examination([1.0], fine, fine, {"norm/var": (2, 8)}, {"w": 1.0})
+    found = Diagnosis([1.0], fine, fine, {"norm/var": (2, 8)}, {"w": 1.0})
     assert found.first_not_finite() == (
         "model state 'norm/var' would get 2 of 8 values that are not finite"
     )

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.engines.plain import run_engine
+from jaxtrain.engines.plain import Engine, run_engine
 from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import tracing_on
@@ -36,7 +36,7 @@ class Diverged(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Examination:
+class Diagnosis:
     """Results of one step, leaf by leaf.
 
     Attributes:
@@ -73,7 +73,7 @@ class Examination:
         return None
 
 
-def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Examination:
+def diagnose(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree) -> Diagnosis:
     """Computes the loss and gradients of a step without leaving out what is not finite; ``state``
     is that before the step, and is left alone.
 
@@ -83,16 +83,17 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
     piped = mesh.shape.get("pipe", 1) > 1
     microbatches = 1 if piped else experiment.layout.accumulate
 
-    def recording(loss_fn):
-        each = experiment.engine(loss_fn)
+    kind = experiment.task.engine
 
-        def engine(params, carried, batch, rng, loss_scale, frozen=frozenset()):
-            """Losses wait in a model state that goes from microbatch to microbatch."""
-            model_state, losses = carried
-            given = (params, model_state, batch, rng, loss_scale)
-            sums = run_engine(each, *given, frozen=frozen)
+    def recording(*made_of):
+        each = kind(*made_of)
+
+        def engine(*given, frozen=frozenset(), memory=None):
+            """Losses wait in a memory that goes from microbatch to microbatch."""
+            memory, losses = memory
+            sums = run_engine(each, *given, frozen=frozen, memory=memory)
             losses = jnp.roll(losses, -1).at[-1].set(sums.loss.total / sums.loss.weight)
-            return dataclasses.replace(sums, model_state=(sums.model_state, losses))
+            return dataclasses.replace(sums, memory=(sums.memory, losses))
 
         return engine
 
@@ -100,18 +101,18 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         experiment.laid.loss_fn,
         policy=experiment.policy,
         accumulate=microbatches,
-        has_model_state=experiment.has_model_state,
-        gather=experiment.gather,
-        engine=recording,
+        has_model_state=experiment.task.has_model_state,
+        gather=experiment.task.gather,
+        engine=Engine(recording, accumulates=kind.accumulates, init=lambda params: ()),
     )
 
     def whole(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        carried = (state.model_state, jnp.zeros(microbatches))
-        still = frozen(state.opt_state)
-        sums = run_engine(engine, state.params, carried, batch, rng, scale, frozen=still)
-        model_state, losses = sums.model_state
+        given = (state.params, state.model_state, batch, rng, scale)
+        memory = (state.memory, jnp.zeros(1 if kind.accumulates else microbatches))
+        sums = run_engine(engine, *given, frozen=frozen(state.opt_state), memory=memory)
+        model_state, (_, losses) = sums.model_state, sums.memory
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)
         return losses, *map(_not_finite, (state.params, grads, model_state)), norms
@@ -120,7 +121,7 @@ def examine(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTree
         # The same on all devices, so that every process can read it.
         found = jax.jit(whole, out_shardings=NamedSharding(mesh, P()))(state, batch)
     losses, params, grads, model_state, norms = jax.device_get(found)
-    return Examination(
+    return Diagnosis(
         losses=[float(loss) for loss in losses],
         params=_counts(params, state.params),
         grads=_counts(grads, state.params),
@@ -139,7 +140,7 @@ def _counts(found: Mapping[str, Any], tree: PyTree) -> dict[str, tuple[int, int]
     return {name: (int(number), leaves[name].size) for name, number in found.items()}
 
 
-def diagnose(
+def make_diverged(
     experiment: Experiment, mesh: Mesh, state: TrainState, *, step: int, skips: int, run_dir: str
 ) -> Diverged:
     """Returns the error that ends a run of so many skipped steps, up to ``step``, whose batch is
@@ -149,15 +150,15 @@ def diagnose(
     may be some finite steps further on, so that what is found is of those parameters (``jaxtrain
     replay`` has the very ones).
     """
-    with experiment.train_batches(step - 1, batch_sharding(mesh)) as batches:
+    with experiment.data.train_batches(step - 1, batch_sharding(mesh)) as batches:
         batch = next(batches)
     before = dataclasses.replace(state, step=jnp.full_like(state.step, step - 1))
-    cause = examine(experiment, mesh, before, batch).first_not_finite()
+    cause = diagnose(experiment, mesh, before, batch).first_not_finite()
     cause = cause or (
         "all gradients of the last one are finite: the loss or gradient norm stood too far outside "
-        "what came before (skip_spikes)"
+        "what came before (`skip_spikes`)"
     )
-    module = experiment.config.get("module", "MODULE")
+    module = experiment.metadata.config.get("module", "MODULE")
     return Diverged(
         step,
         f"{skips} steps in a row were skipped, up to step {step}: {cause}; run that very step "

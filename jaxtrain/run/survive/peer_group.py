@@ -6,9 +6,9 @@ whoever killed it, and costs nothing between steps. Over it the processes
 
 * learn that one is gone, and which: each then says so and exits with ``PEER_LOST``, or, where an
   error has ended it that would come again, with status 1;
-* agree on the step to stop at, once one of them has been asked to (:meth:`Lifeline.stops`):
+* agree on the step to stop at, once one of them has been asked to (:meth:`PeerGroup.stops`):
   by a signal, which interrupts the run, or for a reason, which ends it on purpose;
-* tell the first how fast they are (:meth:`Lifeline.share`).
+* tell the first how fast they are (:meth:`PeerGroup.share`).
 
 Messages are lines of JSON. The first process listens on a port that the system chooses; whoever
 connects must know a random token, which only the processes of the run are told. The port is open
@@ -56,8 +56,8 @@ MOST_STRANGERS = 100
 ADVICE = "let the hosts reach each other by TCP, or turn this off with `watch_peers=False`"
 
 
-class Lifeline:
-    """One process's end of the connections; use :func:`open_lifeline`.
+class PeerGroup:
+    """One process's end of the connections; use :func:`open_peer_group`.
 
     Args:
       process: of this run, from 0.
@@ -100,7 +100,7 @@ class Lifeline:
             for peer in peers.values():
                 peer.settimeout(BEAT_SECONDS)
             self._thread = threading.Thread(
-                target=self._watch, name="jaxtrain-lifeline", daemon=True
+                target=self._watch, name="jaxtrain-peer_group", daemon=True
             )
             self._thread.start()
 
@@ -294,33 +294,33 @@ class Lifeline:
 
 
 @contextlib.contextmanager
-def open_lifeline(*, connect: bool = True) -> Iterator[Lifeline]:
+def open_peer_group(*, connect: bool = True) -> Iterator[PeerGroup]:
     """Connects the processes of the run; with one process there is nothing to connect.
 
-    Without ``connect`` they cannot agree on a step to stop at, and their lifelines hear of no stop.
+    Without ``connect`` they cannot agree on a step to stop at, and the others hear of no stop.
     All processes call it alike. Leaving it with an error tells the others, who then end too; where
     the error is of a collective, a lost process explains it.
 
     Raises:
       OSError: where a process cannot reach the first.
     """
-    lifeline = _connect() if connect else Lifeline(0, 1, {}, {})
+    group = _connect() if connect else PeerGroup(0, 1, {}, {})
     error: BaseException | None = None
     try:
-        yield lifeline
+        yield group
     except BaseException as raised:
         error = None if isinstance(raised, Ended) else raised
         if isinstance(error, jax.errors.JaxRuntimeError):
-            lifeline.explain()
+            group.explain()
         raise
     finally:
-        lifeline.close(error)
+        group.close(error)
 
 
-def _connect() -> Lifeline:
+def _connect() -> PeerGroup:
     process, processes = jax.process_index(), jax.process_count()
     if processes == 1:
-        return Lifeline(0, 1, {}, {})
+        return PeerGroup(0, 1, {}, {})
     if process == 0:
         peers, hosts, failure = _accept(processes)
     else:
@@ -335,7 +335,7 @@ def _connect() -> Lifeline:
             or f"process {missing} could not connect to process 0 to keep watch over each other: "
             + ADVICE
         )
-    return Lifeline(process, processes, peers, hosts)
+    return PeerGroup(process, processes, peers, hosts)
 
 
 def _accept(processes: int) -> tuple[dict[int, socket.socket], dict[int, str], str | None]:
