@@ -25,10 +25,11 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.hf.encoders import label_fields
+from jaxtrain.host import extras
+from jaxtrain.host.least import check_least
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.optim.rules import LEARNING_RATES
-from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.state import TrainState
 
 # Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).
@@ -41,6 +42,9 @@ NO_PACKAGE = {"test"}
 # What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
 FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
 BASELINE_ROWS = 50_000
+_MODULES = "sklearn.feature_extraction.text", "sklearn.linear_model"
+_NEEDS = "the baseline comes with scikit-learn"
+_sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,6 @@ class Config(language.Config):
     """Task to learn: mask fills in masked tokens; classify names the package or folder that a
     fragment is of, or the label of a row."""
     model: Literal[tuple(encoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
-    """Which preset; the flags layers to attention change it."""
     data: str = "python"
     """Text to learn: "python" (the standard library's source), or a folder of texts; to classify,
     one with a folder of texts for each class, or rows of text, label and perhaps text_pair (JSONL,
@@ -73,23 +76,28 @@ class Config(language.Config):
     """Held-out tokens or fragments to show when training is over."""
 
     steps: int = 800
-    """Train steps."""
     global_batch: int = 32
-    """Rows per step, over all devices."""
     seq_len: int | None = None
     """Tokens per row; left out, the model's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Rows to train on and held-out rows, their tokenizer, and the names of classes."""
+    """Rows to train on and held-out rows, of how many files and which, their tokenizer, and the
+    names of classes."""
 
     tokenizer: data.SubwordTokenizer
     train: Any
     held_out: Any
-    classes: tuple[str, ...]
-    files: tuple[int, int]
-    fingerprints: Mapping[str, str]
+    files: tuple[int, ...]
+    prints: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of the text, by name."""
+        found = dict(zip(("text", "held_out_text"), self.prints, strict=True))
+        return found | ({"classes": ", ".join(self.classes)} if self.classes else {})
 
 
 def build(config: Config) -> jt.Experiment:
@@ -99,7 +107,7 @@ def build(config: Config) -> jt.Experiment:
       ValueError: for options that do not fit each other.
     """
     if config.task == "classify":
-        _import_sklearn()  # before anything is trained
+        _sklearn()  # before anything is trained
     labelled = config.task == "classify" and config.data != "python"
     sides = labelled and data.read_rows(config.data, (config.field, "label"), held_out=HELD_OUT)
     if sides:
@@ -110,7 +118,7 @@ def build(config: Config) -> jt.Experiment:
             "--class-weights is for labelled rows: give --task classify and --data with rows of "
             "text and label, or leave it out"
         )
-    language.check_least(config, classes=2, held_out_rows=1, examples=0)
+    check_least(config, classes=2, held_out_rows=1, examples=0)
     fields = (config.field, "text_pair")
     split = data.texts_of_rows(sides, fields) if sides else split_of(config)
     tokenizer = open_tokenizer(config, split)
@@ -124,8 +132,7 @@ def build(config: Config) -> jt.Experiment:
     step = outline(config, vocab_size=tokenizer.vocab_size)
     told = special_tokens(config, tokenizer)
     told |= label_fields(text.classes) if text.classes else {}
-    return dataclasses.replace(
-        step,
+    return step.with_(
         **config.batches_of(text.train, text.held_out),
         **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text), length=row_length(config, model)),
@@ -192,11 +199,10 @@ def check_tokenizer(config: Config) -> None:
 def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
     """Loads the tokenizer, or trains it on the split and adds BERT's tokens."""
     check_tokenizer(config)
-    name, kept = language.tokenizer_name(config), kept_file(config.run, TOKENIZER_FILE)
+    name, kept = language.tokenizer_options(config).values()
     tokenizer = data.open_tokenizer(name, split, kept=kept)
-    if data.trained_kind(name) and kept is None:
-        return tokenizer.adding(FIRST[0], MASK[0])
-    return tokenizer
+    trained = data.trained_kind(name) and kept is None
+    return tokenizer.adding(FIRST[0], MASK[0]) if trained else tokenizer
 
 
 def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
@@ -240,17 +246,16 @@ def masked_text(
 ) -> Text:
     """Rows with masked tokens: held-out ones always with the same."""
     store = data.cached_store(split, tokenizer)
-    masking = {"mask": special_id(tokenizer, MASK), "vocab_size": tokenizer.vocab_size}
     corpora = store.corpus("train"), store.corpus("held_out")
     train, held_out = (fragments(config, model, tokenizer, corpus) for corpus in corpora)
-    some = [held_out[place] for place in language.spread(len(held_out), config.held_out_rows)]
+    masking = {"mask": special_id(tokenizer, MASK), "vocab_size": tokenizer.vocab_size}
+    masking["rate"] = config.mask_rate
     return Text(
         tokenizer,
-        data.MaskedTokens(train, **masking, rate=config.mask_rate, seed=config.seed),
-        data.MaskedTokens(some, **masking, rate=config.mask_rate, seed=0),
-        (),
+        data.MaskedTokens(train, **masking, seed=config.seed),
+        data.MaskedTokens(data.spread(held_out, config.held_out_rows), **masking, seed=0),
         tuple(len(corpus.starts) for corpus in corpora),
-        {"text": corpora[0].fingerprint, "held_out_text": corpora[1].fingerprint},
+        tuple(corpus.fingerprint for corpus in corpora),
     )
 
 
@@ -268,9 +273,8 @@ def classified_text(
         rows.append(fragments(config, model, tokenizer, corpus, labels=labels))
         files.append(len(chosen))
         prints.append(corpus.fingerprint)
-    held_out = [rows[1][place] for place in language.spread(len(rows[1]), config.held_out_rows)]
-    kept = {"text": prints[0], "held_out_text": prints[1], "classes": ", ".join(classes)}
-    return Text(tokenizer, rows[0], held_out, classes, tuple(files), kept)
+    held_out = data.spread(rows[1], config.held_out_rows)
+    return Text(tokenizer, rows[0], held_out, tuple(files), tuple(prints), classes)
 
 
 def labelled_text(
@@ -287,10 +291,9 @@ def labelled_text(
     if config.class_weights:
         counts_K = np.bincount(train.labels, minlength=len(classes))
         train.weights_K = len(train) / len(classes) / np.maximum(counts_K, 1)
-    prints = [hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides]
-    kept = {"text": prints[0], "held_out_text": prints[1], "classes": ", ".join(classes)}
-    some = [held_out[place] for place in language.spread(len(held_out), config.held_out_rows)]
-    return Text(tokenizer, train, some, classes, (len(train), len(held_out)), kept)
+    some, files = data.spread(held_out, config.held_out_rows), tuple(map(len, sides))
+    prints = tuple(hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides)
+    return Text(tokenizer, train, some, files, prints, classes)
 
 
 class LabelledRows:
@@ -438,7 +441,7 @@ def guesses(
     config: Config, model: EncoderConfig, text: Text, state: TrainState
 ) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Some held-out rows, each with what the trained model finds most probable."""
-    rows = [text.held_out[i] for i in language.spread(len(text.held_out), config.examples)]
+    rows = data.spread(text.held_out, config.examples)
     names = rows[0].keys() & {"tokens", "segments", "types"}
     batch = {name: np.stack([row[name] for row in rows]) for name in names}
 
@@ -455,7 +458,7 @@ def inside(row: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def baseline(text: Text) -> float:
     """The accuracy of logistic regression on the counted words of the same rows."""
-    sklearn = _import_sklearn()
+    sklearn = _sklearn()
     words = sklearn.feature_extraction.text.TfidfVectorizer(
         token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), min_df=2, sublinear_tf=True
     )
@@ -485,17 +488,6 @@ def facts(config: Config, text: Text) -> dict[str, str]:
     if isinstance(text.train, LabelledRows) and text.train.unread:
         told["not read"] = f"the fields {', '.join(text.train.unread)}"
     return told
-
-
-def _import_sklearn() -> Any:
-    try:
-        import sklearn.feature_extraction.text
-        import sklearn.linear_model
-    except ImportError:
-        raise ValueError(
-            "the baseline comes with scikit-learn: install it with pip install -e '.[vision]'"
-        ) from None
-    return sklearn
 
 
 if __name__ == "__main__":

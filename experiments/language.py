@@ -7,8 +7,9 @@ and the lines that they print when training is over.
 import dataclasses
 import functools
 import hashlib
+import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -20,27 +21,25 @@ from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.hf import hub
+from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
-from jaxtrain.layout import SAME
-from jaxtrain.models.generate import Prompts, Weights
+from jaxtrain.layout import Effect
+from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import explain_choice
 from jaxtrain.precision import Policy
 from jaxtrain.run import trained
-from jaxtrain.run.options import make_optimizer
-from jaxtrain.run.provenance import LATER
-from jaxtrain.run.trained import TOKENIZER_FILE
-from jaxtrain.sharding.rules import Rules
+from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
+from jaxtrain.sharding.rules import Rules, batch_parts
 from jaxtrain.tree import map_named, named_leaves
 
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
     # Where they lie; what they hold has a fingerprint.
-    **dict.fromkeys(("data", "field", "tokenizer", "init_from"), SAME),
+    **dict.fromkeys(("data", "field", "tokenizer", "init_from"), Effect.SAME),
     # Of what is said when training is over.
-    **dict.fromkeys(("sample_tokens", "examples", "beams"), SAME),
-    "shares.*": LATER,
-    "held_out_rows": "same bits, evaluated on other rows",
-    **dict.fromkeys(("held_out_bytes", "held_out_text*"), "same bits, evaluated on other text"),
+    **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
+    "shares": Effect.LATER,
+    **dict.fromkeys(("held_out_rows", "held_out_bytes", "held_out_text*"), Effect.EVALUATION),
 }
 # Which experiment trains models of which form.
 TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}
@@ -56,6 +55,7 @@ class Config(jt.Config):
     default_tokenizer: ClassVar[str] = "4096"
 
     model: str = "tiny"
+    """Which preset; the flags layers to attention change it."""
     init_from: str | None = None
     """A run of this experiment, a Hugging Face folder, or a name on its hub (ORG/NAME or
     ORG/NAME@REVISION) to begin with: its model (instead of a preset), its weights, and its
@@ -200,14 +200,24 @@ def tokenizer_name(config: Config) -> str:
     return config.default_tokenizer
 
 
+def tokenizer_options(config: Config) -> dict[str, Any]:
+    """The arguments of :func:`jaxtrain.data.open_data` that are the tokenizer."""
+    return {"tokenizer": tokenizer_name(config), "kept": kept_file(config.run, TOKENIZER_FILE)}
+
+
 def vocab_size(config: Config, *, added: int = 0) -> int:
     """The number of tokens, by the flags alone: a tokenizer that would be trained is taken to reach
     its size, and to be given so many more by the experiment."""
+    if (found := _tokenizer(config)) is not None:
+        return found.vocab_size
+    return data.trained_kind(tokenizer_name(config))[1] + added
+
+
+def _tokenizer(config: Config) -> data.Tokenizer | None:
+    """The tokenizer that the flags say; None for one that is to be trained."""
     name = tokenizer_name(config)
     found = data.tokenizer_of_stores(data.parse_data(config.data), name)
-    if found is None and (kind := data.trained_kind(name)):
-        return kind[1] + added
-    return (found or data.open_tokenizer(name)).vocab_size
+    return found if found or data.trained_kind(name) else data.open_tokenizer(name)
 
 
 def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
@@ -265,13 +275,11 @@ def _check_source(config: Config, vocab_size: int) -> None:
 
 def _extends(config: Config) -> bool:
     """Whether the tokenizer has all tokens of what the run begins with, under the same ids."""
-    name, path = tokenizer_name(config), as_path(config.source.path) / TOKENIZER_FILE
-    if data.trained_kind(name) or not exists(path):
+    path, found = as_path(config.source.path) / TOKENIZER_FILE, _tokenizer(config)
+    if not exists(path) or not isinstance(found, data.SubwordTokenizer):
         return False
-    found = data.tokenizer_of_stores(data.parse_data(config.data), name)
-    found, own = found or data.open_tokenizer(name), data.SubwordTokenizer.load(path)
-    both = [each for each in (own, found) if isinstance(each, data.SubwordTokenizer)]
-    return len(both) == 2 and own.vocabulary.items() <= found.vocabulary.items()
+    own = data.SubwordTokenizer.load(path)
+    return own.vocabulary.items() <= found.vocabulary.items()
 
 
 def outline(
@@ -280,7 +288,6 @@ def outline(
     model: Any,
     batch: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    rates: Mapping[str, float] = {},
     stored: Mapping[str, Any] = {},
     **given: Any,
 ) -> jt.Experiment:
@@ -288,9 +295,8 @@ def outline(
 
     Args:
       config, name, model, batch: the flags, the experiment's name, its model, shapes of a batch.
-      rates: peak learning rates by optimizer, where they are not the optimizers' own.
       stored: more of what a checkpoint's config says.
-      **given: more arguments of :class:`jaxtrain.Experiment`.
+      **given: more arguments of :meth:`jaxtrain.Config.experiment`.
     """
     source = config.source
     begun = {}
@@ -300,13 +306,6 @@ def outline(
             begun["context"] = source.context
     return config.experiment(
         name,
-        optimizer=lambda stack: make_optimizer(
-            config.optimizer,
-            steps=config.steps,
-            global_batch=config.global_batch,
-            default_rates=rates,
-            stacked=stack.axes,
-        ),
         batch=batch,
         train_batches=no_batches,
         may_change=MAY_CHANGE,
@@ -325,7 +324,7 @@ def of_layers(config: Any, model: Any) -> dict[str, Any]:
         "params": None if source is None else lambda: source.weights(model),
         "loss_fn": None,
         "rules": Rules(module.RULES),
-        "gather": "model",
+        "gathers_layers": True,
         "stages": module.stages(model),
     }
 
@@ -359,16 +358,27 @@ def of_text(
     subwords = isinstance(tokenizer, data.SubwordTokenizer)
     if subwords:
         files[TOKENIZER_FILE] = tokenizer.to_json()
-    own = {"vocabulary": tokenizer.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
-    if config.source is not None:
-        sizes = repr(config.source.model)
-        own["pretrained_model"] = hashlib.sha256(sizes.encode()).hexdigest()
     stored["tokenizer"] = TOKENIZER_FILE if subwords else "bytes"
+    own = {"vocabulary": tokenizer.fingerprint} | origin(config)
     return {
-        "config": dict(step.config) | stored,
+        "config": dict(step.metadata.config) | stored,
         "files": files,
         "fingerprints": dict(fingerprints) | own,
     }
+
+
+def origin(config: Any) -> dict[str, str]:
+    """Returns the fingerprints of the order of rows, and of the model that the run begins with."""
+    found = {"order_of_rows": str(data.ORDER_VERSION)}
+    source = config.source
+    return found | ({} if source is None else {"begun_from": fingerprint_of(source.model)})
+
+
+def fingerprint_of(model: Any) -> str:
+    """Returns a hash of the fields of a model's config that say what its weights mean."""
+    fields = [field for field in dataclasses.fields(model) if field.name not in OURS]
+    told = {f.name: value for f in fields if (value := getattr(model, f.name)) != f.default}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def facts(
@@ -401,20 +411,47 @@ def facts(
     }
 
 
-def compile_writer(
-    step: Callable[[Any, Prompts], Any], params: Any, batch: Prompts, *, rules: Rules
-) -> Callable[[Prompts], Any]:
-    """Compiles a step that generates, of an example of a batch whose rows divide over the mesh, for
-    parameters where training has left them.
+def write(
+    model: trained.Model,
+    params: Any,
+    rows: Sequence[Any],
+    *,
+    rules: Rules,
+    lengths: Sequence[int] | None = None,
+    max_new_tokens: int,
+    size: int | None = None,
+    beams: int = 1,
+    **sampling: Any,
+) -> np.ndarray:
+    """Writes the new tokens of each prompt or source, int32 [rows, max_new_tokens], by parameters
+    where training has left them.
 
-    All processes call it and what it returns: the parameters lie on all of them.
+    All processes call it: the parameters lie on all of them.
+
+    Args:
+      model, params, rules: what writes.
+      rows, lengths: prompts padded to one length, and their own lengths; left out, that one.
+      size: rows of a batch, at most; left out, all.
+      max_new_tokens, beams, sampling: as for :func:`jaxtrain.models.generate.generate_step` and
+        :func:`jaxtrain.models.generate.prompts`.
     """
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    step = generate_step(model, max_new_tokens=max_new_tokens, beams=beams)
+    weights, mesh = Weights(params), jax.tree.leaves(params)[0].sharding.mesh
+    # Batches of one size are one program; all devices that split them have rows.
+    size, parts = min(size or len(rows), len(rows)), batch_parts(mesh)
+    size = -(-size // parts) * parts
+    batches = []
+    for start in range(0, len(rows), size):
+        part = [min(index, len(rows) - 1) for index in range(start, start + size)]
+        sampling["prompt_lengths"] = lengths and [lengths[index] for index in part]
+        tokens = [rows[index] for index in part]
+        batches.append(prompts(model, tokens, max_new_tokens=max_new_tokens, **sampling))
     if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.
-        return functools.partial(jax.jit(step), Weights(params))
-    weights = Weights(params)
-    compiled = compile_step(step, weights, batch, mesh=mesh, rules=rules, donate=False)
-    return functools.partial(compiled, weights)
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        write = jax.jit(step, out_shardings=whole)
+    else:
+        write = compile_step(step, weights, batches[0], mesh=mesh, rules=rules, donate=False)
+    return np.concatenate([write(weights, batch) for batch in batches])[: len(rows)]
 
 
 def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:
@@ -425,19 +462,3 @@ def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:
 def text_name(config: Config) -> str:
     """Returns the name of the text in the header."""
     return "the Python standard library's source" if config.data == "python" else config.data
-
-
-def check_least(config: Config, **least: int) -> None:
-    """Refuses flags that are below what they must be at least."""
-    for name, low in least.items():
-        if (value := getattr(config, name)) < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: give at least {low}")
-
-
-def spread(length: int, number: int) -> list[int]:
-    """So many indices below a length, evenly spread; all where there are fewer.
-
-    >>> spread(10, 4), spread(2, 4)
-    ([0, 3, 6, 9], [0, 1])
-    """
-    return np.linspace(0, length - 1, min(number, length)).astype(int).tolist()

@@ -18,21 +18,20 @@ import hashlib
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
+from jaxtrain.host.least import check_least
 from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.models import encoder_decoder as t5
-from jaxtrain.models.generate_target import beam_step, generate_step, sources
+from jaxtrain.models.generate import generate_step
 from jaxtrain.run.options import LayoutFlags, OptimizerOptions
-from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
-from jaxtrain.sharding.rules import Rules, batch_parts
+from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
 # Tokens that stand for spans, where the tokenizer has none.
@@ -64,7 +63,6 @@ class Config(language.Config):
     """Task to learn: spans fills in spans of text, name names functions of Python, and rows writes
     the target of each source (translations, summaries)."""
     model: Literal[tuple(t5.PRESETS)] = "tiny"  # type: ignore[valid-type]
-    """Which preset; the flags layers to attention change it."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
     source_len: int | None = None
@@ -83,9 +81,7 @@ class Config(language.Config):
     """Bytes of held-out text to evaluate the filling of spans on."""
 
     steps: int = 1600
-    """Train steps."""
     global_batch: int = 32
-    """Rows per step, over all devices."""
     examples: int = 1000
     """Held-out rows that targets are written for when training is over; 0 writes none."""
     beams: int = 1
@@ -105,17 +101,15 @@ def build(config: Config) -> jt.Experiment:
     Raises:
       ValueError: for options that do not fit each other.
     """
-    language.check_least(config, held_out_bytes=0, examples=0, beams=1)
-    text = (open_rows if config.task == "rows" else data.open_data)(
-        config.data,
-        field=config.field,
-        tokenizer=language.tokenizer_name(config),
-        kept=kept_file(config.run, TOKENIZER_FILE),
-    )
+    check_least(config, held_out_bytes=0, examples=0, beams=1)
+    open_text = open_rows if config.task == "rows" else data.open_data
+    options = language.tokenizer_options(config)
+    text = open_text(config.data, field=config.field, **options)
     if "" not in text.found:
         raise ValueError(f"--data {config.data} names several sources: give one")
     model = model_config(config, text.tokenizer.vocab_size)
-    writer(config, model)  # refuses what it refuses before anything is trained
+    # Refuses beams that a search cannot have before anything is trained.
+    generate_step(model, max_new_tokens=model.target_len, beams=config.beams)
     rows_of, conclude = {
         "spans": (span_rows, conclude_spans),
         "name": (name_rows, conclude_names),
@@ -128,8 +122,7 @@ def build(config: Config) -> jt.Experiment:
     facts = language.facts(
         config, model, own, length=model.source_len, only_xla="attention without a bias"
     )
-    return dataclasses.replace(
-        step,
+    return step.with_(
         **config.batches_of(train, held_out),
         **language.of_text(config, step, text.tokenizer, fingerprints),
         facts=facts,
@@ -364,11 +357,10 @@ def conclude_names(
     del means
     if not config.examples:
         return []
-    chosen = language.spread(len(held_out), config.examples)
-    rows = [held_out[index] for index in chosen]
+    rows = data.spread(held_out, config.examples)
     written = write(config, model, state, rows, eod=tokenizer.eod)
     texts = [spelled(tokenizer, until(tokens, tokenizer.eod), {}) for tokens in written]
-    wanted = [held_out.pairs[index].target for index in chosen]
+    wanted = [pair.target for pair in data.spread(held_out.pairs, config.examples)]
     of_names = config.task == "name"
     parts_of = name_and_docstring if of_names else lambda target: (target, "")
     told = zip(*(parts_of(pair.target) for pair in train.pairs), strict=True)
@@ -385,8 +377,8 @@ def conclude_names(
     ):
         lines.append(f"  {told:<46} {score(found, map(parts_of, wanted))}")
     lines += ["", "some of them:"]
-    for index in language.spread(len(rows), 8):
-        lines += ["", f"  it is     {wanted[index]}", f"  it wrote  {texts[index]}"]
+    for target, text in data.spread(list(zip(wanted, texts, strict=True)), 8):
+        lines += ["", f"  it is     {target}", f"  it wrote  {text}"]
     return lines
 
 
@@ -437,45 +429,22 @@ def until(tokens: np.ndarray, eod: int) -> np.ndarray:
     return tokens[: ends[0]] if len(ends) else tokens
 
 
-def writer(config: Config, model: t5.T5Config) -> Callable[[Any, Any], Any]:
-    """The step that writes targets, by the flags.
-
-    Raises:
-      ValueError: there are more beams than a search of this vocabulary can have.
-    """
-    if config.beams == 1:
-        return generate_step(model, max_new_tokens=model.target_len)
-    return beam_step(model, max_new_tokens=model.target_len, beams=config.beams)
-
-
 def write(
     config: Config, model: t5.T5Config, state: TrainState, rows: list, *, eod: int
 ) -> np.ndarray:
-    """Writes the targets of rows, a batch at a time: int32 [rows, target_len].
-
-    All processes call it: the parameters lie on all of them.
-    """
-    count, step, write = model.target_len, writer(config, model), None
-    parts = batch_parts(jax.tree.leaves(state.params)[0].sharding.mesh)
-    # Batches of one size, so that they are one program.
-    size, out = min(config.global_batch, -(-len(rows) // parts) * parts), []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        part = part + part[-1:] * (size - len(part))
-        batch = sources(
-            model,
-            np.stack([each["source"] for each in part]),
-            max_new_tokens=count,
-            source_lengths=[int(each["source_segments"].sum()) for each in part],
-            temperature=0.0,
-            eod=eod,
-        )
-        if write is None:
-            rules = Rules(t5.RULES)
-            write = language.compile_writer(step, state.params, batch, rules=rules)
-        written = write(batch)
-        out.append(np.asarray(written[0] if config.beams > 1 else written))
-    return np.concatenate(out)[: len(rows)]
+    """Writes the targets of rows, a batch at a time: int32 [rows, target_len]."""
+    return language.write(
+        model,
+        state.params,
+        [row["source"] for row in rows],
+        lengths=[int(row["source_segments"].sum()) for row in rows],
+        rules=Rules(t5.RULES),
+        max_new_tokens=model.target_len,
+        size=config.global_batch,
+        beams=config.beams,
+        temperature=0.0,
+        eod=eod,
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data, optim
 from jaxtrain.hf.encoders import label_fields
-from jaxtrain.layout import SAME
+from jaxtrain.host import extras
+from jaxtrain.layout import Effect
 from jaxtrain.models import convnet, layers, vit
 from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
@@ -77,7 +77,6 @@ class Config(jt.Config):
     """Processes that decode images; 0 decodes them in the loader's thread."""
 
     steps: int = 400
-    """Train steps."""
     global_batch: int = 128
     """Images per step, over all devices."""
     channels: tuple[int, ...] | None = None
@@ -117,9 +116,7 @@ def build(config: Config) -> jt.Experiment:
     sizes, images = sizes_of(config), normalized(config, load(config))
     height, width = images.shape[:2]
     if config.crop >= min(height, width):
-        raise ValueError(
-            f"--crop is {config.crop}: images have {height} x {width} pixels; give less"
-        )
+        raise ValueError(f"--crop is {config.crop}: images have {height}x{width} pixels; give less")
     make = {"convnet": of_convnet, "vit": of_vit}[config.model]
     rows = images.train
     if config.crop or config.flip or config.mixup:
@@ -128,11 +125,13 @@ def build(config: Config) -> jt.Experiment:
     config = config.of_rows(rows)
     return config.experiment(
         "vision",
+        rates=LEARNING_RATES if config.source is None else TUNING_RATES,
         **config.batches_of(rows, images.held_out),
         **make(config, images, **sizes),
         # Where the images lie; what they are has a fingerprint.
-        may_change={"workers": SAME, "data": SAME, "init_from": SAME},
+        may_change=dict.fromkeys(("workers", "data", "init_from"), Effect.SAME),
         item="images",
+        fingerprints={"images": images.fingerprint} | language.origin(config),
         facts={
             "model": about(config, images, sizes),
             "images": f"{len(images.train):,} to train on, {len(images.held_out):,} held out, of "
@@ -182,18 +181,11 @@ def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
         return net(batch["image"], None)
 
     return {
-        "fingerprints": fingerprints(images),
         "init_fn": functools.partial(convnet.init, model),
         "loss_fn": convnet.loss_fn(model),
         "show": functools.partial(confusion, images, logits),
         "has_model_state": True,
-        "optimizer": optimizer_of(config),
     }
-
-
-def fingerprints(images: data.LabelledImages) -> dict[str, str]:
-    """Returns the fingerprints of the images and of the order of their rows."""
-    return {"images": images.fingerprint, "order_of_rows": str(data.ORDER_VERSION)}
 
 
 def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
@@ -208,30 +200,20 @@ def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[st
     else:
         model = dataclasses.replace(source.model, **shape)
     if config.optimizer.name == "momentum":  # the ConvNet's, with which the loss stays at log(K)
-        raise ValueError(
-            "--model vit needs another optimizer than momentum: give --optimizer.name adamw"
-        )
+        raise ValueError("--model vit cannot use momentum: give --optimizer.name adamw")
     tensor = config.layout.mesh.tensor or 1  # 0 is the mesh's to refuse
     if model.heads % tensor:
         raise ValueError(
             f"--mesh.tensor {tensor} does not divide {model.heads} heads: use a divisor"
         )
     uneven = model.length % tensor  # patches and one for the class often are
-    prints = fingerprints(images)
-    if source is not None:
-        prints["pretrained_model"] = hashlib.sha256(repr(source.model).encode()).hexdigest()
+    logits = lambda state, batch: vit.logits(model, state.params, batch)  # noqa: E731
     stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}
     stored |= {"special_tokens": label_fields(images.classes)}
     return language.of_layers(config, model) | {
-        "fingerprints": prints,
         "config": stored | {"pixels": source and source.told("pixels")},
-        "show": functools.partial(
-            confusion,
-            images,
-            lambda state, batch: vit.logits(model, state.params, batch),
-        ),
+        "show": functools.partial(confusion, images, logits),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
-        "optimizer": lambda stack: optimizer_of(config, stacked=stack.axes),
     }
 
 
@@ -243,7 +225,7 @@ def confusion(
 ) -> dict[str, np.ndarray]:
     """Draws what held-out images are taken for: a row for each class, dark where many are."""
     del means
-    rows = [images.held_out[i] for i in language.spread(len(images.held_out), CONFUSED)]
+    rows = data.spread(images.held_out, CONFUSED)
     batch = {name: np.stack([row[name] for row in rows]) for name in ("image", "label")}
     guess = np.asarray(jax.jit(lambda *given: logits(*given).argmax(-1))(state, batch))
     counts = np.zeros(2 * [len(images.classes)])
@@ -251,17 +233,6 @@ def confusion(
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     large = np.kron(1 - shares, np.ones((16, 16)))
     return {"confusion": np.repeat((255 * large).astype(np.uint8)[..., None], 3, axis=-1)}
-
-
-def optimizer_of(config: Config, **more: Any) -> optax.GradientTransformation:
-    """The chain that the flags describe."""
-    return options.make_optimizer(
-        config.optimizer,
-        steps=config.steps,
-        global_batch=config.global_batch,
-        default_rates=LEARNING_RATES if config.source is None else TUNING_RATES,
-        **more,
-    )
 
 
 def load(config: Config) -> data.LabelledImages:
@@ -277,14 +248,9 @@ def load(config: Config) -> data.LabelledImages:
             size = height if height == width else None
         return data.open_images(config.data, size=size)
     if config.image_size is not None:
-        raise ValueError("image_size is of files of images: the digits have a size of their own")
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise ValueError(
-            "the digits come with scikit-learn: install it with pip install -e '.[vision]'"
-        ) from None
-    digits = datasets.load_digits()
+        raise ValueError("`image_size` is of files of images: the digits have a size of their own")
+    sklearn = extras.load("the digits come with scikit-learn", "vision", "sklearn.datasets")
+    digits = sklearn.datasets.load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
     held_out = np.arange(len(labels)) % HELD_OUT_EVERY == 0

@@ -7,6 +7,7 @@ them. A command that cannot run prints one sentence on standard error and exits 
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import sys
 import time
@@ -15,24 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 import tyro
+from rich.console import Console
 
 import jaxtrain
 from jaxtrain.compare import command as compare
+from jaxtrain.compare import compose_command as compose
 from jaxtrain.compare import parity
 from jaxtrain.data import command as data
 from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
-from jaxtrain.experiment import Experiment
 from jaxtrain.hf import command as hf
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
 from jaxtrain.layout import Layout
-from jaxtrain.planning import search
-from jaxtrain.planning.command import run_plan as plan_and_print
+from jaxtrain.planning import by_layer, nearest_fit, search
+from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
-from jaxtrain.run.main import Config, load_config, load_experiment, simulate_devices
+from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
@@ -157,22 +159,29 @@ class ParityOptions:
     """A mesh to compare, such as data=2,tensor=4 or data=8,zero=1 or, with a slow network between
     halves of the data axis, data=8,dcn_data=2; can be given several times. Left out, the usual ones
     and the experiment's own."""
+    explain: bool = False
+    """Name the line at which a mesh that disagrees begins to differ from one device, and why. All
+    intermediate values are kept: use a small model."""
 
 
 def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
     with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
         simulate_devices(parity.DEVICES)
-    config = load_config(options.experiment, rest, command="parity")[1]
+    module, config = load_config(options.experiment, rest, command="parity")
     for text in options.layout:  # what cannot be read is refused before anything is built
         type(getattr(config, "layout", Layout())).parse(text)
-    experiment = load_experiment(options.experiment, rest, command="parity")
+    experiment = build_experiment(module, config)
     layouts = options.layout or parity.usual_layouts(experiment)
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = parity.TOLERANCES[options.precision]
     comparisons = parity.compare(
-        experiment, layouts=layouts, steps=options.compare_steps, policy=options.precision
+        experiment,
+        layouts=layouts,
+        steps=options.compare_steps,
+        policy=options.precision,
+        explain=tolerance if options.explain else None,
     )
     return 0 if parity.report(show_progress(comparisons, tolerance), tolerance=tolerance) else 1
 
@@ -254,34 +263,50 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions, rest: list[str]) -> int:
-    """Prints the plan, or the search; 1 where nothing fits."""
+    """Prints the plan, with a change where it does not fit, or the search; 1 where nothing fits."""
     target = parse_target(options.target, slices=options.slices, dcn_gbps=options.dcn_gbps)
+    if options.search and options.save_hlo is not None:
+        raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    if options.search and options.by_layer:
+        raise ValueError("--by-layer is of one layout and --search of several: give one")
+    if options.save_hlo is not None:
+        check_on_disk(options.save_hlo, "--save-hlo")
+    stay_on_cpu()
+    # The devices of a plan, which may be simulated, come before any that JAX finds.
+    quiet.start() if options.search else target.devices()
+    module, config = load_config(options.experiment, rest, command="plan")
     if options.search:
-        return _search(options, rest, target)
-
-    def load(flags: Sequence[str]) -> Experiment:
-        return load_experiment(options.experiment, flags, command="plan", outline=True)
-
-    config = load_config(options.experiment, rest, command="plan")[1]
+        return _search(options, rest, target, module, config)
+    experiment = build_experiment(module, config, outline=True)
     has_layout = isinstance(getattr(config, "layout", None), Layout)
-    shown = {"as_json": options.json, "save_hlo": options.save_hlo}
-    shown["show_parts"] = options.by_layer
-    plan = plan_and_print(load, rest, target, **shown, has_layout=has_layout)
+    devices = experiment.layout.mesh.devices
+    if devices not in (target.size, -1) and devices > 0 and not has_layout:
+        raise ValueError(
+            f"experiment {experiment.name!r} is made for {devices} devices and its Config has no "
+            f"layout to change that: give a target of {devices}, not {target}"
+        )
+    plan = plan_experiment(experiment, target)
+    if options.save_hlo is not None and plan.hlo:
+        options.save_hlo.write_text(plan.hlo)
+    if not plan.fits:
+        found = nearest_fit.nearest_fit(experiment, target) if has_layout else None
+        plan = dataclasses.replace(plan, mend=nearest_fit.describe(found))
+    if options.json:
+        print(json.dumps(plan.to_json(), allow_nan=False, default=str))
+    else:
+        # Wide enough for the tables where the output is no terminal.
+        console = Console(highlight=False, width=None if Console().is_terminal else 100)
+        plan.draw(console)
+        if options.by_layer and plan.memory is not None:
+            console.print("\nmemory per device, by part", style="bold")
+            console.print(by_layer.table(plan.parts, plan.memory))
     return 0 if plan.fits else 1
 
 
-def _search(options: PlanOptions, rest: list[str], target: Target) -> int:
-    if options.save_hlo is not None:
-        raise ValueError("--save-hlo saves one program and --search compiles several: give one")
-    if options.by_layer:
-        raise ValueError("--by-layer is of one layout and --search of several: give one")
-    stay_on_cpu()
-    quiet.start()
-    module, config = load_config(options.experiment, rest, command="plan")
-    build = getattr(module, "outline", module.build)
+def _search(options: PlanOptions, rest: list[str], target: Target, module: Any, config: Any) -> int:
     flags = (flag[2:].split("=")[0] for flag in rest if flag.startswith("--"))
     result = search.run_search(
-        build,
+        getattr(module, "outline", module.build),
         config,
         target,
         compile_best=options.compile_best,
@@ -299,6 +324,7 @@ COMMANDS = {
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "plan": Command(PlanOptions, run_plan, passes_on=True),
     "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
+    "compose": Command(compose.ComposeOptions, compose.run_compose),
     "replay": Command(ReplayOptions, run_replay),
     "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),

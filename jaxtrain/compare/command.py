@@ -14,6 +14,7 @@ from rich.table import Table
 from jaxtrain.compare.turns import Result, compare, naming
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, quiet
+from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
@@ -52,11 +53,7 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
     """Prints the comparison, and writes what is asked for."""
     if options.png is not None:  # Where that cannot be, nothing is trained.
         new_figure(1, 1)
-    sizes = {"rounds": (options.rounds, 2), "block_steps": (options.block_steps, 1)}
-    sizes |= {"held_out_batches": (options.held_out_batches, 0)}
-    for name, (value, least) in sizes.items():
-        if value < least:
-            raise ValueError(f"`{name}` is {value}: give at least {least}")
+    check_least(options, rounds=2, block_steps=1, held_out_batches=0)
     _, base = load_config(options.experiment, rest, command="compare")
     if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
         with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
@@ -75,7 +72,7 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
         block_steps=options.block_steps,
         held_out_batches=options.held_out_batches,
     )
-    item = next(iter(variants.values())).item
+    item = next(iter(variants.values())).data.item
     print_table(results, options, item=item)
     if options.out is not None:
         folder = as_path(options.out)
@@ -102,9 +99,7 @@ def make_variants(
     """
     given = [_parse(text) for text in vary]
     if not given:
-        raise ValueError(
-            "there is nothing to compare: give --vary, as in --vary precision=f32,bf16"
-        )
+        raise ValueError("there is nothing to compare: give --vary, as --vary precision=f32,bf16")
     _, base = load_config(module_name, flags, command="compare")
     variants = {}
     for values in itertools.product(*(values for _, values in given)):

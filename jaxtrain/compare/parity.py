@@ -41,9 +41,7 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import (
-    Experiment,
+from jaxtrain.build import (
     compile_eval,
     compile_train,
     make_abstract_state,
@@ -52,12 +50,15 @@ from jaxtrain.experiment import (
     rows_of,
     why_not_once,
 )
-from jaxtrain.layout import Layout, MeshShape, PipelineLayout
+from jaxtrain.compare.difference import Difference, difference_of
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import Experiment, optimizer_for
+from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.precision import Policy
 from jaxtrain.sharding.mesh import simulated_hosts
 from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
-from jaxtrain.sharding.stack import Cut, Stack
+from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, named_leaves, owner_of
@@ -107,11 +108,13 @@ class Comparison:
       worst: the largest error and the leaf that has it, by part of the step's result; empty where
         the layout does not fit.
       refusal: why the layout does not fit the experiment, or None.
+      difference: where the layout begins to differ, if that was looked for and found.
     """
 
     layout: str
     worst: Mapping[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     refusal: str | None = None
+    difference: Difference | None = None
 
     def agrees(self, tolerance: float) -> bool:
         """Whether no part is off by more than ``tolerance``."""
@@ -119,11 +122,11 @@ class Comparison:
 
 
 class Step(NamedTuple):
-    """A step on one device: its state, its batch, what its optimizer was given, what came of it."""
+    """A step on one device: its state and batch, the gradients that were found, and the results."""
 
     before: TrainState
     batch: PyTree
-    gradients: PyTree
+    gradients: list[PyTree]
     parts: Mapping[str, Mapping[str, np.ndarray]]
 
 
@@ -144,6 +147,7 @@ def parity(
     seed: int = 0,
     policy: Literal["f32", "bf16"] = "f32",
     tolerance: float | None = None,
+    explain: bool = False,
 ) -> str:
     """Checks that a model of one's own trains on meshes as it does on one device.
 
@@ -163,6 +167,8 @@ def parity(
       policy: dtypes of both sides.
       tolerance: the largest error of a leaf, relative in the 2-norm; by default, that which
         :data:`TOLERANCES` has for the policy.
+      explain: whether the error names the equation at which the first mesh that disagrees begins to
+        differ (:func:`jaxtrain.first_difference`).
 
     Returns:
       A table of the worst leaf of loss, gradients, parameters and optimizer state on each mesh.
@@ -187,7 +193,7 @@ def parity(
                 f"jax.config.update('jax_num_cpu_devices', {DEVICES}) before anything uses JAX, or "
                 "give layouts"
             )
-    experiment = Experiment(
+    experiment = Experiment.of(
         name="parity",
         init_fn=init_fn,
         loss_fn=loss_fn,
@@ -196,25 +202,33 @@ def parity(
         train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
         steps=steps,
         rules=as_rules(rules),
-        gather=gather,
+        gather=None if gather == "step" else gather,
         layout=own,
         stages=stages,
         has_model_state=has_model_state,
         seed=seed,
     )
+    kinds = {False, stages is not None}
+    if gather == "step" and not any(why_not_once(experiment, piped=x) for x in kinds):
+        experiment = experiment.with_(layout=dataclasses.replace(own, gather="step"))
     if policy not in TOLERANCES:
         raise ValueError(f"policy {policy!r} is not compared: use one of {', '.join(TOLERANCES)}")
-    comparisons = list(compare(experiment, layouts=layouts, steps=steps, policy=policy))
     tolerance = TOLERANCES[policy] if tolerance is None else tolerance
+    explained = {"explain": tolerance if explain else None}
+    comparisons = list(
+        compare(experiment, layouts=layouts, steps=steps, policy=policy, **explained)
+    )
     console = Console(file=io.StringIO(), width=120)
     agree = report(comparisons, tolerance=tolerance, console=console)
     table = console.file.getvalue().rstrip()
     if not agree:
         off = next(c for c in comparisons if not c.agrees(tolerance))
         part, (error, leaf) = next(x for x in off.worst.items() if not x[1][0] <= tolerance)
+        begins = "" if off.difference is None else f"The step {off.difference}. "
         raise AssertionError(
             f"on {off.layout} the {part} of {leaf!r} differ by {error:.1e} from one device's. "
-            "If the model uses shard_map, collectives or sizes of the mesh, look there first. "
+            f"{begins}If the model uses shard_map, collectives or sizes of the mesh, look there "
+            "first. "
             "Otherwise pin its activations near that parameter with jaxtrain.constrain(x, 'batch', "
             "...), or leave one of the axes data, fsdp and tensor at 1.\n\n" + table
         )
@@ -227,6 +241,7 @@ def compare(
     layouts: Iterable[str] = LAYOUTS,
     steps: int = STEPS,
     policy: Policy | str = "f32",
+    explain: float | None = None,
 ) -> Iterator[Comparison]:
     """Trains on one device, then on each layout, and compares; see the top of this module.
 
@@ -239,6 +254,7 @@ def compare(
       layouts: what to compare, each over the first devices that JAX sees.
       steps: how many batches.
       policy: dtypes of both sides.
+      explain: the error of a layout above which is looked for where it begins to differ.
 
     Yields:
       What came of each layout, in order.
@@ -251,21 +267,22 @@ def compare(
     if isinstance(policy, str):
         cast = experiment.policy.cast_batch
         policy = dataclasses.replace(Policy.named(policy), cast_batch=cast)
-    experiment = dataclasses.replace(experiment, policy=policy)
-    layouts = {text: type(experiment.layout).parse(text, experiment.layout) for text in layouts}
+    experiment = experiment.with_(policy=policy)
+    read = functools.partial(type(experiment.layout).parse, base=experiment.layout)
+    layouts = {text: read(text) for text in layouts}
     # An accumulation has its number everywhere; else a pipeline alone has microbatches.
-    numbers = [x.accumulate if x.accumulate > 1 else x.microbatches for x in layouts.values()]
+    numbers = [
+        x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for x in layouts.values()
+    ]
     accumulate = experiment.layout.accumulate
-    one = experiment.layout.with_({"mesh": MeshShape(data=1), "zero": 0})
     pool = ThreadPoolExecutor(COMPILERS)
     try:
         alone = {
-            number: pool.submit(compile_on, experiment, one, number, record_gradients())
+            number: pool.submit(compile_on, experiment, read(""), number)
             for number in dict.fromkeys(numbers)
         }
-        both = record_gradients(), replay_gradients()
         programs = [
-            pool.submit(compile_on, experiment, layout, number, *both)
+            pool.submit(compile_on, experiment, layout, number, replays=True)
             for layout, number in zip(layouts.values(), numbers, strict=True)
         ]
         run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
@@ -273,11 +290,14 @@ def compare(
             run(accumulate)  # what one device refuses is no layout's fault
         for layout, number, program in zip(layouts, numbers, programs, strict=True):
             try:
-                errors = run_layout(program.result(), run(number))
+                found = Comparison(layout, run_layout(program.result(), run(number)))
             except ValueError as error:
-                yield Comparison(layout, refusal=str(error))
-            else:
-                yield Comparison(layout, worst=errors)
+                found = Comparison(layout, refusal=str(error))
+            if explain is not None and not found.agrees(explain):
+                one = compile_on(experiment, read(""), number, replays=True)
+                why = difference_on(one, program.result(), run(number))
+                found = dataclasses.replace(found, difference=why)
+            yield found
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -292,12 +312,9 @@ class Program(NamedTuple):
 
 
 def compile_on(
-    experiment: Experiment,
-    layout: Layout,
-    microbatches: int,
-    *gradients: optax.GradientTransformation,
+    experiment: Experiment, layout: Layout, microbatches: int, *, replays: bool = False
 ) -> Program:
-    """Compiles for a layout; ``gradients`` come first in the optimizer chain."""
+    """Compiles for a layout; its optimizer's gradients are compared, and perhaps replayed."""
     devices, islands = layout.mesh.devices, layout.mesh.islands
     if devices > len(jax.devices()):
         raise ValueError(f"it takes {devices} devices and there are {len(jax.devices())}")
@@ -306,10 +323,9 @@ def compile_on(
         layout = dataclasses.replace(layout, gather="step")
     parts = {"accumulate": 1, "pipeline.microbatches": microbatches}
     layout = layout.with_(parts if piped else {"accumulate": microbatches})
-    made = experiment.optimizer
-    experiment = dataclasses.replace(
-        experiment,
-        optimizer=lambda stack: optax.chain(*gradients, made(stack) if callable(made) else made),
+    chain = functools.partial(optimizer_for, experiment)
+    experiment = experiment.with_(
+        optimizer=lambda stack: optax.chain(_compared(replays), chain(stack)),
         layout=layout,
     )
     with simulated_hosts(max(1, devices // islands)):
@@ -321,7 +337,7 @@ def _compile(experiment: Experiment, devices: Sequence[jax.Device]) -> Program:
     shapes = make_abstract_state(experiment, mesh)
     options = {"compiler_options": COMPILER_OPTIONS}
     train = compile_train(experiment, shapes, mesh, **options)
-    batches = next(iter(experiment.eval_sets.values()), None)
+    batches = next(iter(experiment.data.eval_sets.values()), None)
     if batches is None:
         return Program(experiment, shapes, train, lambda state: {})
     held_out = jax.device_get(rows_of(next(iter(batches(batch_sharding(mesh))))))
@@ -334,13 +350,13 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
     """Trains on one device."""
     mesh, run = program.shapes.step.sharding.mesh, []
     state = make_state(program.experiment, mesh)
-    with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
+    with program.experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, steps):
             before = place(state, program)
             state, parts = run_step(program, state, batch)
-            before = dataclasses.replace(before, opt_state=before.opt_state[-1])
             # A copy, for the next step is given the state to write over.
-            run.append(Step(before, jax.device_get(batch), _copy(state.opt_state[0]), parts))
+            gradients = _copy([node.found for node in _compared_in(state)])
+            run.append(Step(before, jax.device_get(batch), gradients, parts))
     return run
 
 
@@ -348,13 +364,31 @@ def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[f
     """Repeats each step on a mesh; returns the largest error of each part, and its leaf."""
     errors: dict[str, tuple[float, str]] = {}
     for step in reference:
-        given = (step.gradients, step.gradients, step.before.opt_state)
-        state = place(dataclasses.replace(step.before, opt_state=given), program)
+        state = place(_replaying(step), program)
         _, found = run_step(program, state, step.batch)
         for part, expected in step.parts.items():
             each = [worst(found[part][group], expected[group]) for group in expected]
             errors[part] = max([errors.get(part, (-1.0, "")), *each])
     return errors
+
+
+def difference_on(alone: Program, program: Program, reference: Sequence[Step]) -> Difference | None:
+    """Finds where the first step that differs begins to; both optimizers replay gradients."""
+    for step in reference:
+        sides = []
+        for side in (alone, program):
+            state = place(_replaying(step), side)
+            batch = jax.tree.map(jax.device_put, step.batch, side.train.batch_shardings)
+            context = functools.partial(jax.set_mesh, side.shapes.step.sharding.mesh)
+            sides.append((side.train.jaxpr, jax.tree.leaves((state, batch)), context))
+        if found := difference_of(*sides, compiler_options=COMPILER_OPTIONS):
+            return found
+    return None
+
+
+def _replaying(step: Step) -> TrainState:
+    gradients = iter(step.gradients)
+    return _map_compared(lambda node: node._replace(given=next(gradients)), step.before)
 
 
 def run_step(
@@ -368,18 +402,23 @@ def run_step(
     means = program.evaluate(state)
     state, metrics = program.train(state, batch)
     stack = program.experiment.stack
-    order = jax.tree.map(_in_order, stack.in_order(state), is_leaf=lambda x: isinstance(x, Cut))
+    order = jax.tree.map(
+        _in_order, stack.in_order(state), is_leaf=lambda x: isinstance(x, StackedLeaf)
+    )
     stack = Stack(stack.key)
-    gradients, *_, opt_state = order.opt_state
+    gradients = [node.found for node in _compared_in(order)]
+    order = _map_compared(lambda node: None, order)
     parts = {
         "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
         "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
     }
     trees = {
-        "gradients": gradients,
+        "gradients": gradients[0] if len(gradients) == 1 else gradients,
         "parameters": order.params,
-        "optimizer state": opt_state,
+        "optimizer state": order.opt_state[1] if order.opt_state else (),
         "model state": order.model_state,
+        "engine's memory": order.memory,
+        "method's state": order.method,
     }
     shared = {"params": named_leaves(order.params), "stack": stack}
     parts |= {name: groups(tree, **shared) for name, tree in trees.items()}
@@ -391,17 +430,17 @@ def place(state: TrainState, like: Program) -> TrainState:
     order = like.experiment.stack.in_order(like.shapes)
 
     def moved(wanted: Any, leaf: Any) -> Any:
-        if isinstance(wanted, Cut) and leaf.shape != wanted.array.shape:
+        if isinstance(wanted, StackedLeaf) and leaf.shape != wanted.array.shape:
             return jax.device_put(wanted.order.split(np.asarray(leaf)), wanted.array.sharding)
         return jax.device_put(leaf, getattr(wanted, "array", wanted).sharding)
 
     # The step donates what it is given, and device_put shares buffers with its argument (even with
     # may_alias=False, where it copies to more devices).
-    return _copy(jax.tree.map(moved, order, state, is_leaf=lambda x: isinstance(x, Cut)))
+    return _copy(jax.tree.map(moved, order, state, is_leaf=lambda x: isinstance(x, StackedLeaf)))
 
 
 def _in_order(leaf: Any) -> Any:
-    return leaf.order.join(np.asarray(leaf.array)) if isinstance(leaf, Cut) else leaf
+    return leaf.order.join(np.asarray(leaf.array)) if isinstance(leaf, StackedLeaf) else leaf
 
 
 @jax.jit
@@ -409,20 +448,37 @@ def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def record_gradients() -> optax.GradientTransformation:
-    """Keeps the latest gradient in the optimizer's state, where it can be compared."""
+class Compared(NamedTuple):
+    """State of what comes first in an optimizer: the gradient that was found, and one to replay."""
+
+    found: PyTree
+    given: PyTree
+
+
+def _compared(replays: bool) -> optax.GradientTransformation:
+    """Keeps the latest gradient, and with ``replays`` passes on the one that it has been given."""
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (grads, grads),
+        lambda params: Compared(zeros(params), zeros(params)),
+        lambda grads, state, params=None: (
+            state.given if replays else grads,
+            Compared(grads, state.given),
+        ),
     )
 
 
-def replay_gradients() -> optax.GradientTransformation:
-    """Passes on the gradient in its state in place of the one that it is given."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (state, state),
-    )
+def _is_compared(x: Any) -> bool:
+    return isinstance(x, Compared)
+
+
+def _map_compared(function: Callable[[Compared], Any], state: PyTree) -> PyTree:
+    """Maps what optimizers compare, wherever in the state a method keeps them."""
+    each = lambda x: function(x) if _is_compared(x) else x  # noqa: E731
+    return jax.tree.map(each, state, is_leaf=_is_compared)
+
+
+def _compared_in(state: PyTree) -> list[Compared]:
+    return list(filter(_is_compared, jax.tree.leaves(state, is_leaf=_is_compared)))
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
@@ -437,8 +493,14 @@ def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
 
     >>> worst({"a": np.array([3, 5]), "b": np.ones(2)}, {"a": np.array([3, 4]), "b": np.ones(2)})
     (0.2, 'a')
+    >>> worst({"best": np.array(np.inf)}, {"best": np.array(np.inf)})
+    (0.0, 'best')
     """
     found, expected = named_leaves(found), named_leaves(expected)
+    # An infinity that both have, as the best loss before the first, is no difference and no size.
+    kept = {n: ~(np.isinf(b) & (np.asarray(found[n]) == b)) for n, b in expected.items()}
+    found = {n: np.where(kept[n], found[n], 0) for n in expected}
+    expected = {n: np.where(kept[n], b, 0) for n, b in expected.items()}
     total = math.sqrt(sum(float(np.square(np.float64(x)).sum()) for x in expected.values()))
     count = sum(x.size for x in expected.values())
     errors = []
@@ -509,13 +571,15 @@ def report(
     table.add_column("worst error", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("in", overflow="fold")
-    comparisons = list(comparisons)
+    comparisons, differences = list(comparisons), []
     for comparison in comparisons:
         title = str(comparison.layout)
         for part, (error, leaf) in comparison.worst.items():
             verdict = "ok" if error <= tolerance else "[bold red]NOT[/bold red]"
             table.add_row(title, part, f"{error:.1e}", verdict, leaf)
             title = ""
+        if comparison.difference is not None:
+            differences.append(f"on {comparison.layout} the step {comparison.difference}")
         if comparison.refusal is not None:
             table.add_row(title, "", "", "", f"does not fit: {comparison.refusal}")
     console = console or Console()
@@ -525,6 +589,8 @@ def report(
     if not compared:
         reasons = "; ".join(f"{c.layout}: {c.refusal}" for c in comparisons)
         raise ValueError(f"no mesh fits, so nothing was compared: choose other layouts ({reasons})")
+    for line in differences:
+        console.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(
         f"{len(compared) - len(off)} of {len(compared)} meshes agree with one device to "

@@ -19,9 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.compile import CompiledStep
-from jaxtrain.experiment import (
-    Experiment,
+from jaxtrain.build import (
     compile_eval,
     compile_loop,
     evaluate,
@@ -30,6 +28,8 @@ from jaxtrain.experiment import (
     make_state,
     rows_of,
 )
+from jaxtrain.compile import CompiledStep
+from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.run.hook import Hook
@@ -133,6 +133,7 @@ def _result(
 ) -> Result:
     """Returns the result of a variant from its step seconds and those of the first variant."""
     experiment, median = run.experiment, statistics.median(times)
+    devices, dtype = run.mesh.devices.flat, experiment.policy.compute_dtype
     with naming(run.name):
         held_out = run.evaluate(held_out_batches)
     return Result(
@@ -140,13 +141,8 @@ def _result(
         mesh=describe_mesh(run.mesh),
         step_seconds=tuple(times),
         ratio=statistics.median(map(operator.truediv, times, first)),
-        items_per_second=experiment.items_per_step / median,
-        mfu=mfu(
-            experiment.flops_per_step,
-            median,
-            run.mesh.devices.flat,
-            dtype=experiment.policy.compute_dtype,
-        ),
+        items_per_second=experiment.data.items_per_step / median,
+        mfu=mfu(experiment.task.flops_per_step, median, devices, dtype=dtype),
         compiled_bytes=run.program.memory_bytes,
         measured_bytes=run.measured_bytes,
         compile_seconds=run.program.compile_seconds,
@@ -184,7 +180,7 @@ class _Run(Hook):
             self._state = make_state(self.experiment, self.mesh)
         state, done = jax.device_put(self._state, self._places), len(self.losses)
         # Opened for every block, and closed before its time begins: no thread reads ahead in it.
-        with self.experiment.train_batches(done, batch_sharding(self.mesh)) as stream:
+        with self.experiment.data.train_batches(done, batch_sharding(self.mesh)) as stream:
             batches = jax.block_until_ready(list(itertools.islice(stream, steps)))
         self._state, calls = None, {"steps_per_call": self.experiment.layout.steps_per_call}
         jax.block_until_ready(state)
@@ -245,10 +241,10 @@ def _check_steps(experiment: Experiment, rounds: int, block_steps: int) -> None:
     if steps > experiment.steps:
         raise ValueError(
             f"{rounds} rounds and one before them take {steps} steps and the experiment has "
-            f"`steps` {experiment.steps}: give more, or fewer `rounds` or block_steps"
+            f"`steps` {experiment.steps}: give more, or fewer `rounds` or `block_steps`"
         )
     if block_steps % experiment.layout.steps_per_call:
         raise ValueError(
-            f"block_steps is {block_steps} and steps_per_call "
+            f"`block_steps` is {block_steps} and `steps_per_call` "
             f"{experiment.layout.steps_per_call}: give a multiple of it"
         )

@@ -21,6 +21,7 @@ from jaxtrain.data.loader import (
     BatchStream,
     RowSource,
     eval_batches,
+    spread,
     whole_batches,
 )
 from jaxtrain.data.masking import (
@@ -124,6 +125,7 @@ __all__ = [
     "predictions",
     "python_stdlib",
     "read_rows",
+    "spread",
     "text_folder",
     "texts_of_rows",
     "tokenize",

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from etils import epath
 
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.host.paths import as_path, exists, is_file, is_folder
+from jaxtrain.host import extras
+from jaxtrain.host.paths import as_path, exists, is_file, is_folder, read_json
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
@@ -135,9 +135,7 @@ class ChatTemplate:
             except ValueError as error:
                 raise ValueError(f"{where} cannot be rendered: {error}") from None
             if not found.counted:
-                raise ValueError(
-                    f"{where} has nothing of an assistant to learn from: drop such records"
-                )
+                raise ValueError(f"{where} has nothing of an assistant to learn from: drop it")
             rendered.append(found)
         return rendered if len(rendered) == 1 else _without_prompt(*rendered, where)
 
@@ -211,7 +209,7 @@ def load_template(name: str) -> ChatTemplate:
                 f"{' or '.join(TEMPLATES)}"
             )
         config = path if path.suffix == ".json" else config
-        values = _read_config(config) if exists(config) else {}
+        values = read_json(config) if exists(config) else {}
         for each, token in values.items():
             token = token.get("content") if isinstance(token, dict) else token
             if each.endswith("_token") and isinstance(token, str):
@@ -357,9 +355,7 @@ def _without_prompt(chosen: Conversation, rejected: Conversation, where: str) ->
             break
         common += 1
     if common in (len(chosen.counted), len(rejected.counted)):
-        raise ValueError(
-            f"{where} prefers a conversation to itself, or to its beginning: drop such records"
-        )
+        raise ValueError(f"{where} prefers a conversation to itself, or to its beginning: drop it")
     return [
         each._replace(counted=each.counted[common:], side=side)
         for each, side in ((chosen, "chosen"), (rejected, "rejected"))
@@ -409,26 +405,12 @@ def _beginnings(special: str) -> tuple[frozenset[str], int]:
     return frozenset(token[:n] for token in tokens for n in range(1, len(token))), longest
 
 
-def _read_config(path: epath.Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"'{path}' is no tokenizer_config.json: it holds no object")
-    return values
-
-
 @functools.lru_cache
 def _compiled(text: str) -> tuple[Any, bool]:
     """Compiles a template in the sandbox, with what transformers gives it, but for the date; also
     returns whether it marks spans."""
-    try:
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise ImportError("chat templates need jinja2: pip install -e '.[chat]'") from None
-
+    parts = "jinja2.ext", "jinja2.sandbox"
+    jinja2 = extras.load("chat templates need jinja2", "chat", *parts)
     spans = []
 
     class Generation(jinja2.ext.Extension):

@@ -10,11 +10,13 @@ import numpy as np
 import tyro
 
 from jaxtrain.data.chat import load_template
+from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT, open_text
 from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
+from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import exists
 
@@ -55,8 +57,7 @@ class TokenizeOptions:
 def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     """Makes the store, and prints what it holds."""
     del rest
-    if options.workers is not None and options.workers < 1:
-        raise ValueError(f"--workers is {options.workers}: give at least 1")
+    check_least(options, workers=1)
     check_local(options.out)  # before a tokenizer is trained
     name = options.chat_template
     chat = None if name is None else load_template(name)
@@ -104,9 +105,7 @@ class DataOptions:
 def run_data(options: DataOptions, rest: list[str]) -> int:
     """Prints it."""
     del rest
-    for name, low in (("global_batch", 1), ("seq_len", 1), ("samples", 0), ("steps", 0)):
-        if (value := getattr(options, name)) is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: give more")
+    check_least(options, global_batch=1, seq_len=1, samples=0, steps=0)
     store = open_store(options.store)
     if options.verify:
         print(f"{store.path}: {human_bytes(store.verify())}, all as it was written")
@@ -179,7 +178,7 @@ def _samples(store: Store, count: int) -> list[str]:
     corpus, lines = store.corpus(), []
     sides = ("chosen", "rejected") if store.pairs else ("document",)
     total = len(corpus.starts) // len(sides)
-    for index in np.linspace(0, total - 1, min(count, total)).astype(int).tolist():
+    for index in spread(range(total), count):
         for side, name in enumerate(sides):
             text = store.tokenizer.decode(corpus.document(index * len(sides) + side)[:80])
             lines.append(f"{name} {index:,}: {text!r}")

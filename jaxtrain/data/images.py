@@ -5,6 +5,7 @@ Shape legend: N images, H height, W width, C channels.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import os
@@ -15,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.loader import spread
 from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.sources import find_files, hash_fraction
+from jaxtrain.host import extras
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import exists, is_folder, listed
 
@@ -25,6 +28,8 @@ HELD_OUT = 0.2
 _SAMPLE = 32  # images whose bands say those of all
 _GREY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N")
 _MAX_CLASSES = 1_000_000
+_NEEDS = "images are decoded by Pillow"
+_pillow = functools.partial(extras.load, _NEEDS, "vision", "PIL.Image", "PIL.ImageOps")
 
 
 class Images:
@@ -164,14 +169,11 @@ def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> Lab
     path = Path(path)
     if not exists(path):
         raise FileNotFoundError(f"'{path}' does not exist: give a folder, a .parquet or an .npz")
-    if is_folder(path):
-        images, labels, classes, names, stamp = _of_folder(path, size)
-    elif path.suffix == ".parquet":
-        images, labels, classes, names, stamp = _of_parquet(path, size)
-    elif path.suffix == ".npz":
-        images, labels, classes, names, stamp = _of_arrays(path, size)
-    else:
+    read = {".parquet": _of_parquet, ".npz": _of_arrays}.get(path.suffix)
+    read = _of_folder if is_folder(path) else read
+    if read is None:
         raise ValueError(f"'{path}' holds no images: give a folder by class, a .parquet or an .npz")
+    images, labels, classes, names, stamp = read(path, size)
     if (different := len(np.unique(labels))) < 2:
         raise ValueError(
             f"'{path}' holds {len(labels)} image(s) of {different} class(es): give two or more"
@@ -192,7 +194,7 @@ class _Encoded:
         self._encoded, self._names, self._size = encoded, names, size
         self._shape: tuple[int, ...] | None = None
         if len(names):
-            sample = np.linspace(0, len(names) - 1, min(_SAMPLE, len(names)), dtype=int)
+            sample = spread(range(len(names)), _SAMPLE)
             # One grey image, though it were the first, makes no colours grey.
             self._grey = all(self._open(index).mode in _GREY for index in sample)
             self._shape = self[0].shape
@@ -201,7 +203,7 @@ class _Encoded:
         image = self._open(index)
         if image.mode.startswith("I;16"):  # of which Pillow makes white
             pixels = np.rint(np.asarray(image) / 257).astype(np.uint8)
-            image = _import_pillow().Image.fromarray(pixels)
+            image = _pillow().Image.fromarray(pixels)
         grey = image.mode in _GREY
         image = image.convert("L" if grey and self._grey else "RGB")
         if self._size is not None:
@@ -217,12 +219,12 @@ class _Encoded:
         if self._shape is not None and pixels.shape != self._shape:
             raise ValueError(
                 f"{self._names[index]} has the shape {pixels.shape} and {self._names[0]} has "
-                f"{self._shape}: give image_size, to which all are brought"
+                f"{self._shape}: give `image_size`, to which all are brought"
             )
         return pixels
 
     def _open(self, index: int) -> Any:
-        pillow, name = _import_pillow(), self._names[index]
+        pillow, name = _pillow(), self._names[index]
         source = self._encoded[index]
         source = source.as_py() if hasattr(source, "as_py") else source
         source = source.get("bytes") if isinstance(source, dict) else source
@@ -264,10 +266,7 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
 
 
 def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError("reading Parquet needs pyarrow: pip install -e '.[text]'") from None
+    pyarrow = extras.load("reading Parquet needs pyarrow", "text", "pyarrow.parquet")
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
@@ -282,7 +281,7 @@ def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
 
 def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
     if size is not None:
-        raise ValueError(f"image_size is {size}: the arrays of '{path}' have a size of their own")
+        raise ValueError(f"`image_size` is {size}: the arrays of '{path}' have a size of their own")
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(each.file_size for each in packed.infolist())
@@ -322,12 +321,3 @@ def _stamp(path: Path) -> str:
     """The content of a file, wherever it lies."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _import_pillow() -> Any:
-    try:
-        import PIL.Image
-        import PIL.ImageOps
-    except ImportError:
-        raise ImportError("images are decoded by Pillow: pip install -e '.[vision]'") from None
-    return PIL

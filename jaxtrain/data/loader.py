@@ -33,6 +33,16 @@ class RowSource(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
+def spread(rows: Any, number: int) -> list[Any]:
+    """Returns so many rows, evenly spread; all where there are fewer.
+
+    >>> spread(range(10), 4), spread("ab", 4)
+    ([0, 3, 6, 9], ['a', 'b'])
+    """
+    places = np.linspace(0, len(rows) - 1, min(number, len(rows)))
+    return [rows[place] for place in places.astype(int).tolist()]
+
+
 class Batches:
     """Global batches of a source, addressed by step; nothing here changes once made.
 
@@ -65,7 +75,7 @@ class Batches:
     def __init__(self, source: RowSource, *, global_batch: int, seed: int, shuffle: bool = True):
         _check(source, global_batch)
         if seed < 0:
-            raise ValueError(f"seed is {seed}; give at least 0")
+            raise ValueError(f"`seed` is {seed}; give at least 0")
         self.source = source
         self.global_batch = global_batch
         self.seed = seed
@@ -340,4 +350,4 @@ def _check(source: RowSource, global_batch: int) -> None:
     if len(source) < 1:
         raise ValueError(f"the source {source!r} has no rows")
     if global_batch < 1:
-        raise ValueError(f"global_batch is {global_batch}; give at least 1")
+        raise ValueError(f"`global_batch` is {global_batch}; give at least 1")

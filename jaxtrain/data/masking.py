@@ -56,7 +56,7 @@ class Fragments:
         labels: Sequence[int] | None = None,
     ):
         if seq_len < 3:
-            raise ValueError(f"seq_len is {seq_len}; give at least 3, for two ends and a token")
+            raise ValueError(f"`seq_len` is {seq_len}; give at least 3, for two ends and a token")
         self.corpus, self.seq_len, self.ends = corpus, seq_len, (first, last)
         # Without the end-of-document token of each.
         lengths = np.diff(corpus.starts, append=len(corpus.tokens)) - 1
@@ -94,7 +94,7 @@ def predictions(seq_len: int, rate: float) -> int:
     19
     """
     if not 0 < rate < 1:
-        raise ValueError(f"mask_rate is {rate}; give a share above 0 and below 1")
+        raise ValueError(f"`mask_rate` is {rate}; give a share above 0 and below 1")
     return math.ceil(rate * (seq_len - 2))
 
 
@@ -213,17 +213,17 @@ class CorruptedSpans:
         )
         if self.spans > len(sentinels):
             raise ValueError(
-                f"source_len is {source_len}, which has {self.spans} spans, and there are "
+                f"`source_len` is {source_len}, which has {self.spans} spans, and there are "
                 f"{len(sentinels)} tokens to stand for them: use a shorter source"
             )
         if self.cut + self.spans >= target_len:
             raise ValueError(
-                f"target_len is {target_len}, too short for the spans of source_len {source_len}: "
-                f"give at least {self.cut + self.spans + 1}"
+                f"`target_len` is {target_len}, too short for the spans of `source_len` "
+                f"{source_len}: give at least {self.cut + self.spans + 1}"
             )
         if len(corpus.tokens) < self.length:
             raise ValueError(
-                f"the text has {len(corpus.tokens)} tokens, and a row of source_len {source_len} "
+                f"the text has {len(corpus.tokens)} tokens, and a row of `source_len` {source_len} "
                 f"needs {self.length}: give more text or a shorter source"
             )
 

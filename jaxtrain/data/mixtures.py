@@ -43,10 +43,10 @@ class DataSpec:
     paths: Mapping[str, str]
     phases: tuple[tuple[int, Mapping[str, Fraction]], ...] = ((0, {"": Fraction(1)}),)
 
-    def described(self) -> dict[str, str]:
+    def described(self) -> dict[int, str]:
         """The shares by the step from which they hold."""
         return {
-            str(step): ", ".join(f"{name} {share}" for name, share in shares.items())
+            step: ", ".join(f"{name} {share}" for name, share in shares.items())
             for step, shares in self.phases
         }
 
@@ -61,7 +61,7 @@ def parse_data(text: str) -> DataSpec:
     >>> spec.paths
     {'code': 'a', 'docs': 'b', 'math': 'c'}
     >>> spec.described()
-    {'0': 'code 7/10, docs 3/10', '1000': 'code 1/2, docs 1/4, math 1/4'}
+    {0: 'code 7/10, docs 3/10', 1000: 'code 1/2, docs 1/4, math 1/4'}
     >>> parse_data("texts/").paths
     {'': 'texts/'}
     """
@@ -94,9 +94,7 @@ def parse_data(text: str) -> DataSpec:
                 )
         if sum(shares.values()) != 1:
             total = float(sum(shares.values()))
-            raise ValueError(
-                f"the shares in `data` sum to {total:g} from step {begin} on, not to 1"
-            )
+            raise ValueError(f"the shares in `data` sum to {total:g} from step {begin}, not to 1")
         phases.append((int(begin), shares))
     return DataSpec(paths, tuple(phases))
 
@@ -324,9 +322,7 @@ def holds_pairs(spec: DataSpec) -> bool:
         has, has_not = (
             next(path for path in pairs if pairs[path] is each) for each in (True, False)
         )
-        raise ValueError(
-            f"'{has}' holds preferences and '{has_not}' does not: a run learns from one kind"
-        )
+        raise ValueError(f"'{has}' holds preferences and '{has_not}' does not: give one kind")
     return any(pairs.values())
 
 

@@ -64,7 +64,7 @@ def packed_shapes(
     """
     for name, size in (("global_batch", global_batch), ("seq_len", seq_len)):
         if not 1 <= size < 2**31:
-            raise ValueError(f"{name} is {size}: give a number from 1 to 2^31 - 1")
+            raise ValueError(f"`{name}` is {size}: give a number from 1 to 2^31 - 1")
     dtypes = {
         "tokens": np.int32,
         "targets": np.int32,
@@ -115,7 +115,7 @@ class PackedTokens:
 
     def __init__(self, corpus: Corpus, seq_len: int):
         if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}; give at least 1")
+            raise ValueError(f"`seq_len` is {seq_len}; give at least 1")
         if corpus.pairs:
             raise ValueError("the corpus holds preferences: make rows of it by PairedTokens")
         if corpus.num_bytes < 1:
@@ -247,7 +247,7 @@ class PairedTokens:
         if not corpus.pairs:
             raise ValueError("the corpus holds no preferences: make rows of it by PackedTokens")
         if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}; give at least 1")
+            raise ValueError(f"`seq_len` is {seq_len}; give at least 1")
         self.corpus, self.seq_len = corpus, seq_len
         inputs = (np.diff(corpus.starts, append=len(corpus.tokens)) - 1).reshape(-1, 2)
         longest = inputs.max(axis=1)

@@ -12,6 +12,7 @@ import functools
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import sysconfig
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate
-from jaxtrain.host import storage
+from jaxtrain.host import extras, storage
 from jaxtrain.host.paths import as_path, exists, is_file, is_folder, look
 
 HELD_OUT = 0.05
@@ -44,6 +45,8 @@ _NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _PARQUET_BATCH_ROWS = 1024
 _ARROW_FILE = b"ARROW1"
+_NEEDS = "reading Parquet, Arrow and zst files needs pyarrow"
+_pyarrow = functools.partial(extras.load, _NEEDS, "text", "pyarrow.parquet")
 
 
 class Document(NamedTuple):
@@ -130,11 +133,21 @@ class Files:
         return parts
 
     def _read(self, root: Path, name: str) -> Iterator[Document]:
-        if self.field is not None and name.lower().endswith(_JSON_SUFFIXES):
-            return _read_jsonl(root, name, self.field, self.span, self.chat)
-        if self.field is not None and name.lower().endswith(_COLUMN_SUFFIXES):
-            return _read_columns(root, name, self.field, self.span, self.chat)
-        return _read_text(root, name, utf8=self.field is not None)
+        path = root / name
+        if self.field is None or not name.lower().endswith(ROW_SUFFIXES):
+            text = path.read_bytes()
+            if self.field is not None:
+                _decode(text, path, first_byte=0)
+            yield Document(name, text)
+            return
+        choose = functools.partial(_columns, path, None if self.chat else self.field)
+        tidy = _own_fields if name.lower().endswith(_COLUMN_SUFFIXES) else dict
+        for number, where, record in _records(path, choose, self.span):
+            if self.chat is None:
+                yield Document(f"{name}:{number}", _text_of(record, where, self.field))
+            else:
+                own, record = f"{name}:{number}", tidy(record)
+                yield from self.chat.conversations(own, record, where, field=self.field)
 
     def _sides(self, document: Document) -> Iterator[Document]:
         """Yields what is on this side of a split by row, or of the only text."""
@@ -248,7 +261,7 @@ def text_folder(
     """
     root = as_path(path)
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}; give a share of at least 0 and below 1")
+        raise ValueError(f"`held_out` is {held_out}; give a share of at least 0 and below 1")
     if not exists(root):
         raise FileNotFoundError(f"text folder '{root}' does not exist; give a folder or a file")
     wanted = (*(() if chat else suffixes), *ROW_SUFFIXES)
@@ -270,7 +283,7 @@ def text_folder(
             f"'{path}' holds no file ending in {', '.join(wanted)}: convert others to JSON lines"
         )
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
-        _import_parquet()
+        _pyarrow()
     return _split(root, names, held_out, field=field, chat=chat)
 
 
@@ -322,17 +335,8 @@ def texts_of_rows(sides: Iterable[list[dict[str, Any]]], fields: Iterable[str]) 
 
 def _rows_of(path: epath.Path) -> Iterator[dict[str, Any]]:
     name = path.name.lower()
-    if name.endswith(_JSON_SUFFIXES):
-        with _open_lines(path, 0) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _json_record(_decode(line, path, first_byte=0), f"'{path}' line {number}")
-    elif name.endswith(".parquet"):
-        parquet = _import_parquet()
-        try:
-            yield from parquet.read_table(io.BytesIO(path.read_bytes())).to_pylist()
-        except ValueError as error:  # as those of Arrow are
-            _check_damage(path, error)
+    if name.endswith(ROW_SUFFIXES):
+        yield from (row for *_, row in _records(path, lambda schema: schema.names, None))
     else:
         text = _decode(path.read_bytes(), path, first_byte=0).removeprefix("\ufeff")
         delimiter = "\t" if name.endswith(".tsv") else ","
@@ -466,13 +470,6 @@ def _cut(text: bytes, held_out: float) -> int:
     return cut
 
 
-def _read_text(root: Path, name: str, *, utf8: bool) -> Iterator[Document]:
-    text = (root / name).read_bytes()
-    if utf8:
-        _decode(text, root / name, first_byte=0)
-    yield Document(name, text)
-
-
 def _decode(data: bytes, path: Path, *, first_byte: int) -> str:
     try:
         return data.decode("utf-8")
@@ -484,21 +481,25 @@ def _decode(data: bytes, path: Path, *, first_byte: int) -> str:
         ) from None
 
 
-def _read_jsonl(
-    root: Path, name: str, field: str, span: Span | None, chat: ChatTemplate | None
-) -> Iterator[Document]:
-    path, first_byte = root / name, span.start if span else 0
+def _records(
+    path: Path, choose: Callable[[Any], list[str]], span: Span | None
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yields the rows of a file, each with its number and place; of a file of columns, those that
+    `choose` names of its schema."""
+    before = span.rows_before if span else 0
+    if path.name.lower().endswith(_COLUMN_SUFFIXES):
+        batches = _column_batches(path, choose, span)
+        for row, record in enumerate(itertools.chain.from_iterable(batches), before):
+            yield row, f"'{path}' row {row}", record
+        return
+    first_byte = span.start if span else 0
     with _open_lines(path, first_byte) as lines:
-        for number, line in enumerate(lines, span.rows_before + 1 if span else 1):
+        for number, line in enumerate(lines, before + 1):
             text = _decode(line, path, first_byte=first_byte)
             first_byte += len(line)
             if text.strip():
                 where = f"'{path}' line {number}"
-                record = _json_record(text, where)
-                if chat is None:
-                    yield Document(f"{name}:{number}", _json_field(record, where, field))
-                else:
-                    yield from chat.conversations(f"{name}:{number}", record, where, field=field)
+                yield number, where, _json_record(text, where)
             if span and first_byte >= span.stop:
                 return
 
@@ -511,10 +512,7 @@ def _open_lines(path: Path, start: int) -> Iterator[BinaryIO]:
             if path.name.lower().endswith(".gz"):
                 file = gzip.GzipFile(fileobj=file)
             elif path.name.lower().endswith(".zst"):
-                _import_parquet()
-                import pyarrow
-
-                file = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+                file = io.BufferedReader(_pyarrow().CompressedInputStream(file, "zstd"))
             if start:
                 file.seek(start)
             yield file
@@ -532,11 +530,15 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
+def _text_of(record: dict[str, Any], where: str, field: str) -> bytes:
     if field not in record:
         has = ", ".join(map(repr, record)) or "no fields at all"
         mend = _of_conversations(record) or "name one by `field`"
         raise ValueError(f"{where} has no field '{field}'; it has {has}: {mend}")
+    if record[field] is None:
+        raise ValueError(
+            f"{where} has no '{field}'; {_of_conversations(record) or 'drop such rows'}"
+        )
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
         mend = _of_conversations(record) or "it must be a string"
@@ -544,9 +546,7 @@ def _json_field(record: dict[str, Any], where: str, field: str) -> bytes:
     try:
         return record[field].encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(
-            f"{where} has a field '{field}' with half of a surrogate pair; remove it"
-        ) from None
+        raise ValueError(f"{where} has half of a surrogate pair in '{field}'; remove it") from None
 
 
 def _of_conversations(names: Iterable[str]) -> str:
@@ -555,33 +555,6 @@ def _of_conversations(names: Iterable[str]) -> str:
     if not any(each <= set(names) for each in conversation):
         return ""
     return "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
-
-
-def _import_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(
-            "reading Parquet, Arrow and zst files needs pyarrow: pip install -e '.[text]'"
-        ) from None
-    return pyarrow.parquet
-
-
-def _read_columns(
-    root: Path, name: str, field: str, span: Span | None, chat: ChatTemplate | None
-) -> Iterator[Document]:
-    row = span.rows_before if span else 0
-    for records in _column_batches(root / name, None if chat else field, span):
-        for record in records:
-            if chat is not None:
-                where = f"'{root / name}' row {row}"
-                own = _own_fields(record)
-                yield from chat.conversations(f"{name}:{row}", own, where, field=field)
-            elif record[field] is None:
-                raise ValueError(f"'{root / name}' row {row} has no '{field}'; drop such rows")
-            else:
-                yield Document(f"{name}:{row}", record[field].encode("utf-8"))
-            row += 1
 
 
 def _own_fields(value: Any) -> Any:
@@ -598,21 +571,21 @@ def _own_fields(value: Any) -> Any:
     return value
 
 
-def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterator[list[dict]]:
-    """Yields the rows of one column of texts; with None, of all that conversations may have."""
-    parquet = _import_parquet()
-    import pyarrow
-
+def _column_batches(
+    path: Path, choose: Callable[[Any], list[str]], span: Span | None
+) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of the columns that `choose` names of a schema."""
+    pyarrow = _pyarrow()
     try:
         with path.open("rb") as data:
             if path.name.lower().endswith(".arrow"):
                 with _open_arrow(data) as file:
-                    columns = _columns(file.schema, path, column)
+                    columns = choose(file.schema)
                     for batch in _arrow_batches(file):
                         yield batch.select(columns).to_pylist()
                 return
-            with parquet.ParquetFile(data) as file:
-                columns = _columns(file.schema_arrow, path, column)
+            with pyarrow.parquet.ParquetFile(data) as file:
+                columns = choose(file.schema_arrow)
                 groups = range(*span[:2]) if span else range(file.num_row_groups)
                 for batch in file.iter_batches(
                     batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=columns
@@ -624,11 +597,9 @@ def _column_batches(path: Path, column: str | None, span: Span | None) -> Iterat
 
 def _open_arrow(data: BinaryIO) -> Any:
     """Opens either form of Arrow: a stream, as `save_to_disk` writes, or a file (Feather)."""
-    import pyarrow
-
-    is_file = data.read(len(_ARROW_FILE)) == _ARROW_FILE
+    ipc, is_file = _pyarrow().ipc, data.read(len(_ARROW_FILE)) == _ARROW_FILE
     data.seek(0)
-    return pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
+    return ipc.open_file(data) if is_file else ipc.open_stream(data)
 
 
 def _arrow_batches(file: Any) -> Iterator[Any]:
@@ -637,11 +608,9 @@ def _arrow_batches(file: Any) -> Iterator[Any]:
 
 
 def _spans_of_row_groups(path: Path, num_bytes: int) -> list[Span]:
-    parquet = _import_parquet()
-    import pyarrow
-
+    pyarrow = _pyarrow()
     try:
-        with path.open("rb") as data, parquet.ParquetFile(data) as file:
+        with path.open("rb") as data, pyarrow.parquet.ParquetFile(data) as file:
             groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     except (pyarrow.ArrowException, OSError) as error:
         _check_damage(path, error)
@@ -665,13 +634,11 @@ def _check_damage(path: Path, error: Exception) -> NoReturn:
     ) from error
 
 
-def _columns(schema: Any, path: Path, column: str | None) -> list[str]:
-    """Returns the columns to read, after a look at the one of texts."""
-    import pyarrow
-
+def _columns(path: Path, column: str | None, schema: Any) -> list[str]:
+    """Returns the columns to read: one of texts, or with None all that conversations may have."""
     if column is None:
         return [name for name in schema.names if name in FIELDS]
-    texts = [each.name for each in schema if _is_text(pyarrow.types, each.type)]
+    texts = [each.name for each in schema if _is_text(_pyarrow().types, each.type)]
     if column not in texts:
         kind = f"is of type {schema.field(column).type}" if column in schema.names else "is missing"
         mend = _of_conversations(schema.names) or f"name by `field` one of its text columns {texts}"

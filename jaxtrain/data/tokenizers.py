@@ -12,12 +12,13 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from etils import epath
 
+from jaxtrain.host import extras
 from jaxtrain.host.paths import as_path, is_file, is_folder
 
 EOD = "<|endoftext|>"
@@ -28,6 +29,8 @@ KINDS = ("bpe", "unigram", "wordpiece")
 # apart by NFKC; letters, ideographs and emoji that many vocabularies have not; what SentencePiece
 # takes for a space; a space that begins a text, where the tokenizer puts one in front of others.
 _PROBES = ("A  probe,\n\tof 1 Line e\u0301 \u212b \ufb01", "naïve Ωмега 中文 🙂\u200d\u2581", " a")
+_NEEDS = "tokens of subwords need the package tokenizers"
+_library = functools.partial(extras.load, _NEEDS, "text", "tokenizers")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _INVALID_UTF8 = re.compile("([\udc80-\udcff]+)")
 
@@ -39,20 +42,18 @@ class Tokenizer(Protocol):
       vocab_size: one more than the highest id.
       eod: the id of the end-of-document token.
       fingerprint: a short text, equal for two tokenizers only if they encode alike.
+      special_pattern: a pattern, without groups, of the tokens that `encode` never gives; "" for
+        none.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
+    vocab_size: int
+    eod: int
+    fingerprint: str
+    special_pattern: str = ""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of a text, int32 [T], with no end-of-document token."""
-        ...
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Returns `encode` of each text; may use every core."""
@@ -60,23 +61,18 @@ class Tokenizer(Protocol):
 
     def encode_inside(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Returns the ids of texts that each follow a special token."""
-        ...
+        return self.encode_batch(texts)
 
     def decode(self, ids: Any) -> str:
         """Returns the text of some ids; bytes that are not UTF-8 become U+FFFD, `eod` nothing."""
-        ...
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Any) -> bytes:
         """Returns the bytes of some ids, exactly; `eod` has none."""
-        ...
+        return b"".join(self.token_pieces(ids))
 
     def token_pieces(self, ids: Any) -> list[bytes]:
         """Returns the bytes that each id stands for; those of `eod` are none."""
-        ...
-
-    @property
-    def special_pattern(self) -> str:
-        """A pattern, without groups, of the tokens that `encode` never gives; "" for none."""
         ...
 
     def special_id(self, token: bytes) -> int:
@@ -84,10 +80,8 @@ class Tokenizer(Protocol):
         ...
 
 
-class _BytePieces:
+class _BytePieces(Tokenizer):
     """The half that is common to both tokenizers: every id stands for some bytes."""
-
-    special_pattern = ""
 
     def __init__(self, pieces: list[bytes], eod: int):
         self._pieces = pieces
@@ -96,15 +90,6 @@ class _BytePieces:
     @property
     def vocab_size(self) -> int:
         return len(self._pieces)
-
-    def encode_inside(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        return self.encode_batch(texts)
-
-    def decode(self, ids: Any) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def decode_bytes(self, ids: Any) -> bytes:
-        return b"".join(self.token_pieces(ids))
 
     def token_pieces(self, ids: Any) -> list[bytes]:
         return [self._pieces[each] for each in self._checked(ids).tolist()]
@@ -181,13 +166,13 @@ class SubwordTokenizer(_BytePieces):
         self._tokenizer = self._inside = tokenizer
         if getattr(tokenizer.pre_tokenizer, "prepend_scheme", "") == "first":
             # Newer files of Llama: a space begins the text, but not what follows a special token.
-            self._inside = _import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
+            self._inside = _library().Tokenizer.from_str(tokenizer.to_str())
             self._inside.encode_special_tokens = True
             self._inside.pre_tokenizer.prepend_scheme = "never"
-        super().__init__(_pieces(tokenizer, eod, name), eod)
+        self._decoders = _decoders(tokenizer)
+        super().__init__(_pieces(tokenizer, self._decoders, eod, name), eod)
         found = tokenizer.encode("x", add_special_tokens=False).ids
-        words = "WordPiece" in repr(tokenizer.decoder)
-        self._adds_space = words or super().decode_bytes(found) == b" x"
+        self._adds_space = super().decode_bytes(found) == b" x" or "WordPiece" in self._decoders
         single = {piece[0]: id for id, piece in enumerate(self._pieces) if len(piece) == 1}
         self._byte_ids = np.array([single.get(byte, -1) for byte in range(256)], np.int32)
         self._never = self._never_text()
@@ -208,7 +193,7 @@ class SubwordTokenizer(_BytePieces):
           ImportError: if `tokenizers` is not installed.
           ValueError: if `vocab_size` is below 257, or there is no such kind.
         """
-        library = _import_tokenizers()
+        library = _library()
         if vocab_size < 257:
             raise ValueError(f"vocab_size is {vocab_size}; byte-level tokens need at least 257")
         if kind not in KINDS:
@@ -264,7 +249,7 @@ class SubwordTokenizer(_BytePieces):
           ValueError: if the file is of another model, is byte-level and changes text, or has no
             `eod`.
         """
-        library = _import_tokenizers()
+        library = _library()
         if is_folder(as_path(path)):
             path = as_path(path) / "tokenizer.json"
         if not is_file(as_path(path)):
@@ -315,7 +300,7 @@ class SubwordTokenizer(_BytePieces):
         Raises:
           ValueError: the text is something else.
         """
-        library = _import_tokenizers()
+        library = _library()
         try:
             return cls(library.Tokenizer.from_str(text), eod, name)
         # tokenizers raises bare Exception for a file that it cannot parse.
@@ -324,7 +309,7 @@ class SubwordTokenizer(_BytePieces):
 
     def adding(self, *tokens: str) -> "SubwordTokenizer":
         """Returns the tokenizer with more special tokens behind its own, which no text becomes."""
-        library = _import_tokenizers()
+        library = _library()
         tokenizer = library.Tokenizer.from_str(self.to_json())
         tokenizer.add_special_tokens([library.AddedToken(each, special=True) for each in tokens])
         return type(self)(tokenizer, self.eod, self._name)
@@ -370,10 +355,6 @@ class SubwordTokenizer(_BytePieces):
         text = token.decode()
         id = self._tokenizer.token_to_id(text)
         return self._tokenizer.token_to_id(text.strip()) if id is None else id
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns the ids of a text, int32 [T]."""
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [T]; uses every core."""
@@ -454,7 +435,7 @@ class SubwordTokenizer(_BytePieces):
             if got == probe:
                 continue
             found = f"'{path}' turns {probe!r} into {got!r}, so its bits per byte would be wrong; "
-            if "ByteLevel" not in repr(self._tokenizer.decoder):
+            if "ByteLevel" not in self._decoders:
                 warnings.warn(f"{found}byte-level tokenizers keep all text", stacklevel=3)
                 return
             raise ValueError(
@@ -477,23 +458,21 @@ def _as_bytes(text: str | bytes) -> bytes:
     return text.encode("utf-8") if isinstance(text, str) else text
 
 
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError(
-            "tokens of subwords need the package tokenizers: pip install -e '.[text]'"
-        ) from None
-    return tokenizers
+def _decoders(tokenizer: Any) -> dict[str, Any]:
+    """Returns what a tokenizer decodes with, by type; of a sequence, its parts too."""
+    # What it is pickled as is its part of the JSON, without a vocabulary that may be long.
+    decoders = [json.loads(tokenizer.decoder.__getstate__())] if tokenizer.decoder else []
+    for each in decoders:  # to which its parts are added
+        decoders += each.get("decoders", [])
+    return {each["type"]: each for each in decoders}
 
 
-def _pieces(tokenizer: Any, eod: int, name: str) -> list[bytes]:
+def _pieces(tokenizer: Any, decoders: Mapping[str, Any], eod: int, name: str) -> list[bytes]:
     """Returns the bytes each id stands for; ids that no token has, and `eod`, stand for none."""
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    decoder = repr(tokenizer.decoder)
-    byte_of = _byte_alphabet() if "ByteLevel" in decoder else {}
-    prefix = tokenizer.decoder.prefix if "WordPiece" in decoder else None
+    byte_of = _byte_alphabet() if "ByteLevel" in decoders else {}
+    prefix = decoders.get("WordPiece", {}).get("prefix")
     most = max(vocabulary.values())
     if most >= 4 * len(vocabulary) + 100_000:  # a few may be left out, and tables have rows for all
         raise ValueError(
@@ -509,7 +488,7 @@ def _pieces(tokenizer: Any, eod: int, name: str) -> list[bytes]:
         elif prefix is not None:
             text = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
             pieces[id] = text.encode("utf-8")
-        elif "ByteFallback" in decoder and (byte := _BYTE.fullmatch(token)):
+        elif "ByteFallback" in decoders and (byte := _BYTE.fullmatch(token)):
             pieces[id] = bytes.fromhex(byte[1])
         else:
             # SentencePiece's space, which byte-level vocabularies have for itself.

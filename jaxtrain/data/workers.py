@@ -38,7 +38,7 @@ class WorkerRows:
 
     def __init__(self, source: RowSource, workers: int):
         if workers < 1:
-            raise ValueError(f"workers is {workers}; give at least 1")
+            raise ValueError(f"`workers` is {workers}; give at least 1")
         self.source, self.workers = source, workers
         if order := getattr(source, "row_order", None):
             self.row_order = order

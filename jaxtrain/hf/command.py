@@ -12,8 +12,8 @@ from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
-from jaxtrain.host.paths import check_on_disk
-from jaxtrain.models.config import DecoderConfig
+from jaxtrain.host.paths import check_on_disk, json_text
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
 
 # Of a tokenizer_config.json, what is exported as the run found it.
@@ -109,10 +109,10 @@ def _export(options: ExportOptions) -> int:
         told = _tokenizer_config(tokenizer, fields, kept)
         if isinstance(model, DecoderConfig):
             told = {"pad_token": tokenizer.eod_token, "model_max_length": model.seq_len} | told
-            files.setdefault(trained.GENERATION, weights.to_json(fields))
+            files.setdefault(trained.GENERATION, json_text(fields))
         if TEMPLATE in files:
             told.pop("chat_template", None)
-        files[TOKENIZER_CONFIG] = weights.to_json(told)
+        files[TOKENIZER_CONFIG] = json_text(told)
     if tokenizer is None:
         fields = stored.get("special_tokens") or {}
         files = {weights.PREPROCESSOR: weights.preprocessor(model, stored.get("pixels"))}

@@ -13,7 +13,7 @@ from jaxtrain.hf.positions import (
     write_rope,
     write_two_ropes,
 )
-from jaxtrain.hf.table import REQUIRED, Field, Row, T, dense, norm
+from jaxtrain.hf.table import GELUS, REQUIRED, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -118,11 +118,7 @@ GPT2 = Family(
         "n_layer": Field("layers"),
         "n_head": Field("heads"),
         "n_inner": Field("mlp_width", None),
-        "activation_function": Field(
-            "mlp",
-            "gelu_new",
-            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"},
-        ),
+        "activation_function": Field("mlp", "gelu_new", GELUS),
         "layer_norm_epsilon": Field("norm_eps", 1e-5),
         "resid_pdrop": Field("dropout", 0.1),
         "embd_pdrop": Field("dropout", 0.1),
@@ -145,15 +141,12 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     rows=LLAMA_ROWS,
-    fields={
+    fields=SHAPE
+    | {
         "vocab_size": Field("vocab_size"),
         "max_position_embeddings": Field("seq_len"),
-        "hidden_size": Field("width"),
-        "num_hidden_layers": Field("layers"),
-        "num_attention_heads": Field("heads"),
         "num_key_value_heads": Field("kv_heads", None),
         "head_dim": Field("head_dim", None),
-        "intermediate_size": Field("mlp_width"),
         "hidden_act": Field("mlp", "silu", {"silu": "swiglu"}),
         "rms_norm_eps": Field("norm_eps", 1e-6),
         "attention_dropout": Field("attention_dropout", 0.0),

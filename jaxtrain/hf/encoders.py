@@ -13,7 +13,7 @@ from jaxtrain.hf.positions import (
     write_kinds,
     write_two_ropes,
 )
-from jaxtrain.hf.table import Field, Row, T, dense, norm
+from jaxtrain.hf.table import GELUS, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.vit import ViTConfig
@@ -92,8 +92,7 @@ def _vit_rows() -> tuple[Row, ...]:
         Row("embed/first", f"{embed}.cls_token"),
         Row("embed/positions", f"{embed}.position_embeddings"),
         # A convolution of PyTorch is [D, C, P, P], ours [P, P, C, D].
-        Row("embed/patch/kernel", f"{embed}.patch_embeddings.projection.weight", (2, 3, 1, 0)),
-        Row("embed/patch/bias", f"{embed}.patch_embeddings.projection.bias"),
+        *dense("embed/patch", f"{embed}.patch_embeddings.projection", (2, 3, 1, 0)),
         *norm("blocks/norm_attn", f"{layer}.layernorm_before"),
         *dense("blocks/attn/q", f"{layer}.attention.attention.query"),
         *dense("blocks/attn/k", f"{layer}.attention.attention.key"),
@@ -109,16 +108,8 @@ def _vit_rows() -> tuple[Row, ...]:
 
 VIT_ROWS = _vit_rows()
 
-_SHAPE = {
-    "hidden_size": Field("width"),
-    "num_hidden_layers": Field("layers"),
-    "num_attention_heads": Field("heads"),
-    "intermediate_size": Field("mlp_width"),
-    "hidden_act": Field(
-        "mlp",
-        "gelu",
-        {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
-    ),
+_SHAPE = SHAPE | {
+    "hidden_act": Field("mlp", "gelu", GELUS),
     "layer_norm_eps": Field("norm_eps", 1e-12),
 }
 
@@ -291,13 +282,10 @@ MODERNBERT = Family(
     name="modernbert",
     architecture="ModernBertForMaskedLM",
     rows=_modernbert_rows(),
-    fields={
+    fields=SHAPE
+    | {
         "vocab_size": Field("vocab_size"),
         "max_position_embeddings": Field("seq_len", 8192),
-        "hidden_size": Field("width"),
-        "num_hidden_layers": Field("layers"),
-        "num_attention_heads": Field("heads"),
-        "intermediate_size": Field("mlp_width"),
         "hidden_activation": Field(
             "mlp", "gelu", {"gelu": "geglu_exact", "gelu_pytorch_tanh": "geglu"}
         ),

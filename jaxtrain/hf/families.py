@@ -50,7 +50,7 @@ def family_for(config: ModelConfig, name: str | None = None) -> Family:
       ValueError: there is none, or it has not.
     """
     if name is not None and name not in FAMILIES:
-        raise ValueError(f"family is {name!r}: use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"`family` is {name!r}: use one of {', '.join(FAMILIES)}")
     reasons = []
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         if not isinstance(config, family.model):

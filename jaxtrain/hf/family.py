@@ -1,7 +1,6 @@
 """A family of models: names of tensors and fields of ``config.json``, read both ways."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -65,7 +64,7 @@ class Family:
       prefix: of names, which some files leave out.
       buffers: a regex of tensors that are no parameters, or that no model here has.
       model: the class of our configs.
-      module: has ``init(config, rng)`` of them.
+      module: has ``init(config, rng)`` and ``parameter_count(config)`` of them.
       gated_rows: those that stand for others where the MLP has a gate.
       settle: corrects a config by the names of the folder's tensors, which a function returns.
       others: architectures of other heads, with one and the same model.
@@ -171,16 +170,6 @@ class Family:
     def stored(self, config: ModelConfig, name: str) -> str:
         """The name in a file: where there is no head, nothing has a prefix."""
         return name.removeprefix(self.prefix) if getattr(config, "head", "") == "none" else name
-
-    def parameter_count(self, config: ModelConfig) -> int:
-        """Counts what is in the tensors of a model."""
-        rows, shapes = self.rows_of(config)
-        sizes = 0
-        for path, leaf in named_leaves(shapes).items():
-            row, inner = rows[path], leaf.shape[rows[path].stacked :]
-            times = leaf.shape[0] - row.first if row.stacked else 1
-            sizes += times * math.prod(row.their_shape(inner, config.vocab_size)) // row.part[1]
-        return sizes
 
 
 def check_positive(name: str, value: Any) -> None:

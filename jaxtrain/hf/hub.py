@@ -8,6 +8,7 @@ environment variables hold here too: ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``,
 import re
 from pathlib import Path
 
+from jaxtrain.host import extras
 from jaxtrain.host.distributed import from_first_process
 from jaxtrain.host.paths import as_path, exists
 
@@ -47,16 +48,14 @@ def local_folder(name: str | Path) -> str:
 
 
 def _downloaded(name: str, model: str, revision: str | None) -> str:
+    needs = (
+        f"there is no folder '{name}' here: a model of that name on the Hugging Face hub needs "
+        "huggingface_hub"
+    )
+    hub = extras.load(needs, "hub", "huggingface_hub.errors")
+    errors = hub.errors
     try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError:
-        raise ValueError(
-            f"there is no folder '{name}' here: to have a model of that name from the Hugging Face "
-            "hub, install pip install -e '.[hub]'"
-        ) from None
-    try:
-        return huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=[*FILES])
+        return hub.snapshot_download(model, revision=revision, allow_patterns=[*FILES])
     except errors.GatedRepoError:
         raise ValueError(
             f"the model '{model}' is gated: accept its terms on the Hugging Face hub and log in, "

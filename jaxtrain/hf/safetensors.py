@@ -17,15 +17,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.host.paths import is_file, listed
+from jaxtrain.host.paths import is_file, json_text, listed, read_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")  # a plain name
 # The header of a published model with thousands of tensors has under one megabyte.
 HEADER_BYTES = 1 << 24
-# What json raises: of text that is not JSON, not UTF-8, or nested by the thousand.
-_NOT_JSON = (ValueError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +118,7 @@ def write(
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         index = {"metadata": {"total_size": sum(s for shard in shards for *_, s in shard.values())}}
         index["weight_map"] = {n: f for f, shard in zip(files, shards, strict=True) for n in shard}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json_text(index))
     codes = {dtype: code for code, dtype in DTYPES.items()}
     tensors = iter(tensors)
     for file, shard in zip(files, shards, strict=True):
@@ -147,15 +145,13 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         header = json.loads(text, object_pairs_hook=_object)
         header.pop("__metadata__", None)
         entries = {n: (of["dtype"], of["shape"], of["data_offsets"]) for n, of in header.items()}
-    except (*_NOT_JSON, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' is not a safetensors file, or was cut short") from error
     found = {name: _tensor(path, 8 + length, size, name, *of) for name, of in entries.items()}
     places = sorted(place for *_, place in entries.values())
     starts, ends = zip(*places, strict=True) if places else ((), ())
     if (*starts, size - 8 - length) != (0, *ends):  # as the reference library demands
-        raise ValueError(
-            f"'{path}' is damaged: its tensors overlap, leave a hole or do not reach its end"
-        )
+        raise ValueError(f"'{path}' is damaged: tensors overlap, leave a hole or end early")
     return found
 
 
@@ -186,18 +182,3 @@ def _sizes(found: Any) -> bool:
     """Whether it is a list of sizes that some tensor may have."""
     sizes = isinstance(found, list) and len(found) <= 8
     return sizes and all(type(n) is int and 0 <= n < 1 << 48 for n in found)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except _NOT_JSON as error:
-        raise ValueError(f"'{path}' is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"'{path}' is not a JSON object")
-    return content

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.sharding.stack import Order
+from jaxtrain.sharding.stack import LayerOrder
 
 REQUIRED = object()
 # Their axes in our order: a dense layer of PyTorch is [outputs, inputs].
@@ -30,6 +30,16 @@ class Field:
     ours: str
     default: Any = REQUIRED
     values: Mapping[Any, Any] | None = None
+
+
+# Fields that most families call alike, and GELUs.
+SHAPE = {
+    "hidden_size": Field("width"),
+    "num_hidden_layers": Field("layers"),
+    "num_attention_heads": Field("heads"),
+    "intermediate_size": Field("mlp_width"),
+}
+GELUS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +167,7 @@ class Weight:
                 self.row.read(self.tensors[number - 1], inner, out[place])
         return out
 
-    def cut(self, order: Order) -> "Weight":
+    def cut(self, order: LayerOrder) -> "Weight":
         """Returns the weight as a :class:`jaxtrain.Stack` cuts it, of which nothing is read yet."""
         return dataclasses.replace(self, places=order.split(self.places))
 

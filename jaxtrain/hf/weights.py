@@ -6,7 +6,6 @@ Reading opens files and copies nothing: parameters are :class:`~jaxtrain.hf.tabl
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
-from jaxtrain.host.paths import check_on_disk, exists, is_file, listed
+from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
@@ -47,7 +46,7 @@ def family_name(folder: str | Path) -> str:
 
 def special_tokens(folder: str | Path) -> dict[str, Any]:
     """Returns what a folder's config.json says of tokens that begin, end and pad a text."""
-    theirs = safetensors.read_json(Path(folder) / "config.json")
+    theirs = read_json(Path(folder) / "config.json")
     return {name: theirs[name] for name in SPECIAL_TOKENS if name in theirs}
 
 
@@ -59,7 +58,7 @@ def pixels(folder: str | Path) -> dict[str, Any] | None:
       ValueError: it says something else of pixels.
     """
     path = Path(folder) / PREPROCESSOR
-    theirs = safetensors.read_json(path) if is_file(path) else {"do_normalize": False}
+    theirs = read_json(path) if is_file(path) else {"do_normalize": False}
     if not theirs.get("do_normalize", True):
         return None
     found = {name: theirs.get(f"image_{name}") for name in ("mean", "std")}
@@ -87,7 +86,7 @@ def preprocessor(config: ViTConfig, pixels: Mapping[str, Any] | None) -> str:
         "rescale_factor": 1 / 255,
         "do_normalize": pixels is not None,
     }
-    return to_json(fields | {f"image_{name}": value for name, value in (pixels or {}).items()})
+    return json_text(fields | {f"image_{name}": value for name, value in (pixels or {}).items()})
 
 
 def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[str, Any]:
@@ -125,9 +124,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
         part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in family.stack.parts
     }
     if (most := max(counts.values())) > len(tensors):  # before there are as many names
-        raise ValueError(
-            f"'{folder}' has {len(tensors)} tensors for the {most} layers of its config.json"
-        )
+        raise ValueError(f"'{folder}' has {len(tensors)} tensors for {most} layers in config.json")
 
     # A head that the folder lacks is initialised anew; another head of the folder is ignored.
     new_head = _head(config) != _head(own)
@@ -236,9 +233,7 @@ def save(
     for path in sorted(shapes.keys() | leaves.keys()):
         got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
         if got != wanted:
-            raise ValueError(
-                f"parameter {path!r} has the shape {got}, and the config says {wanted}"
-            )
+            raise ValueError(f"parameter {path!r} has shape {got}, and the config says {wanted}")
         if not getattr(leaves[path], "is_fully_addressable", True):
             raise ValueError(
                 f"parameter {path!r} is spread over processes: save a checkpoint, and export that "
@@ -267,7 +262,7 @@ def save(
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     theirs |= {"dtype": common.name, "torch_dtype": common.name} | dict(fields or {})
-    (folder / "config.json").write_text(to_json(theirs))
+    (folder / "config.json").write_text(json_text(theirs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,17 +323,12 @@ def not_read(folder: str | Path) -> list[str]:
 def parameter_count(folder: str | Path) -> int:
     """Counts the parameters of a folder's model."""
     family, config = _read(folder)
-    return family.parameter_count(config)
-
-
-def to_json(fields: Mapping[str, Any]) -> str:
-    """Returns a file's text."""
-    return json.dumps(fields, indent=2) + "\n"
+    return family.module.parameter_count(config)
 
 
 def without_effect(folder: str | Path) -> list[str]:
     """Returns the fields of a folder's config.json that change nothing here."""
-    theirs = safetensors.read_json(Path(folder) / "config.json")
+    theirs = read_json(Path(folder) / "config.json")
     return sorted(theirs.keys() & (INERT | OFF.keys()))
 
 
@@ -384,7 +374,7 @@ def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
     path = Path(folder) / "config.json"
     if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
-    theirs = safetensors.read_json(path)
+    theirs = read_json(path)
     try:
         family = family_of(theirs)
         config = family.config(theirs)

@@ -6,7 +6,6 @@ kind (line, plane, between, sharpness).
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,7 @@ import optax
 import tyro
 from etils import epath
 
-from jaxtrain.compile import CompiledStep, compile_step
-from jaxtrain.engines.plain import trainable
-from jaxtrain.experiment import (
-    Experiment,
-    Repeated,
+from jaxtrain.build import (
     build_evaluation,
     evaluate,
     make_abstract_state,
@@ -29,11 +24,15 @@ from jaxtrain.experiment import (
     restore_evaluated,
     rows_of,
 )
+from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.engines.plain import trainable
+from jaxtrain.experiment import Experiment, Repeated
 from jaxtrain.host import distributed, quiet
-from jaxtrain.host.paths import as_path, json_text, write_whole
+from jaxtrain.host.least import check_least
+from jaxtrain.host.paths import as_path, json_object, json_text, read_if_there, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.landscape.lines import (
-    Surroundings,
+    Subspace,
     barrier,
     build_losses,
     direction_to,
@@ -43,7 +42,7 @@ from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, l
 from jaxtrain.ops.attention import differentiated_twice
 from jaxtrain.optim import frozen
 from jaxtrain.run.checkpoints.reader import Reader
-from jaxtrain.run.folder import LANDSCAPE
+from jaxtrain.run.folder import CHECKPOINTS, LANDSCAPE
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.replay import load_run
 from jaxtrain.sharding.rules import batch_sharding
@@ -117,7 +116,8 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
     if jax.process_index() != 0:
         return 0
     path = as_path(options.run) / LANDSCAPE
-    write_whole(path, json_text(_kept(path) | {kind: record}))
+    kept = json_object(read_if_there(path))  # what is damaged can be found again
+    write_whole(path, json_text(kept | {kind: record}))
     terminal.print_lines([*describe(kind, record), str(path)])
     if options.png is not None:
         save_png(kind, record, options.png)
@@ -140,8 +140,7 @@ class View:
         self.batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not self.batches:
             raise ValueError(
-                f"experiment {experiment.name!r} has no held-out batch (Experiment(eval_batches=)) "
-                "to take the loss of"
+                f"experiment {experiment.name!r} has no held-out batch: give it eval_batches"
             )
 
     def restore(self, run: str, step: int) -> TrainState:
@@ -175,10 +174,10 @@ class View:
         at_once: int,
     ) -> np.ndarray:
         """Returns the loss at every point, [P], in the precision of the run."""
-        around, first = Surroundings(state, tuple(directions)), rows_of(self.batches[0])
+        around, first = Subspace(state, tuple(directions)), rows_of(self.batches[0])
         evaluation = build_evaluation(self.experiment, first, self.mesh)
         losses = build_losses(evaluation, points_PK, at_once=at_once)
-        options = {"mesh": self.mesh, "rules": self.experiment.laid.rules, "donate": False}
+        options = {"mesh": self.mesh, "donate": False} | self.experiment.compiled_with
         step = compile_step(losses, around, first, **options)
         return np.asarray(evaluate(step, around, self.batches)["loss"], np.float64)
 
@@ -188,11 +187,11 @@ class View:
         evaluation = build_eval_step(
             experiment.laid.eval_loss_fn or experiment.laid.loss_fn,
             policy="f32",
-            has_model_state=experiment.has_model_state,
-            gather=experiment.gather,
+            has_model_state=experiment.task.has_model_state,
+            gather=experiment.task.gather,
         )
         at = Curvature(state, vector, vector)
-        options = {"mesh": self.mesh, "rules": experiment.laid.rules}
+        options = {"mesh": self.mesh} | experiment.compiled_with
         with differentiated_twice(True):
             return compile_step(build_product(evaluation), at, rows_of(self.batches[0]), **options)
 
@@ -336,29 +335,15 @@ def save_png(kind: str, record: Mapping[str, Any], path: epath.PathLike) -> None
 
 
 def _check(options: LandscapeOptions) -> None:
-    least = {"points": 3, "at_once": 1, "batches": 1, "iterations": 1, "tolerance": 0, "span": 0}
-    for name, low in least.items():
-        if not getattr(options, name) >= low:  # so that NaN is refused too
-            raise ValueError(f"`{name}` is {getattr(options, name)}: give at least {low}")
+    check_least(options, points=3, at_once=1, batches=1, iterations=1, tolerance=0, span=0)
     if sum([options.two_d, options.sharpness, options.between is not None]) > 1:
         raise ValueError("`two_d`, `between` and `sharpness` are three things: give one of them")
     if options.between is None and options.points % 2 == 0:
-        raise ValueError(
-            f"`points` is {options.points}: give an odd number, so that the run itself is one"
-        )
-
-
-def _kept(path: epath.Path) -> dict[str, Any]:
-    """Returns the earlier findings; none if the file is damaged, as they can be found again."""
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        raise ValueError(f"`points` is {options.points}: give an odd number, as the run is one")
 
 
 def _reader(run: str) -> Reader:
-    return Reader(as_path(run) / "checkpoints")
+    return Reader(as_path(run) / CHECKPOINTS)
 
 
 def _step_of(run: str, step: int | None) -> int:

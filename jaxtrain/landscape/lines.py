@@ -23,7 +23,7 @@ from jaxtrain.tree import PyTree, map_named, named_leaves, widen
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class Subspace:
     """A state, which needs no optimizer state, and the K directions in which to leave it."""
 
     state: TrainState
@@ -111,8 +111,8 @@ def build_losses(
     points_PK: np.ndarray,
     *,
     at_once: int = 1,
-) -> Callable[[Surroundings, PyTree], WeightedLoss]:
-    """Builds ``losses(surroundings, batch) -> WeightedLoss`` whose sums are arrays [P].
+) -> Callable[[Subspace, PyTree], WeightedLoss]:
+    """Builds ``losses(subspace, batch) -> WeightedLoss`` whose sums are arrays [P].
 
     Args:
       evaluation: ``(state, batch) -> WeightedLoss``, such as :func:`jaxtrain.build_eval_step`.
@@ -122,7 +122,7 @@ def build_losses(
     """
     points_PK = np.asarray(points_PK, np.float32)
 
-    def losses(around: Surroundings, batch: PyTree) -> WeightedLoss:
+    def losses(around: Subspace, batch: PyTree) -> WeightedLoss:
         return jax.lax.map(
             lambda point_K: evaluation(moved(around.state, around.directions, point_K), batch),
             points_PK,

@@ -6,7 +6,7 @@ gradient (Pearlmutter 1994). Vectors lie on the devices as parameters do.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ class Curvature:
 
     def scaled(self, by: float) -> "Curvature":
         """Returns it with the product times a number."""
-        return dataclasses.replace(self, product=jax.tree.map(lambda x: x * by, self.product))
+        return dataclasses.replace(self, product=optax.tree.scale(by, self.product))
 
 
 class Eigenvalue(NamedTuple):
@@ -99,7 +99,7 @@ def largest_eigenvalue(
     >>> round(found.value, 4), found.products
     (5.0, 3)
     """
-    basis, alphas, betas = [_scaled(start, 1 / optax.tree.norm(start))], [], []
+    basis, alphas, betas = [optax.tree.scale(1 / optax.tree.norm(start), start)], [], []
     for number in range(1, iterations + 1):
         w, along = product(basis[-1]), 0.0
         for q in basis * 2:
@@ -116,7 +116,7 @@ def largest_eigenvalue(
         if found.error <= tolerance * abs(found.value) or whole:
             break
         betas.append(norm)
-        basis.append(_scaled(w, 1 / norm))
+        basis.append(optax.tree.scale(1 / norm, w))
     return found
 
 
@@ -124,8 +124,3 @@ def largest_eigenvalue(
 def _without(w: PyTree, q: PyTree) -> tuple[PyTree, jax.Array]:
     much = optax.tree.vdot(q, w)
     return jax.tree.map(lambda a, b: a - much * b, w, q), much
-
-
-@jax.jit
-def _scaled(tree: PyTree, by: Any) -> PyTree:
-    return jax.tree.map(lambda x: by * x, tree)

@@ -69,6 +69,8 @@ def accumulate(
     [-2.0]
     """
     every = check_integer("every", every, low=1)
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in ramp):
+        raise ValueError(f"`accumulate_ramp` is {ramp!r}: write pairs: ((calls, updates), ...)")
     ramp = [[check_integer("accumulate_ramp", n, low=1) for n in pair] for pair in ramp]
     edges = np.cumsum([updates for _, updates in ramp], dtype=np.int32)
     sizes = np.array([*(calls for calls, _ in ramp), every], np.int32)

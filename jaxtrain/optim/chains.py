@@ -162,9 +162,9 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
     order = np.inf if clip_order == "max" else clip_order
     numerics.check_number("clip_order", order, low=1.0, high=None)
     if clip_order != 2 and clip_norm is None:
-        raise ValueError(f"clip_order is {clip_order} and clip_norm None: give clip_norm too")
+        raise ValueError(f"`clip_order` is {clip_order} and `clip_norm` None: give `clip_norm` too")
     if plateau_factor is None and (plateau_patience, plateau_window) != (10, 100):
-        raise ValueError("plateau_patience and plateau_window need plateau_factor: give it too")
+        raise ValueError("`plateau_patience` and `plateau_window` need `plateau_factor`: give it")
     plateau = None
     if plateau_factor is not None:
         plateau = optax.contrib.reduce_on_plateau(
@@ -175,7 +175,7 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
     every = numerics.check_integer("accumulate", accumulate, low=1)
     watch_every = numerics.check_integer("watch_every", watch_every, low=0)
     if numerics.check_integer("watch_bins", watch_bins, low=0) and not watch_every:
-        raise ValueError(f"watch_bins is {watch_bins} and watch_every 0: give that, too")
+        raise ValueError(f"`watch_bins` is {watch_bins} and `watch_every` 0: give that, too")
 
     no_decay = numerics.concrete("weight_decay", weight_decay) == 0
 
@@ -256,7 +256,7 @@ def _trainable(freeze: Mask | None, params: Any) -> Any:
         frozen = masks.resolve("freeze", freeze, params)
         trainable = jax.tree.map(lambda x, is_frozen: x and not is_frozen, trainable, frozen)
         if not any(jax.tree.leaves(trainable)):
-            raise ValueError("freeze freezes every parameter; leave one to train")
+            raise ValueError("`freeze` freezes every parameter; leave one to train")
     return trainable
 
 

@@ -6,8 +6,8 @@ the parameter's path.
 
 Stacked parameters hold one layer per index of their leading axes, as ``lax.scan`` and pipelines
 want them: ``stacked=(r"^blocks/",)`` says that every parameter below ``blocks`` has one such axis,
-``{r"^blocks/": 2}`` that it has two, and :class:`jaxtrain.tree.Rows` that some of the layers there
-are padding. The first pattern that matches decides.
+``{r"^blocks/": 2}`` that it has two, and :class:`jaxtrain.tree.LayerRows` that some of the layers
+there are padding. The first pattern that matches decides.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ import numpy as np
 
 from jaxtrain.optim import numerics
 from jaxtrain.sharding.stack import of_model
-from jaxtrain.tree import Rows, map_named, named_leaves
+from jaxtrain.tree import LayerRows, map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]
-Stacked = Sequence[str] | Mapping[str, int | Rows]
+Stacked = Sequence[str] | Mapping[str, int | LayerRows]
 Multipliers = Callable[[str], Any] | Sequence[tuple[str, Any]]
 
 # Whole words of a path: `norm1`, `attn_norm`, `LayerNorm_0`, `ln_f`, but not `normal_proj`.
@@ -126,7 +126,7 @@ def stacked_axes(params: Any, stacked: Stacked) -> Any:
 
     def count(name: str, p: Any) -> int:
         axes = next((axes for pattern, axes in rules if pattern.search(name)), 0)
-        axes = axes.axes if isinstance(axes, Rows) else axes
+        axes = axes.axes if isinstance(axes, LayerRows) else axes
         if jnp.ndim(p) < axes:
             raise ValueError(
                 f"parameter {name!r} has shape {jnp.shape(p)}, too few axes for the {axes} stacked "
@@ -147,7 +147,7 @@ def layer_rows(params: Any, stacked: Stacked) -> Any:
 
     def rows(name: str, p: Any, axes: int) -> np.ndarray:
         found = next((axes for pattern, axes in rules if pattern.search(name)), None)
-        padded = isinstance(found, Rows)
+        padded = isinstance(found, LayerRows)
         return np.array(found.places) if padded else np.arange(math.prod(jnp.shape(p)[:axes]))
 
     return map_named(rows, params, stacked_axes(params, stacked))
@@ -180,7 +180,7 @@ def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], para
     for pattern, _ in _compile(option, patterns):
         if names and not any(pattern.search(name) for name in names):
             raise ValueError(
-                f"{option} pattern {pattern.pattern!r} matches no parameter; "
+                f"`{option}` pattern {pattern.pattern!r} matches no parameter; "
                 f"the paths are like {names[0]!r}"
             )
 
@@ -200,14 +200,14 @@ def resolve(option: str, mask: Mask, params: Any) -> Any:
         wanted, given = named_leaves(params), named_leaves(tree)
         odd = next((n for n in [*wanted, *given] if (n in wanted) != (n in given)), "")
         raise ValueError(
-            f"{option} must return a tree of bools with the structure of the parameters; "
+            f"`{option}` must return a tree of bools with the structure of the parameters; "
             f"they differ at {odd!r}"
         )
     tree = jax.tree.map(bool, tree)
     if not any(jax.tree.leaves(tree)) and (names := list(named_leaves(params))):
         raise ValueError(
-            f"{option} selects no parameter; the paths are like {names[0]!r}: select one, or leave "
-            "out what it is for"
+            f"`{option}` selects no parameter; the paths are like {names[0]!r}: select one, or "
+            "leave out what it is for"
         )
     return tree
 
@@ -236,7 +236,7 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
     if not callable(given):
         pairs = given if isinstance(given, Sequence) else [given]
         if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{option} is {given!r}; write pairs: (('^head/', 0.5),)")
+            raise ValueError(f"`{option}` is {given!r}; write pairs: (('^head/', 0.5),)")
         check_matches(option, [pattern for pattern, _ in given], params)
         factor_of = lambda name: next((f for p, f in given if re.search(p, name)), 1)  # noqa: E731
 
@@ -245,12 +245,12 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
         if np.shape(value) not in {(), rows.shape if layers else (), layers}:
             takes = f"a number, or one for each of its {len(rows)} layers"
             raise ValueError(
-                f"{option} of parameter {name!r} has shape {np.shape(value)}; it must be "
+                f"`{option}` of parameter {name!r} has shape {np.shape(value)}; it must be "
                 f"{takes if layers else 'a number, for it is not stacked'}"
             )
         with contextlib.suppress(jax.errors.TracerArrayConversionError):
             for number in np.ravel(np.asarray(value)):
-                numerics.check_number(f"{option} of parameter {name!r}", number, low=0.0)
+                numerics.check_number(option, number, low=0.0, of=f" of parameter {name!r}")
         if np.ndim(value) == 0:
             return value
         value = jnp.asarray(value, jnp.float32)
@@ -267,7 +267,7 @@ def check_matrices(option: str, mask: Any, params: Any, stacked: Stacked) -> Non
     def check(name: str, p: Any, n: int, selected: bool) -> None:
         if selected and jnp.ndim(p) - n < 2:
             raise ValueError(
-                f"{option} selects parameter {name!r}, whose shape per layer is "
+                f"`{option}` selects parameter {name!r}, whose shape per layer is "
                 f"{jnp.shape(p)[n:]}; only rank 2 and above will do"
             )
 
@@ -283,15 +283,15 @@ def _compile(
 ) -> list[tuple[re.Pattern[str], Any]]:
     if isinstance(patterns, str):
         # A string is a sequence of one-letter patterns, which match nearly everything.
-        raise ValueError(f"{option} is the string {patterns!r}; write ({patterns!r},)")
+        raise ValueError(f"`{option}` is the string {patterns!r}; write ({patterns!r},)")
     pairs = patterns.items() if isinstance(patterns, Mapping) else [(p, 1) for p in patterns]
     rules = []
     for pattern, axes in pairs:
         try:
             compiled = re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{option} pattern {pattern!r} is not a regex: {error}") from None
-        if not isinstance(axes, Rows):
+            raise ValueError(f"`{option}` pattern {pattern!r} is not a regex: {error}") from None
+        if not isinstance(axes, LayerRows):
             axes = numerics.check_integer(f"{option}[{pattern!r}]", axes, low=0)
         rules.append((compiled, axes))
     return rules

@@ -75,16 +75,22 @@ def concrete(name: str, value: Any) -> float | None:
     except jax.errors.ConcretizationTypeError:
         return None
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; it must be a number or a scalar array") from None
+        raise ValueError(f"`{name}` is {value!r}; it must be a number or a scalar array") from None
 
 
 def check_number(
-    name: str, value: Any, *, low: float, high: float | None = math.inf, open_low: bool = False
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float | None = math.inf,
+    open_low: bool = False,
+    of: str = "",
 ) -> Any:
     """Returns ``value``; raises ValueError unless it is traced or in ``[low, high)``.
 
     With ``open_low`` that is ``(low, high)``. With ``high`` None infinity will do too, as for a
-    threshold that is switched off.
+    threshold that is switched off. ``of`` follows the name in the error.
     """
     number = concrete(name, value)
     if number is None:
@@ -94,14 +100,14 @@ def check_number(
         bounds = f"{'above' if open_low else 'at least'} {low:g}"
         if high is not None:
             bounds += " and finite" if high == math.inf else f" and below {high:g}"
-        raise ValueError(f"{name} is {number:g}; it must be {bounds}")
+        raise ValueError(f"`{name}`{of} is {number:g}; it must be {bounds}")
     return value
 
 
 def check_choice(name: str, value: Any, *, choices: tuple[str, ...]) -> Any:
     """Returns ``value``; raises ValueError unless it is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
+        raise ValueError(f"`{name}` is {value!r}; it must be {' or '.join(map(repr, choices))}")
     return value
 
 
@@ -110,7 +116,7 @@ def check_integer(name: str, value: Any, *, low: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
+        raise ValueError(f"`{name}` is {value!r}; it must be an integer") from None
     if number < low:
-        raise ValueError(f"{name} is {number}; it must be at least {low}")
+        raise ValueError(f"`{name}` is {number}; it must be at least {low}")
     return number

@@ -90,9 +90,7 @@ def scale_by_learning_rate(
         watched, scale = state.plateau, 1
         if plateau is not None:
             if value is None:
-                raise ValueError(
-                    "the rate follows the loss: call update(grads, state, params, value=loss)"
-                )
+                raise ValueError("the rate follows the loss: call update(..., value=loss)")
             _, watched = plateau.update((), watched, value=value)
             scale = watched.scale
         scaled = lambda u: (-scale * rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731

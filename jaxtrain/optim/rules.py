@@ -69,7 +69,7 @@ def rule(*, learning_rate: float) -> Callable[[Callable[..., Stages]], Callable[
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
+        raise ValueError(f"`{name}` is {value!r}; it must be True or False")
     return value
 
 
@@ -79,7 +79,7 @@ def _float_dtype(name: str, dtype: Any) -> Any:
     except TypeError:
         found = None
     if found is None or found.name not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"{name} is {dtype!r}; it must be bfloat16, float16 or float32")
+        raise ValueError(f"`{name}` is {dtype!r}; it must be bfloat16, float16 or float32")
     return found
 
 
@@ -230,17 +230,31 @@ def adafactor(
     As ``optax.adafactor``, whose ``multiply_by_parameter_scale`` is ``parameter_scale``. Weight
     decay is decoupled; optax's is not multiplied by the learning rate.
     """
+    rms = functools.partial(optax.safe_root_mean_squares, min_rms=_TINY)
     factored = optax.chain(
-        optax.scale_by_factored_rms(
-            decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps
+        _by_factored_rms(
+            decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, eps=eps
         ),
-        optax.clip_by_block_rms(clipping_threshold),
+        optax.stateless_with_tree_map(lambda u, _: u / jnp.maximum(1, rms(u) / clipping_threshold)),
         optax.scale_by_param_block_rms() if parameter_scale else optax.identity(),
     )
     mean = optax.identity()
     if concrete("momentum", momentum) != 0:
         mean = optax.ema(momentum, debias=False, accumulator_dtype=moment_dtype)
     return [layerwise.per_layer(factored, parts.stacked), mean, parts.decay, parts.rate]
+
+
+def _by_factored_rms(*, eps: Any, **options: Any) -> optax.GradientTransformation:
+    """optax's, in a unit in which ``eps`` to the power of -3/2, the derivative where the gradient
+    is 0, is a number of float32."""
+    tx, scaled = optax.scale_by_factored_rms(epsilon=eps * 2.0**40, **options), optax.tree.scale
+
+    def update(grads, state, params=None):
+        state = scaled(2.0**40, state)._replace(count=state.count)
+        updates, state = tx.update(scaled(2.0**20, grads), state, params)
+        return updates, scaled(2.0**-40, state)._replace(count=state.count)
+
+    return optax.GradientTransformation(tx.init, update)
 
 
 @rule(learning_rate=3e-4)
@@ -349,14 +363,12 @@ def resolve_options(name: str, given: dict[str, Any], *, common: tuple[str, ...]
         options[key] = OPTIONS[key].check(key, value) if key in OPTIONS else value
     if "momentum" in options and concrete("momentum", options["momentum"]) == 0:
         if options.get("nesterov"):
-            raise ValueError(
-                f"nesterov=True has no effect on {name!r} with momentum 0; set momentum"
-            )
+            raise ValueError(f"`nesterov` has no effect on {name!r} with momentum 0; set that")
         dtype = options["moment_dtype"]
         if dtype is not None and dtype.itemsize < 4:
             raise ValueError(
-                f"moment_dtype is {dtype.name}, which applies to the first moment, but {name!r} "
-                "with momentum 0 keeps none; set momentum, or moment_dtype='float32'"
+                f"`moment_dtype` is {dtype.name}, which applies to the first moment, but {name!r} "
+                "with momentum 0 keeps none; set `momentum`, or moment_dtype='float32'"
             )
     return options
 

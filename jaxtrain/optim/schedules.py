@@ -135,9 +135,7 @@ def step(
     check_number("factor", factor, low=0.0, open_low=True)
     edges = [check_integer("boundaries", b, low=warmup_steps) for b in boundaries]
     if not edges or any(a >= b for a, b in itertools.pairwise(edges)):
-        raise ValueError(
-            f"boundaries is {tuple(boundaries)}; it must be one or more increasing counts"
-        )
+        raise ValueError(f"`boundaries` is {tuple(boundaries)}; give one or more, increasing")
 
     def after(t: jax.Array) -> jax.Array:
         passed = jnp.searchsorted(jnp.asarray(edges) - warmup_steps, t, side="right")
@@ -189,7 +187,7 @@ def warmup_stable_decay(
     decay_steps = check_integer("decay_steps", decay_steps, low=1)
     if decay_steps > steps:
         raise ValueError(
-            f"decay_steps is {decay_steps}; only {steps} of the {total_steps} steps follow the "
+            f"`decay_steps` is {decay_steps}; only {steps} of the {total_steps} steps follow the "
             f"warm-up of {warmup_steps}"
         )
     check_choice("decay_shape", decay_shape, choices=("linear", "sqrt"))
@@ -307,7 +305,7 @@ def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
     warmup_steps = check_integer("warmup_steps", warmup_steps, low=0)
     if total_steps <= warmup_steps:
         raise ValueError(
-            f"total_steps is {total_steps}; it must be more than warmup_steps, {warmup_steps}"
+            f"total_steps is {total_steps}; it must be more than `warmup_steps`, {warmup_steps}"
         )
     return total_steps - warmup_steps
 

@@ -79,7 +79,7 @@ def skip_spikes(
 
     def update(updates, state, params=None, *, value=None, weight=1.0, **extra):
         if value is None:
-            raise ValueError("skip_spikes needs the loss: update(grads, state, params, value=loss)")
+            raise ValueError("`skip_spikes` needs a loss: call update(..., value=loss)")
         wide = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
         new = jnp.stack([jnp.asarray(value, jnp.float32), optax.tree.norm(wide)])
         limits = _limits(state, deviations)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.build import compile_eval, evaluate, make_experiment_mesh, make_state
 from jaxtrain.compare import command, turns
-from jaxtrain.experiment import compile_eval, evaluate, make_experiment_mesh, make_state
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
 from jaxtrain.sharding.rules import batch_sharding
@@ -28,14 +28,14 @@ def alone(experiment, steps):
             experiment.laid.loss_fn, experiment.laid.optimizer, policy=experiment.policy
         ),
         state,
-        experiment.batch,
+        experiment.data.batch,
         mesh=mesh,
     )
-    with experiment.train_batches(0, batch_sharding(mesh)) as stream:
+    with experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, steps):
             state, metrics = train(state, batch)
             losses.append(float(metrics["loss"]))
-    held_out = list(experiment.eval_batches(batch_sharding(mesh)))
+    held_out = list(experiment.data.eval_batches[""](batch_sharding(mesh)))
     step = compile_eval(experiment, state, held_out[0], mesh)
     return losses, float(evaluate(step, state, held_out)["loss"])
 

@@ -1,5 +1,6 @@
 """``jaxtrain parity``: it passes what is right, and names what is wrong where something is."""
 
+import dataclasses
 import math
 import re
 
@@ -12,6 +13,7 @@ import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.compare import parity
 from jaxtrain.models import decoder
+from jaxtrain.run.main import load_experiment
 from jaxtrain.sharding import collectives
 from jaxtrain.sharding.rules import Rules
 from tests import commands
@@ -96,7 +98,7 @@ def build(config):
         return contextlib.nullcontext(batches(start))
 
     row = jax.ShapeDtypeStruct((config.rows, 8), jnp.float32)
-    return jt.Experiment(
+    return jt.Experiment.of(
         name="mine", init_fn=init, loss_fn=loss_fn, has_model_state=True, steps=10,
         optimizer=optax.chain(
             optax.adam(1e-3), optax.GradientTransformation(lambda p: optax.EmptyState(), update)),
@@ -263,7 +265,7 @@ def test_both_sides_have_the_precision_that_is_asked_for(capsys, module, monkeyp
     ],
 )
 def test_a_fault_is_found_and_its_leaf_named(module, fault, layout, off, leaf):
-    experiment = cli.load_experiment(module, ["--fault", fault], command="parity")
+    experiment = load_experiment(module, ["--fault", fault], command="parity")
     one, many = parity.compare(experiment, layouts=["data=1", layout], steps=2)
     assert one.agrees(1e-6)
     found = {part for part, (error, _) in many.worst.items() if error > 1e-5}
@@ -288,7 +290,7 @@ def test_tolerance_decides(capsys, module):
 
 def test_the_experiments_own_mesh_comes_first(module):
     def layouts(*flags):
-        built = cli.load_experiment(module, flags, command="parity")
+        built = load_experiment(module, flags, command="parity")
         return list(parity.usual_layouts(built))
 
     usual = list(parity.LAYOUTS)
@@ -353,7 +355,7 @@ def test_a_missing_import_of_the_experiment_is_its_own_error(tmp_path, monkeypat
     (tmp_path / "broken.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        cli.load_experiment("broken", [], command="parity")
+        load_experiment("broken", [], command="parity")
 
 
 def test_worst_is_relative_and_sees_what_is_not_a_number():
@@ -380,17 +382,23 @@ def test_layers_are_compared_one_by_one_in_natural_order_and_cut():
         assert list(found["count"]) == ["count"]
 
 
+CUT = dataclasses.replace(decoder.stages(decoder.tiny()), stacked=jt.Stack(virtual=3))
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
         ({"rules": Rules(decoder.RULES)}, 6),
         ({"rules": Rules(stacked="layers")}, 0),
         ({"stages": decoder.stages(decoder.tiny()), "rules": Rules(stacked="layers")}, 6),
-        ({"stages": decoder.stages(decoder.tiny(), virtual=3)}, 6),
+        ({"stages": CUT}, 6),
     ],
 )
 def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
-    experiment = jt.Experiment("stacked", None, None, None, None, None, 1, **changes)
+    experiment = jt.Experiment.of(
+        **dict.fromkeys(("init_fn", "loss_fn", "optimizer", "batch", "train_batches")),
+        **{"name": "stacked", "steps": 1} | changes,
+    )
     params = {"blocks": {"q": np.zeros((6, 3, 3))}, "embed": np.zeros((6, 3))}
     if experiment.stack.key == "blocks":
         params = experiment.stack.cut(params)

@@ -75,7 +75,7 @@ def test_images_are_brought_to_a_size(tmp_path):
     assert open_images(tmp_path, size=6).shape == (6, 6, 3)
     found = open_images(tmp_path)
     with pytest.raises(
-        ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 3\): give im"
+        ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 3\): give `im"
     ):
         list(found.train) + list(found.held_out)
 

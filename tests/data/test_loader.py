@@ -498,9 +498,9 @@ def test_refusals(mesh):
     with pytest.raises(ValueError, match="has no rows"):
         eval_batches(Rows(0), 4)
     for make in (lambda n: Batches(rows, global_batch=n, seed=0), lambda n: eval_batches(rows, n)):
-        with pytest.raises(ValueError, match="global_batch is 0; give at least 1"):
+        with pytest.raises(ValueError, match="`global_batch` is 0; give at least 1"):
             make(0)
-    with pytest.raises(ValueError, match="seed is -1"):
+    with pytest.raises(ValueError, match="`seed` is -1"):
         Batches(rows, global_batch=1, seed=-1)
     batches = Batches(rows, global_batch=6, seed=0)
     with pytest.raises(ValueError, match="step is -1"):

@@ -80,9 +80,9 @@ def test_what_is_chosen_is_masked_replaced_or_left_in_the_shares_of_bert():
 
 def test_rates_and_lengths_that_are_none_are_refused():
     for rate in (0.0, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"mask_rate is .*; give a share above 0"):
+        with pytest.raises(ValueError, match=r"`mask_rate` is .*; give a share above 0"):
             masked(rate)
-    with pytest.raises(ValueError, match="seq_len is 2; give at least 3"):
+    with pytest.raises(ValueError, match="`seq_len` is 2; give at least 3"):
         fragments(2)
     with pytest.raises(ValueError, match="hold no text at all"):
         fragments(8, (0, 0))

@@ -137,8 +137,8 @@ def test_what_is_typed_is_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a=0.7:x,b=0.2:y", r"the shares in `data` sum to 0.9 from step 0 on, not to 1"),
-        ("a=0.5:x,b=0.5:y;9:a=0.5,b=0.4", "sum to 0.9 from step 9 on, not to 1"),
+        ("a=0.7:x,b=0.2:y", r"the shares in `data` sum to 0.9 from step 0, not to 1"),
+        ("a=0.5:x,b=0.5:y;9:a=0.5,b=0.4", "sum to 0.9 from step 9, not to 1"),
         ("a=0.7:x,b=0.3", "gives source 'b' no place or two"),
         ("a=0.7:x,b=0.3:y;5:a=0.7:z,b=0.3", "gives source 'a' no place or two"),
         ("a=0.7:x,a=0.3:y", "has the source 'a=0.3:y': write each once"),

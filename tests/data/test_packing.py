@@ -139,7 +139,7 @@ def test_nothing_to_train_on():
         tokenize([], ByteTokenizer())
     with pytest.raises(ValueError, match=r"2 document\(s\) hold no text"):
         PackedTokens(tokenize(documents_of([b"", b""]), ByteTokenizer()), 4)
-    with pytest.raises(ValueError, match="seq_len is 0"):
+    with pytest.raises(ValueError, match="`seq_len` is 0"):
         PackedTokens(tokenize(documents_of([b"ab"]), ByteTokenizer()), 0)
 
 

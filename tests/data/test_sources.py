@@ -322,7 +322,7 @@ def test_missing_things(tmp_path):
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"a.png' holds no file ending in \.txt"):
         text_folder(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="held_out is 1; give"):
+    with pytest.raises(ValueError, match="`held_out` is 1; give"):
         text_folder(tmp_path, held_out=1)
     with pytest.raises(ValueError, match=r"suffixes is '\.txt'; give several"):
         text_folder(tmp_path, suffixes=".txt")

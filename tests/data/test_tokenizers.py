@@ -375,7 +375,7 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
     source = Source("x", model, is_run=True)
     monkeypatch.setattr(generate.language, "open_source", lambda path, form: source)
     written = np.array([[2, 4, 1], [4, 2, 1]])
-    monkeypatch.setattr(generate, "compile_step", lambda *_, **options: lambda *_: written)
+    monkeypatch.setattr(generate.language, "write", lambda *_, **options: written)
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--tokens", "3"]
     generate.main(flags)
     assert [line for line in capsys.readouterr().out.splitlines() if "-" not in line] == [
@@ -411,3 +411,17 @@ def test_without_the_package(monkeypatch):
         SubwordTokenizer.train(TEXT, 300)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[text\]'"):
         SubwordTokenizer.load("any.json")
+
+
+def test_the_kind_of_a_decoder_is_not_read_from_what_it_replaces():
+    decoders, words = tokenizers.decoders, {"[UNK]": 0, "\u0120a": 1, "b": 2, "##c": 3}
+    unknown = {"unk_token": "[UNK]"}
+    for decoder, spelled in (
+        (decoders.Replace("ByteLevel", "WordPiece"), "\u0120a"),
+        (decoders.ByteLevel(), " a"),
+        (decoders.Sequence([decoders.Sequence([decoders.WordPiece("##")])]), " \u0120a"),
+    ):
+        theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, **unknown))
+        theirs.decoder = decoder
+        pieces = SubwordTokenizer(theirs, 0).token_pieces([1, 3])
+        assert pieces == [spelled.encode(), b"c" if spelled[:2] == " \u0120" else b"##c"]

@@ -50,7 +50,7 @@ def test_the_batches_are_the_source_s_own(rows):
         assert (batch["x"] == theirs.batch(step)["x"]).all()
         seen |= set(batch["process"].tolist())
     assert os.getpid() not in seen
-    with pytest.raises(ValueError, match="workers is 0; give at least 1"):
+    with pytest.raises(ValueError, match="`workers` is 0; give at least 1"):
         WorkerRows(Squares(), 0)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.bert import Config, build, class_of, largest_classes, outline, split_of
 from jaxtrain import data, hf
-from jaxtrain.experiment import make_experiment_mesh, make_state, rows_of
+from jaxtrain.build import make_experiment_mesh, make_state, rows_of
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.run import trained
 from jaxtrain.run.loop import fit
@@ -155,12 +155,12 @@ def test_labelled_rows_of_every_kind_are_the_same(tmp_path):
         labelled(tmp_path / kind / "train", kind, ROWS[:60])
         labelled(tmp_path / kind / "validation", kind, ROWS[60:])
         built.append(build(parse(Config, [*flags, str(tmp_path / kind)])))
-        rows[kind] = rows_of(next(iter(built[-1].eval_batches(None))))
+        rows[kind] = rows_of(next(iter(built[-1].data.eval_batches[""](None))))
         jax.tree.map(np.testing.assert_array_equal, rows[kind], rows["jsonl"])
-    assert len({str(each.fingerprints) for each in built[:3]}) == 1
-    assert built[0].config["special_tokens"]["id2label"] == {"0": "/", "1": "a", "2": "b"}
-    assert built[0].config["model"]["classes"] == 3
-    assert "60 rows of 60 texts to train on, 30 rows" in built[0].facts["text"]
+    assert len({str(each.metadata.fingerprints) for each in built[:3]}) == 1
+    assert built[0].metadata.config["special_tokens"]["id2label"] == {"0": "/", "1": "a", "2": "b"}
+    assert built[0].metadata.config["model"]["classes"] == 3
+    assert "60 rows of 60 texts to train on, 30 rows" in built[0].metadata.facts["text"]
     tokenizer = trained_tokenizer(built[0], tmp_path)
     batch, ids = rows["jsonl"], [tokenizer.special_id(b"[CLS]"), tokenizer.eod]
     for n in range(8):
@@ -179,7 +179,7 @@ def test_labelled_rows_of_every_kind_are_the_same(tmp_path):
 
 
 def trained_tokenizer(experiment, path):
-    (path / "tokenizer.json").write_text(experiment.files["tokenizer.json"])
+    (path / "tokenizer.json").write_text(experiment.metadata.files["tokenizer.json"])
     return data.SubwordTokenizer.load(path)
 
 
@@ -189,15 +189,15 @@ def test_classes_may_weigh_the_same_in_training_alone(tmp_path):
     path = labelled(tmp_path / "rows", "csv", rows)
     flags = [*SIZES, *SMALL, "--task", "classify", "--data", path]
     experiment = build(parse(Config, [*flags, "--class-weights", "--global-batch", "100"]))
-    with experiment.train_batches(0, None) as batches:
+    with experiment.data.train_batches(0, None) as batches:
         batch = next(batches)
-    assert experiment.config["special_tokens"]["id2label"] == {"0": "9", "1": "10"}
-    assert experiment.facts["not read"] == "the fields n"
+    assert experiment.metadata.config["special_tokens"]["id2label"] == {"0": "9", "1": "10"}
+    assert experiment.metadata.facts["not read"] == "the fields n"
     sums = [batch["mask"][batch["label"] == label].mean() for label in (0, 1)]
     shares = [np.mean(batch["label"] == label) for label in (0, 1)]
     # A batch of all of an epoch and a part of the next.
     assert sums[1] / sums[0] == pytest.approx(shares[0] / shares[1], rel=0.2)
-    (held_out,) = list(experiment.eval_batches(None))[:1]
+    (held_out,) = list(experiment.data.eval_batches[""](None))[:1]
     assert (rows_of(held_out)["mask"] == 1).all()
 
 
@@ -228,9 +228,9 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
 def test_the_outline_is_of_the_experiment_that_trains(folder, task):
     config = parse(Config, [*SIZES, *SMALL, "--data", folder, "--task", task, "--classes", "2"])
     step = build(config)
-    planned = outline(config, vocab_size=EncoderConfig(**step.config["model"]).vocab_size)
-    assert planned.batch == step.batch
-    assert planned.config["model"] == step.config["model"]
+    planned = outline(config, vocab_size=EncoderConfig(**step.metadata.config["model"]).vocab_size)
+    assert planned.data.batch == step.data.batch
+    assert planned.metadata.config["model"] == step.metadata.config["model"]
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_the_outline_is_of_the_experiment_that_trains(folder, task):
         (["--init-from", "{masked}", "--layers", "2"], "--layers 2 is not for --init-from"),
         (["--init-from", "{masked}", "--seq-len", "17"], "--seq-len 17 is more than the 16"),
         (["--mesh.tensor", "2", "--heads", "1"], "--mesh.tensor 2 does not divide 1 heads"),
-        (["--mask-rate", "1"], "mask_rate is 1.0; give a share"),
-        (["--classes", "1"], "--classes is 1: give at least 2"),
+        (["--mask-rate", "1"], "`mask_rate` is 1.0; give a share"),
+        (["--classes", "1"], "`classes` is 1: give at least 2"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(flags, message, folder, masked):

@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from experiments import bert, gpt, language, t5
 from jaxtrain import data, hf
+from jaxtrain.models import decoder
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.tree import named_leaves
@@ -51,18 +52,18 @@ def test_a_run_and_a_folder_begin_with_the_same_weights(name, begun):
     rows = {} if name == "t5" else {"seq_len": 20}
     for path in (begun[name].run, begun[name].folder):
         planned = experiment.outline(experiment.Config(init_from=path, tokenizer=tokenizer, **rows))
-        found = named_leaves(planned.params())
+        found = named_leaves(planned.task.params())
         assert found.keys() == own.keys()
         for leaf, value in found.items():
             cut = own[leaf][:20] if name == "gpt" and leaf == "embed/positions" else own[leaf]
             np.testing.assert_array_equal(np.asarray(value), cut, err_msg=leaf)
-        shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))
+        shapes = jax.eval_shape(planned.task.init_fn, jax.random.key(0))
         assert {n: x.shape for n, x in named_leaves(shapes).items()} == {
             n: x.shape for n, x in found.items()
         }
     planned = experiment.outline(
         experiment.Config(init_from=begun[name].run, tokenizer=tokenizer)
-    ).config
+    ).metadata.config
     assert language.tokenizer_name(experiment.Config(init_from=begun[name].run)) == "bytes"
     assert (planned["family"], planned["special_tokens"]) == ("own", {"eos_token_id": 3})
 
@@ -70,11 +71,14 @@ def test_a_run_and_a_folder_begin_with_the_same_weights(name, begun):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_perplexity_is_of_the_mean_loss_of_a_token_and_of_no_class(name):
     experiment, _ = MODELS[name]
-    derived = experiment.outline(experiment.Config(tokenizer="300")).derived
+    derived = experiment.outline(experiment.Config(tokenizer="300")).metadata.derived
     assert derived({"loss": 5.0, "z_loss": 0.5}) == {"perplexity": pytest.approx(math.exp(4.5))}
     assert derived({"loss": 1e4}) == {"perplexity": math.inf}
     if name == "bert":
-        assert experiment.outline(experiment.Config(task="classify")).derived({"loss": 1.0}) == {}
+        assert (
+            experiment.outline(experiment.Config(task="classify")).metadata.derived({"loss": 1.0})
+            == {}
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,5 +108,21 @@ def test_a_store_has_its_own_tokenizer(tmp_path):
     documents = [data.Document(str(i), b"12 34" * 99) for i in range(4)]
     split = data.Split(documents[1:], documents[:1])
     data.write_store(split, data.ByteTokenizer(), tmp_path / "store")
-    model = t5.outline(t5.Config(data=str(tmp_path / "store"))).config["model"]
+    model = t5.outline(t5.Config(data=str(tmp_path / "store"))).metadata.config["model"]
     assert model["vocab_size"] == 257 + t5.SENTINELS
+
+
+def test_the_fingerprint_of_a_model_is_of_what_its_weights_mean():
+    sizes = {"vocab_size": 400, "seq_len": 32, "layers": 2, "width": 16, "heads": 2}
+    plain = decoder.DecoderConfig(**sizes)
+    same = [{"remat": "full", "scan_unroll": 2, "attention": "xla", "dropout": 0.1}, {}]
+    other = [{"width": 32}, {"norm_eps": 1e-6}, {"window": 8}]
+    of = language.fingerprint_of
+    assert {of(dataclasses.replace(plain, **fields)) for fields in same} == {of(plain)}
+    assert len({of(dataclasses.replace(plain, **fields)) for fields in [*same, *other]}) == 4
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Later(decoder.DecoderConfig):
+        added: bool = False
+
+    assert of(Later(**sizes)) == of(plain) != of(Later(**sizes, added=True))

@@ -110,7 +110,7 @@ def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, 
     main(Config, build, [*begin, *more, "--run-dir", str(tmp_path / "name")])
     assert "exact name" in capsys.readouterr().out
     of_run, of_folder = (
-        outline(Config(init_from=str(folder), target_len=24)).params() for folder in (run, out)
+        outline(Config(init_from=str(folder), target_len=24)).task.params() for folder in (run, out)
     )
     jax.tree.map(np.testing.assert_array_equal, of_run, jax.tree.map(np.asarray, of_folder))
 
@@ -118,7 +118,7 @@ def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, 
 def test_held_out_functions_are_none_that_are_trained_on(code, tmp_path):
     """Without their names two of the three functions of each file are alike, and `go` is not."""
     config = {"task": "name", "tokenizer": "bytes", "source_len": 40, "target_len": 24}
-    text = build(Config(**config, data=code)).facts["text"]
+    text = build(Config(**config, data=code)).metadata.facts["text"]
     train, held_out = map(int, re.findall(r"(\d+) (?:functions|held out)", text))
     files = train // 3
     assert (train, held_out) == (3 * files, 12 - files)
@@ -130,20 +130,20 @@ def test_held_out_functions_are_none_that_are_trained_on(code, tmp_path):
 
 def test_flags_that_do_not_fit_are_refused(texts):
     small = {"source_len": 40, "data": texts, "tokenizer": "bytes"}
-    with pytest.raises(ValueError, match="target_len is 6, too short for the spans of source_len"):
+    with pytest.raises(ValueError, match="`target_len` is 6, too short for the spans of"):
         build(Config(**small, target_len=6))
     with pytest.raises(ValueError, match="--task name finds no function of Python in the"):
         build(Config(**small, target_len=24, task="name"))
     # Before anything is trained.
-    with pytest.raises(ValueError, match="--beams is 0: give at least 1"):
+    with pytest.raises(ValueError, match="`beams` is 0: give at least 1"):
         build(Config(**small, target_len=24, beams=0))
     with pytest.raises(ValueError, match="beams=400 must be from 1 to half of the vocabulary"):
         build(Config(**small, target_len=24, beams=400))
     with pytest.raises(ValueError, match=r"--mesh.tensor 3 does not divide 4 heads"):
         outline(Config(layout=jt.Layout.parse("tensor=3")))
     planned = outline(Config(model="flan-t5-small"))
-    assert planned.batch["source"].shape == (32, 512)
-    shapes = jax.eval_shape(planned.init_fn, jax.random.key(0))
+    assert planned.data.batch["source"].shape == (32, 512)
+    shapes = jax.eval_shape(planned.task.init_fn, jax.random.key(0))
     assert shapes["encoder"]["mlp"]["gate"]["kernel"].shape == (8, 512, 1024)
 
 
@@ -163,10 +163,10 @@ def test_rows_of_source_and_target_are_pairs(texts, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     flags = [*SMALL, "--task", "rows", "--data"]
     built = build(parse(Config, [*flags, str(tmp_path)]))
-    batch = next(iter(built.eval_batches(None)))
+    batch = next(iter(built.data.eval_batches[""](None)))
     assert batch["source"][0, :4].tolist() == [*b"60?", 256]
     assert batch["targets"][0, :3].tolist() == [*b"61", 256]
-    assert "60 rows to train on, 20 held out" in built.facts["text"]
+    assert "60 rows to train on, 20 held out" in built.metadata.facts["text"]
     with pytest.raises(ValueError, match="--task rows reads rows of source and target, and '"):
         build(parse(Config, [*flags, texts]))
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from experiments.vision import Config, build, confusion, load
 from jaxtrain import hf
-from jaxtrain.experiment import make_abstract_state, make_experiment_mesh, make_state, rows_of
+from jaxtrain.build import make_abstract_state, make_experiment_mesh, make_state, rows_of
 from jaxtrain.models import vit
 from jaxtrain.run import trained
 from jaxtrain.run.loop import RunOptions, fit
@@ -68,16 +68,18 @@ def test_a_folder_of_images_is_trained_on(tmp_path, capsys):
     plain, augmented = (
         build(parse(Config, [*flags[:6], *more])) for more in ([], ["--crop", "1", "--flip"])
     )
-    held_out = [rows_of(next(iter(each.eval_batches(None)))) for each in (plain, augmented)]
+    held_out = [
+        rows_of(next(iter(each.data.eval_batches[""](None)))) for each in (plain, augmented)
+    ]
     np.testing.assert_array_equal(*(each["image"] for each in held_out))
-    with plain.train_batches(0, None) as one, augmented.train_batches(0, None) as two:
+    with plain.data.train_batches(0, None) as one, augmented.data.train_batches(0, None) as two:
         one, two = next(one), next(two)
     np.testing.assert_array_equal(one["label"], two["label"])
     assert not np.array_equal(one["image"], two["image"])
     with pytest.raises(SystemExit):
         main(Config, build, ["--image-size", "4"])
     assert "--image-size is of files of images" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--crop is 8: images have 8 x 8 pixels; give less"):
+    with pytest.raises(ValueError, match="--crop is 8: images have 8x8 pixels; give less"):
         build(parse(Config, ["--crop", "8"]))
 
 
@@ -115,7 +117,7 @@ def test_a_vision_transformer_is_planned_as_it_trains():
     state = make_abstract_state(built, make_experiment_mesh(built))
     kernel = state.params["blocks"]["attn"]["q"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 64, 64)
-    assert built.batch["image"].shape == (128, 8, 8, 1)
+    assert built.data.batch["image"].shape == (128, 8, 8, 1)
 
 
 PIXELS = {"mean": [0.5, 0.25, 0.5], "std": [0.5, 0.5, 0.25]}
@@ -150,10 +152,10 @@ def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, ca
     assert labels == {"0": "0", "1": "1", "2": "2"}
     # A run and its export begin with the same weights and images.
     begun = [build(parse(Config, [*start, "--init-from", path])) for path in (run, str(out))]
-    expected, found = (hf.load(each.params()) for each in begun)
+    expected, found = (hf.load(each.task.params()) for each in begun)
     jax.tree.map(np.testing.assert_array_equal, expected, found)
     assert hf.pixels(out) == trained.stored(run)["pixels"] == PIXELS
-    rows = [rows_of(next(iter(each.eval_batches(None))))["image"] for each in begun]
+    rows = [rows_of(next(iter(each.data.eval_batches[""](None))))["image"] for each in begun]
     np.testing.assert_array_equal(*rows)
     pixels = np.load(pretrained / "images.npz")["images"] / 255
     normalized = (pixels - PIXELS["mean"]) / PIXELS["std"]

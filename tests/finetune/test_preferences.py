@@ -12,14 +12,16 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import data
-from jaxtrain.compare.parity import record_gradients, worst
+from jaxtrain.build import build_step, make_experiment_mesh, make_state
+from jaxtrain.compare.parity import worst
 from jaxtrain.data.chat import TEMPLATES
-from jaxtrain.experiment import Experiment, build_step, make_experiment_mesh, make_state
+from jaxtrain.experiment import Experiment
 from jaxtrain.finetune import preferences
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.stages import run_layers
 from tests import problems
+from tests.problems import record_gradients
 
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
@@ -117,7 +119,7 @@ def experiment_of(batch, **given):
     )
     given = {"gather": "model", "pipeline": {"microbatches": 4, "schedule": "1f1b"}} | given
     given = problems.with_layout(given)
-    return Experiment(
+    return Experiment.of(
         name="dpo",
         init_fn=both,
         loss_fn=jt.loss_from_stages(stages),
@@ -140,7 +142,7 @@ def trained(axes=(), accumulate=1):
     state = make_state(experiment, mesh)
     step = build_step(experiment, state, mesh)
     train = jt.compile_step(
-        step, state, batch, mesh=mesh, rules=experiment.rules, compiler_options=FAST
+        step, state, batch, mesh=mesh, rules=experiment.task.rules, compiler_options=FAST
     )
     for _ in range(STEPS):
         state, metrics = train(state, batch)

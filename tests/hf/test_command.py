@@ -13,7 +13,7 @@ import pytest
 from experiments.gpt import Config, build, generate, outline, prompt_of, sample
 from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
-from jaxtrain.experiment import make_experiment_mesh, make_state
+from jaxtrain.build import make_experiment_mesh, make_state
 from jaxtrain.hf import command, safetensors
 from jaxtrain.models import decoder
 from jaxtrain.run import trained
@@ -63,9 +63,9 @@ def save_run(path, experiment, params=None):
     if params is None:
         params = make_state(experiment, make_experiment_mesh(experiment)).params
     with Checkpointer(path / "checkpoints") as checkpoints:
-        config = json.loads(json.dumps(dict(experiment.config)))
+        config = json.loads(json.dumps(dict(experiment.metadata.config)))
         checkpoints.save(1, {"params": jax.device_get(params)}, config=config)
-    for name, text in experiment.files.items():
+    for name, text in experiment.metadata.files.items():
         (path / name).write_text(text)
 
 
@@ -98,7 +98,7 @@ def test_a_run_begins_from_a_folder_and_is_exported(folder, tokenizer, tmp_path,
     flags += ["--pipeline.schedule", "interleaved", "--pipeline.microbatches", "2"]
     config = parse(Config, [*flags, "--pipeline.virtual", "2"])
     experiment = build(config)
-    stored = experiment.config
+    stored = experiment.metadata.config
     assert stored["model"] == dataclasses.asdict(dataclasses.replace(MISTRAL, seq_len=8))
     assert (stored["family"], stored["tokenizer"]) == ("mistral", "tokenizer.json")
     state = make_state(experiment, make_experiment_mesh(experiment))
@@ -270,8 +270,8 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
     data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
     with pytest.raises(ValueError, match=r"310 tokens and the model in .* 300, and the former"):
         outline(Config(**given, tokenizer=str(more)))
-    assert outline(Config(**given)).config["model"]["vocab_size"] == 300
-    assert outline(Config(**given, dropout=0.5)).config["model"]["dropout"] == 0.5
+    assert outline(Config(**given)).metadata.config["model"]["vocab_size"] == 300
+    assert outline(Config(**given, dropout=0.5)).metadata.config["model"]["dropout"] == 0.5
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -307,7 +307,7 @@ def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tm
     assert text("<|39|>")["input_ids"] == [309]
     # What is begun from that run has them already.
     again = dataclasses.replace(config, init_from=str(tmp_path / "run"))
-    assert outline(again).config["model"]["vocab_size"] == size
+    assert outline(again).metadata.config["model"]["vocab_size"] == size
 
 
 def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):

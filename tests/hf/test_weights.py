@@ -16,6 +16,7 @@ from jaxtrain import hf
 from jaxtrain.hf import safetensors, weights
 from jaxtrain.hf.families import FAMILIES, family_for
 from jaxtrain.hf.table import REQUIRED, assemble
+from jaxtrain.host.paths import read_json
 from jaxtrain.models import decoder
 from jaxtrain.tree import named_leaves
 from tests.hf import models
@@ -189,8 +190,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family):
 
 
 def test_a_model_goes_to_the_first_family_that_has_it():
-    llama = decoder.llama_1b()
-    assert family_for(decoder.gpt2_124m()).name == "gpt2"
+    llama = decoder.PRESETS["llama-1b"]()
+    assert family_for(decoder.PRESETS["gpt2-124m"]()).name == "gpt2"
     assert family_for(llama).name == "llama"
     assert family_for(dataclasses.replace(llama, window=8)).name == "mistral"
     # Whose config of transformers does not want the heads to divide the width.
@@ -263,7 +264,7 @@ NORM = "model.layers.0.input_layernorm.weight"
         (
             {"num_hidden_layers": 10**9},
             {},
-            "has 11 tensors for the 1000000000 layers of its config",
+            "has 11 tensors for 1000000000 layers in config",
         ),
     ],
 )
@@ -315,9 +316,9 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
             hf.open_weights(folder)
     place = [b'{"x": ', b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}']
     for entries, message in (
-        (place[0] + place[1] + b', "y": ' + place[1] + b"}", "its tensors overlap, leave a hole"),
-        (place[0] + place[1].replace(b"0, 4", b"4, 8") + b"}", "its tensors overlap, leave a hole"),
-        (place[0] + place[1] + b"}", "its tensors overlap, leave a hole"),
+        (place[0] + place[1] + b', "y": ' + place[1] + b"}", "tensors overlap, leave a hole"),
+        (place[0] + place[1].replace(b"0, 4", b"4, 8") + b"}", "tensors overlap, leave a hole"),
+        (place[0] + place[1] + b"}", "tensors overlap, leave a hole"),
         (place[0] + place[1] + b", " + place[0][1:] + place[1] + b"}", "is not a safetensors file"),
         (place[0] + place[1].replace(b"[1]", b"[0, %d]" % 2**70) + b"}", "of 'x' say no place"),
         (place[0] + place[1].replace(b"[1]", b"%r" % ([1] * 100)) + b"}", "of 'x' say no place"),
@@ -343,9 +344,9 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no model.safetensors and no model"):
         hf.open_weights(folder)
     with pytest.raises(ValueError, match="holds a model already: give another folder"):
-        hf.save(folder, decoder.gpt2_124m(), {})
-    with pytest.raises(ValueError, match=r"'a' has the shape \[3\], and the config says None"):
-        hf.save(tmp_path / "new", decoder.gpt2_124m(), {"a": np.zeros(3)})
+        hf.save(folder, decoder.PRESETS["gpt2-124m"](), {})
+    with pytest.raises(ValueError, match=r"'a' has shape \[3\], and the config says None"):
+        hf.save(tmp_path / "new", decoder.PRESETS["gpt2-124m"](), {"a": np.zeros(3)})
 
 
 def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path):
@@ -402,7 +403,7 @@ def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):
     kinds = {name: ((size,), np.dtype("float32")) for name, size in (("a", 9), ("b", 1), ("c", 9))}
     values = ((name, np.ones(shape, dtype)) for name, (shape, dtype) in kinds.items())
     safetensors.write(tmp_path, kinds, values, max_shard_bytes=8)
-    places = safetensors.read_json(tmp_path / safetensors.INDEX)["weight_map"]
+    places = read_json(tmp_path / safetensors.INDEX)["weight_map"]
     assert places == {n: f"model-0000{i}-of-00003.safetensors" for i, n in enumerate("abc", 1)}
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 

@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jaxtrain as jt
-from jaxtrain.experiment import make_experiment_mesh, make_state
+from jaxtrain.build import make_experiment_mesh, make_state
 from jaxtrain.landscape.command import save_png
 from jaxtrain.run.folder import LANDSCAPE
 from jaxtrain.run.main import load_experiment
@@ -174,8 +174,8 @@ def test_a_pipeline_sees_the_same_landscape(capsys, texts, tmp_path):
     experiment = load_experiment("experiments.gpt", flags, command="test")
     state = make_state(experiment, make_experiment_mesh(experiment))
     with jt.Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
-        checkpoints.save(0, state, config=experiment.config)
-    (tmp_path / "run" / CONFIG).write_text(json.dumps(experiment.config))
+        checkpoints.save(0, state, config=experiment.metadata.config)
+    (tmp_path / "run" / CONFIG).write_text(json.dumps(experiment.metadata.config))
     piped = "--mesh.pipe 2 --pipeline.microbatches 2"
     piped += " --pipeline.schedule interleaved --pipeline.virtual 2"
     curves, values = [], []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.landscape.lines import (
-    Surroundings,
+    Subspace,
     build_losses,
     direction_to,
     moved,
@@ -37,7 +37,7 @@ def test_a_quadratic_is_a_paraboloid_on_any_line_and_plane(at_once):
 
     bare = {"model_state": None}
     state = state_of(direction(x_N)["params"])
-    around = Surroundings(state, tuple(map(direction, d_KN)))
+    around = Subspace(state, tuple(map(direction, d_KN)))
     losses = jax.jit(build_losses(build_eval_step(loss_fn), points_PK, at_once=at_once))
     batches = [{"weight": 3.0, "shift": 0.0}, {"weight": 1.0, "shift": 8.0}]
     found = sum((losses(around, batch) for batch in batches[1:]), losses(around, batches[0]))
@@ -97,7 +97,7 @@ def test_a_network_rescaled_has_the_same_landscape():
     curves = []
     for each in (params, scaled):
         state = state_of(each)
-        around = Surroundings(state, (random_direction(state, jax.random.key(0)),))
+        around = Subspace(state, (random_direction(state, jax.random.key(0)),))
         losses = jax.jit(build_losses(build_eval_step(loss_fn), points))(around, x_ND)
         curves.append(losses.means()["loss"])
     np.testing.assert_allclose(*curves, rtol=1e-5)

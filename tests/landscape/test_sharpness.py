@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from jaxtrain.experiment import Repeated, make_state
+from jaxtrain.build import make_state
+from jaxtrain.experiment import Repeated
 from jaxtrain.landscape.command import View
 from jaxtrain.landscape.sharpness import Curvature, build_product, largest_eigenvalue
 from jaxtrain.loss import WeightedLoss

@@ -156,7 +156,7 @@ def test_state_paths_end_in_the_parameter_path():
 
 
 def test_every_is_a_number_of_calls():
-    with pytest.raises(ValueError, match="every is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="`every` is 0; it must be at least 1"):
         accumulate(optax.sgd(0.1), every=0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import optim
-from jaxtrain.experiment import compile_eval, compile_train, make_experiment_mesh, make_state
+from jaxtrain.build import compile_eval, compile_train, make_experiment_mesh, make_state
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.tree import named_leaves
 from tests import problems
@@ -70,7 +70,7 @@ def test_parameters_of_half_precision_have_an_average_of_single():
 
 def test_what_cannot_be_averaged_is_named():
     for decay in (0.0, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"ema is {decay:g}; it must be above 0 and below 1"):
+        with pytest.raises(ValueError, match=f"`ema` is {decay:g}; it must be above 0 and below 1"):
             jt.make_optimizer("sgd", 0.1, ema=decay)
     tx = optim.ema(optax.sgd(1.0), DECAY)
     with pytest.raises(ValueError, match="ema averages the parameters: update"):

@@ -1,5 +1,6 @@
 """One table of tests over every optimizer: descent, stacking, freezing, accumulation, dtypes."""
 
+import functools
 import re
 
 import jax
@@ -376,27 +377,29 @@ def use_on(params, **options):
     ("build", "message"),
     [
         (lambda p: make_optimizer("adma", 0.1), "optimizer 'adma' is not one of sgd, momentum"),
-        (lambda p: make_optimizer("sgd", -0.1), "learning_rate is -0.1"),
-        (lambda p: make_optimizer("sgd", float("nan")), "learning_rate is nan"),
-        (lambda p: make_optimizer("sgd", jnp.ones(2)), "learning_rate is Array"),
-        (lambda p: make_optimizer("sgd", 0.1, weight_decay=-1), "weight_decay is -1"),
-        (lambda p: make_optimizer("sgd", 0.1, clip_norm=0), "clip_norm is 0; it must be above 0"),
-        (lambda p: make_optimizer("sgd", 0.1, accumulate=0), "accumulate is 0"),
-        (lambda p: make_optimizer("adam", 0.1, b1=1.0), "b1 is 1; it must be at least 0 and below"),
-        (lambda p: make_optimizer("adam", 0.1, eps=-1), "eps is -1"),
-        (lambda p: make_optimizer("adam", 0.1, nesterov=1), "nesterov is 1"),
-        (lambda p: make_optimizer("adam", 0.1, moment_dtype="int8"), "moment_dtype is 'int8'"),
-        (lambda p: make_optimizer("adam", 0.1, moment_dtype="?"), "moment_dtype is '?'"),
-        (lambda p: make_optimizer("muon", 0.1, ns_steps=0), "ns_steps is 0"),
-        (lambda p: make_optimizer("muon", 0.1, muon_scale="x"), "muon_scale is 'x'"),
-        (lambda p: make_optimizer("muon", 0.1, adam_ratio=0), "adam_ratio is 0"),
+        (lambda p: make_optimizer("sgd", -0.1), "`learning_rate` is -0.1"),
+        (lambda p: make_optimizer("sgd", float("nan")), "`learning_rate` is nan"),
+        (lambda p: make_optimizer("sgd", jnp.ones(2)), "`learning_rate` is Array"),
+        (lambda p: make_optimizer("sgd", 0.1, weight_decay=-1), "`weight_decay` is -1"),
+        (lambda p: make_optimizer("sgd", 0.1, clip_norm=0), "`clip_norm` is 0; it must be above 0"),
+        (lambda p: make_optimizer("sgd", 0.1, accumulate=0), "`accumulate` is 0"),
+        (lambda p: use_on(p, accumulate_ramp=[3]), "`accumulate_ramp` is [3]: write pairs"),
+        (lambda p: use_on(p, accumulate_ramp=[(3, 1, 2)]), "`accumulate_ramp` is [(3, 1, 2)]"),
+        (lambda p: make_optimizer("adam", 0.1, b1=1.0), "`b1` is 1; it must be at least 0 and"),
+        (lambda p: make_optimizer("adam", 0.1, eps=-1), "`eps` is -1"),
+        (lambda p: make_optimizer("adam", 0.1, nesterov=1), "`nesterov` is 1"),
+        (lambda p: make_optimizer("adam", 0.1, moment_dtype="int8"), "`moment_dtype` is 'int8'"),
+        (lambda p: make_optimizer("adam", 0.1, moment_dtype="?"), "`moment_dtype` is '?'"),
+        (lambda p: make_optimizer("muon", 0.1, ns_steps=0), "`ns_steps` is 0"),
+        (lambda p: make_optimizer("muon", 0.1, muon_scale="x"), "`muon_scale` is 'x'"),
+        (lambda p: make_optimizer("muon", 0.1, adam_ratio=0), "`adam_ratio` is 0"),
         (
             lambda p: make_optimizer("adafactor", 0.1, clipping_threshold=0),
-            "clipping_threshold is 0",
+            "`clipping_threshold` is 0",
         ),
         (
             lambda p: make_optimizer("rmsprop", 0.1, nesterov=True),
-            "nesterov=True has no effect on 'rmsprop' with momentum 0",
+            "`nesterov` has no effect on 'rmsprop' with momentum 0",
         ),
         (
             lambda p: make_optimizer("adafactor", 0.1, moment_dtype="bfloat16"),
@@ -404,45 +407,45 @@ def use_on(params, **options):
         ),
         (
             lambda p: make_optimizer("muon", 0.1, muon_mask=("bias",), stacked=STACKED).init(p),
-            "muon_mask selects parameter 'blocks/bias', whose shape per layer is (6,)",
+            "`muon_mask` selects parameter 'blocks/bias', whose shape per layer is (6,)",
         ),
-        (lambda p: use_on(p, stacked=("^block/",)), "stacked pattern '^block/' matches no param"),
-        (lambda p: use_on(p, freeze=("embed",)), "freeze pattern 'embed' matches no parameter"),
-        (lambda p: use_on(p, freeze="head"), "freeze is the string 'head'; write ('head',)"),
-        (lambda p: use_on(p, freeze=("",)), "freeze freezes every parameter"),
-        (lambda p: use_on(p, decay_mask=("nope",)), "decay_mask pattern 'nope' matches no"),
+        (lambda p: use_on(p, stacked=("^block/",)), "`stacked` pattern '^block/' matches no param"),
+        (lambda p: use_on(p, freeze=("embed",)), "`freeze` pattern 'embed' matches no parameter"),
+        (lambda p: use_on(p, freeze="head"), "`freeze` is the string 'head'; write ('head',)"),
+        (lambda p: use_on(p, freeze=("",)), "`freeze` freezes every parameter"),
+        (lambda p: use_on(p, decay_mask=("nope",)), "`decay_mask` pattern 'nope' matches no"),
         (
             lambda p: use_on(p, freeze=lambda p: jax.tree.map(lambda _: False, p)),
-            "freeze selects no parameter; the paths are like 'blocks/attn/w'",
+            "`freeze` selects no parameter; the paths are like 'blocks/attn/w'",
         ),
         (
             lambda p: use_on(p, rate_multipliers=[("hed", 0.5)]),
-            "rate_multipliers pattern 'hed' matches no parameter",
+            "`rate_multipliers` pattern 'hed' matches no parameter",
         ),
         (
             lambda p: use_on(p, decay_multipliers=[("head", -1.0)]),
-            "decay_multipliers of parameter 'head/w' is -1; it must be at least 0 and finite",
+            "`decay_multipliers` of parameter 'head/w' is -1; it must be at least 0 and finite",
         ),
         (
             lambda p: use_on(p, rate_multipliers=("head", 0.5)),
-            "rate_multipliers is ('head', 0.5); write pairs: (('^head/', 0.5),)",
+            "`rate_multipliers` is ('head', 0.5); write pairs: (('^head/', 0.5),)",
         ),
-        (lambda p: use_on(p, rate_multipliers=0.5), "rate_multipliers is 0.5; write pairs"),
-        (lambda p: use_on(p, decay_multipliers=None), "decay_multipliers is None; write pairs"),
+        (lambda p: use_on(p, rate_multipliers=0.5), "`rate_multipliers` is 0.5; write pairs"),
+        (lambda p: use_on(p, decay_multipliers=None), "`decay_multipliers` is None; write pairs"),
         (
             lambda p: use_on(p, rate_multipliers=[("blocks", [1, 2, 3])], stacked=STACKED),
-            "rate_multipliers of parameter 'blocks/attn/w' has shape (3,); it must be a number, or "
-            "one for each of its 2 layers",
+            "`rate_multipliers` of parameter 'blocks/attn/w' has shape (3,); it must be a number, "
+            "or one for each of its 2 layers",
         ),
         (
             lambda p: use_on(p, rate_multipliers=[("head", [1, 2])], stacked=STACKED),
             "'head/w' has shape (2,); it must be a number, for it is not stacked",
         ),
         (lambda p: use_on(p, lerning_rate=None), "has no option lerning_rate (given None)"),
-        (lambda p: use_on(p, trust_mask=("nope",)), "trust_mask pattern 'nope' matches no"),
+        (lambda p: use_on(p, trust_mask=("nope",)), "`trust_mask` pattern 'nope' matches no"),
         (
             lambda p: use_on(p, decay_mask=lambda p: {"head": {"w": True}}),
-            "decay_mask must return a tree of bools with the structure of the parameters; "
+            "`decay_mask` must return a tree of bools with the structure of the parameters; "
             "they differ at 'blocks/attn/w'",
         ),
     ],
@@ -619,3 +622,31 @@ def test_clips_ramps_and_plateaus_are_the_same_on_a_mesh(sizes):
     assert_close(alone, apart, rtol=1e-4, atol=1e-6)
     assert_close(rates, others, rtol=1e-6)
     assert rates[-1][0] < 0.05
+
+
+@every_optimizer
+def test_a_step_has_a_derivative_where_gradients_are_0(name):
+    """Of a whole parameter, and of one of its entries; by the loss that follows two steps."""
+    start = {"w": jnp.asarray(np.random.default_rng(7).normal(size=(4, 4)), jnp.float32)}
+    start["unused"] = jnp.ones((3, 3))
+    mask = jnp.ones((4, 4)).at[1, 2].set(0.0)
+
+    def loss_of(params):
+        return jnp.sum(mask * params["w"] ** 2) + 0.0 * jnp.sum(params["unused"])
+
+    def after_two(params, rate, options):
+        tx = make_optimizer(name, rate, **options)
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(jax.grad(loss_of)(params), state, params)
+            params = optax.apply_updates(params, updates)
+        return loss_of(params)
+
+    for options in ({}, {"min_dim_size_to_factor": 2}) if name == "adafactor" else ({},):
+        slopes = jit(jax.grad(functools.partial(after_two, options=options), (0, 1)))(start, 0.02)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+        assert float(slopes[1]) != 0
+        if name == "adafactor":
+            h = 1e-3
+            above, below = (after_two(start, 0.02 + x, options) for x in (h, -h))
+            np.testing.assert_allclose(slopes[1], (above - below) / (2 * h), rtol=0.02)

@@ -94,9 +94,9 @@ def test_errors_name_the_parameter_or_pattern():
     params = nested({"blocks/w": (4,)})
     with pytest.raises(ValueError, match=r"'blocks/w' has shape \(4,\), too few axes for the 2"):
         stacked_axes(params, {"blocks": 2})
-    with pytest.raises(ValueError, match=r"stacked is the string 'blocks'; write \('blocks',\)"):
+    with pytest.raises(ValueError, match=r"`stacked` is the string 'blocks'; write \('blocks',\)"):
         stacked_axes(params, "blocks")
-    with pytest.raises(ValueError, match=r"stacked\['blocks'\] is -1"):
+    with pytest.raises(ValueError, match=r"`stacked\['blocks'\]` is -1"):
         stacked_axes(params, {"blocks": -1})
     with pytest.raises(ValueError, match=r"pattern '\(' is not a regex"):
         by_path(("(",))

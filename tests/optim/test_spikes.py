@@ -150,8 +150,8 @@ def test_frozen_parameters_count_in_no_norm():
 def test_a_loss_is_needed_and_the_number_is_checked():
     tx = jt.make_optimizer("sgd", 1.0, skip_spikes=3.0)
     params = {"w": jnp.ones(1)}
-    with pytest.raises(ValueError, match="skip_spikes needs the loss"):
+    with pytest.raises(ValueError, match="`skip_spikes` needs a loss"):
         tx.update(params, tx.init(params), params)
     for bad in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="skip_spikes is"):
+        with pytest.raises(ValueError, match="`skip_spikes` is"):
             jt.make_optimizer("sgd", 1.0, skip_spikes=bad)

@@ -227,9 +227,9 @@ def test_a_run_that_does_not_watch_keeps_nothing_and_the_arguments_are_checked()
     nothing = jt.make_optimizer("sgd", RATE, watch_every=0).init(params)
     assert told(nothing) == {}
     assert "norms" not in str(jax.tree.structure(nothing))
-    with pytest.raises(ValueError, match="watch_every is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match="`watch_every` is -1; it must be at least 0"):
         jt.make_optimizer("sgd", RATE, watch_every=-1)
-    with pytest.raises(ValueError, match="watch_bins is 9 and watch_every 0: give that, too"):
+    with pytest.raises(ValueError, match="`watch_bins` is 9 and `watch_every` 0: give that, too"):
         jt.make_optimizer("sgd", RATE, watch_bins=9)
     tx = watch(optax.sgd(RATE), every=1)
     with pytest.raises(ValueError, match="watch measures the parameters"):
