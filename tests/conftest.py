@@ -76,6 +76,9 @@ def pytest_configure(config):
     # By their number of tests, files that start processes for a minute each would come last, and
     # one of two workers would wait for the other.
     config.option.loadscopereorder = False
+    # By default pytest-xdist starts another worker for one that crashed, and then waits for ever.
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
     if not hasattr(config, "workerinput") and hasattr(config, "cache"):
         config.pluginmanager.register(_Skipped(config.cache))
 
