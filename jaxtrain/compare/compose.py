@@ -3,39 +3,33 @@
 A capability is a small change of an experiment, as flags that anyone can type
 (:mod:`jaxtrain.compare.capabilities`). The experiment with two of them is trained for a few steps
 on one device, and on the mesh that the two ask for, as ``jaxtrain parity`` does: loss, gradients,
-parameters and the state of the optimizer are compared. A run that is interrupted and resumed is
-compared with one that is not, to the bit, and one of several steps per call with one of single
-steps.
+parameters and the state of the optimizer are compared. Some have a check of whole runs instead
+(:mod:`jaxtrain.compare.whole_runs`): one that is interrupted and resumed is compared with one that
+is not, to the bit, and so are the weights that it exports and the tokens that its model writes.
 
 So each cell is *equal*, *refused* in one sentence that names both, or a *fault*: a wrong number, a
 crash, or a refusal that does not say what does not fit. What needs hardware that is not here says
 so. ``jaxtrain compose`` prints the faults, and writes the table and a page.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
-import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtrain.compare import parity
 from jaxtrain.compare.capabilities import Capability, Together, together
+from jaxtrain.compare.whole_runs import Errors
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import Layout
-from jaxtrain.run.loop import fit
 from jaxtrain.run.main import build_experiment, load_config
-from jaxtrain.run.options import RunOptions
-from jaxtrain.tree import named_leaves
 
 STEPS = 2
 
@@ -125,10 +119,14 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
             yield refused(cell, str(error))
         else:
             laid.append((cell, layout))
-    yield from _compared(experiment, [each for each in laid if not each[0].runs])
+    yield from _compared(experiment, [each for each in laid if not each[0].checks])
     for cell, layout in laid:
-        if cell.runs:
-            yield _tried(cell, functools.partial(_run, cell, experiment, layout))
+        if cell.checks:
+            yield _tried(cell, functools.partial(_checked, cell, experiment, layout))
+
+
+def _checked(cell: Together, experiment: Experiment, layout: Layout) -> Errors:
+    return {part: x for check in cell.checks for part, x in check(experiment, layout).items()}
 
 
 def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) -> Iterator[Cell]:
@@ -139,7 +137,7 @@ def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) 
     def reference(microbatches: int) -> Any:
         return parity.run_one_device(parity.compile_on(experiment, alone, microbatches), STEPS)
 
-    def errors(program: Future, microbatches: int) -> Mapping[str, tuple[float, str]]:
+    def errors(program: Future, microbatches: int) -> Errors:
         return parity.run_layout(program.result(), reference(microbatches))
 
     with ThreadPoolExecutor(parity.COMPILERS) as pool:
@@ -156,7 +154,7 @@ def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) 
                 yield _tried(cell, functools.partial(errors, program, number))
 
 
-def _tried(cell: Together, errors: Callable[[], Mapping[str, tuple[float, str]]]) -> Cell:
+def _tried(cell: Together, errors: Callable[[], Errors]) -> Cell:
     """The cell of what ``errors`` gives, refuses or breaks by."""
     start = time.perf_counter()
     try:
@@ -178,31 +176,3 @@ def refused(cell: Together, sentence: str) -> Cell:
     fits = all(each.named_in(sentence) for each in cell.chosen) and "\n" not in sentence
     text = sentence if fits else f"a refusal that does not name both: {sentence}"
     return Cell(cell.names, "refused" if fits else "fault", text, cell.command)
-
-
-def _run(cell: Together, experiment: Experiment, layout: Layout) -> Mapping[str, Any]:
-    """Compares a run that is resumed, or takes several steps per call, with one that does neither:
-    to the bit where it is resumed alone."""
-    others = layout.mesh.devices // layout.mesh.data
-    layout = layout.with_({"mesh.data": len(jax.devices()) // others})
-    single = layout.with_({"steps_per_call": 1})
-
-    def run(folder: str, layout: Layout, steps: int, **options: Any) -> Any:
-        given = RunOptions(run_dir=folder, log_every=2, sample_seconds=0, **options)
-        return jax.device_get(fit(experiment.with_(layout=layout, steps=steps), given).state)
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        whole = run(f"{folder}/whole", single, 4)
-        if cell.resumes:
-            run(f"{folder}/parts", layout, 2)
-        found = run(f"{folder}/parts", layout, 4, resume=cell.resumes)
-    found, whole = ({n: _numbers(x) for n, x in named_leaves(x).items()} for x in (found, whole))
-    if layout != single:
-        return {"run": parity.worst(found, whole)}
-    off = [name for name in whole if not np.array_equal(found[name], whole[name], equal_nan=True)]
-    return {"bits": (float(bool(off)), next(iter(off), ""))}
-
-
-def _numbers(x: Any) -> np.ndarray:
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)

@@ -1,0 +1,99 @@
+"""Whole runs that cells of the composition table compare: resumed, in calls of several steps, and
+what becomes of their weights."""
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jaxtrain import hf
+from jaxtrain.compare import parity
+from jaxtrain.compile import compile_step
+from jaxtrain.experiment import Experiment
+from jaxtrain.layout import Layout
+from jaxtrain.models import generate
+from jaxtrain.run import trained
+from jaxtrain.run.loop import fit
+from jaxtrain.run.options import RunOptions
+from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.state import TrainState
+from jaxtrain.tree import PyTree, named_leaves
+
+STEPS = 4
+NEW_TOKENS = 6
+Errors = Mapping[str, tuple[float, str]]
+"""The largest error of each part that is compared, and the leaf that has it."""
+Check = Callable[[Experiment, Layout], Errors]
+
+
+def resumed(experiment: Experiment, layout: Layout) -> Errors:
+    """Compares a run that is interrupted and resumed with one that is not, to the bit."""
+    with _folder() as folder:
+        whole = _run(experiment, layout, f"{folder}/whole")
+        _run(experiment, layout, f"{folder}/parts", steps=STEPS // 2)
+        return _bits(_run(experiment, layout, f"{folder}/parts", resume=True), whole)
+
+
+def in_calls(experiment: Experiment, layout: Layout) -> Errors:
+    """Compares a run of several steps per call with one of single steps."""
+    with _folder() as folder:
+        found = _run(experiment, layout, f"{folder}/calls")
+        single = _run(experiment, layout.with_({"steps_per_call": 1}), f"{folder}/single")
+    return {"run": parity.worst(_numbers(found), _numbers(single))}
+
+
+def generated(experiment: Experiment, layout: Layout) -> Errors:
+    """Compares the tokens that a run's model writes on one device and on a mesh."""
+    with _folder() as folder:
+        _run(experiment, layout, folder)
+        model, params, _ = trained.load(folder)
+        mesh = make_mesh(fsdp=-1, tensor=layout.mesh.tensor)
+        _, placed, _ = trained.load(folder, mesh=mesh)
+    asked = np.random.default_rng(0).integers(0, model.vocab_size, (len(jax.devices()), 4))
+    asked = generate.prompts(model, asked, max_new_tokens=NEW_TOKENS, temperature=0)
+    step = generate.generate_step(model, max_new_tokens=NEW_TOKENS)
+    state = generate.Weights(placed)
+    written = compile_step(step, state, asked, mesh=mesh, donate=False)(state, asked)
+    return _bits({"tokens": written}, {"tokens": jax.jit(step)(generate.Weights(params), asked)})
+
+
+def exported(experiment: Experiment, layout: Layout) -> Errors:
+    """Compares a run's weights with those of the Hugging Face folder that is written of it, to the
+    bit."""
+    with _folder() as folder:
+        _run(experiment, layout, folder)
+        model, params, _ = trained.load(folder)
+        hf.save(f"{folder}/hf", model, params, family=trained.stored(folder).get("family"))
+        return _bits(hf.load(hf.open_weights(f"{folder}/hf")), params)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        yield folder
+
+
+def _run(
+    experiment: Experiment, layout: Layout, folder: str, *, steps: int = STEPS, resume: bool = False
+) -> TrainState:
+    """Trains on all devices and returns the state, on the host."""
+    others = layout.mesh.devices // layout.mesh.data
+    layout = layout.with_({"mesh.data": len(jax.devices()) // others})
+    given = RunOptions(run_dir=folder, log_every=2, sample_seconds=0, resume=resume)
+    return jax.device_get(fit(experiment.with_(layout=layout, steps=steps), given).state)
+
+
+def _bits(found: PyTree, expected: PyTree) -> Errors:
+    found, expected = _numbers(found), _numbers(expected)
+    same = lambda name: np.array_equal(found[name], expected[name], equal_nan=True)  # noqa: E731
+    off = [name for name in expected if not same(name)]
+    return {"bits": (float(bool(off)), next(iter(off), ""))}
+
+
+def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
+    is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    named = named_leaves(tree).items()
+    return {name: np.asarray(jax.random.key_data(x) if is_key(x) else x) for name, x in named}
