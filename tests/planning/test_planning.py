@@ -427,6 +427,7 @@ def test_after_a_run(monkeypatch):
 def test_the_command_searches(capsys):
     target = ("plan", "experiments.gpt", "--target", "h100:1x4", "--search")
     flags = "--layers 2 --width 64 --heads 4 --seq-len 32 --optimizer.name adamw --precision bf16"
+    flags += " --search-seconds 1800"  # a search whose time is over ends its process
     # Without compiling, which needs the GPU compiler.
     status, out, _ = run(capsys, *target, "--compile-best", "0", "--json", *flags.split())
     found = json.loads(out)
