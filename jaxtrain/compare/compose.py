@@ -87,9 +87,10 @@ def compose(cells: Iterable[Together]) -> Iterator[Cell]:
     by_task: dict[tuple, list[Together]] = {}
     for cell in cells:
         by_task.setdefault(cell.shared, []).append(cell)
-    for those in by_task.values():
+    for number, those in enumerate(by_task.values()):
         yield from _try_task(those)
-        jax.clear_caches()
+        if number % 16 == 15:  # small programs are shared; all of them would fill the memory
+            jax.clear_caches()
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:

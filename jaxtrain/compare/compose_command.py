@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import os
 import pathlib
 import random
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import tyro
 
 import jaxtrain
@@ -60,6 +62,11 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
             print(f"{each.group:12} {each.name:28} {how or each.module or ''}")
         return 0
     cells = _chosen(options, all_of)
+    # What is compiled beside the steps (the state that they begin with) takes as long as these.
+    quick = parity.COMPILER_OPTIONS | {"xla_cpu_collective_call_terminate_timeout_seconds": 600}
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick.items())
+    if jax.__version_info__ < (0, 11):  # XLA ends a process for a flag that it does not know
+        os.environ.setdefault("XLA_FLAGS", flags)
     simulate_devices(parity.DEVICES)
     found = []
     for cell in _shown(compose.compose(cells), len(cells)):
