@@ -98,8 +98,8 @@ def build_train_step(
         gather=gather,
         engine=engine,
     )
-    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
-    return build_update(built, optimizer, policy=policy, norms=norms, **pinned)
+    pin = constrain_tree(gradient_shardings)
+    return build_update(built, optimizer, policy=policy, norms=norms, constrain=pin)
 
 
 def build_engine(
@@ -128,9 +128,7 @@ def build_engine(
     )
     built = engine(loss_fn, accumulate) if engine.accumulates else engine(loss_fn)
     if accumulate > 1 and not engine.accumulates:
-        pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
-        pinned = {} if pins is None else {"constrain": pins}
-        built = accumulated(loss_fn, accumulate, engine=engine, **pinned)
+        built = accumulated(loss_fn, accumulate, constrain_tree(gradient_shardings), engine=engine)
     reduced = reduced_once(
         built,
         loss_fn,
