@@ -48,7 +48,7 @@ def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     if start is None:
         return state
     shapes = jax.eval_shape(start, state)
-    return shapes_on(shapes, _places(experiment, shapes, mesh))
+    return shapes_on(shapes, train_state_shardings(shapes, mesh, **_placing(experiment)))
 
 
 def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
@@ -63,7 +63,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     )
     if start is None:
         return state
-    places = _places(experiment, jax.eval_shape(start, state), mesh)
+    places = train_state_shardings(jax.eval_shape(start, state), mesh, **_placing(experiment))
     return jax.jit(start, out_shardings=places)(state)
 
 
@@ -392,11 +392,6 @@ def _of_pipeline(experiment: Experiment) -> dict[str, Any]:
     chosen = experiment.layout.pipeline
     sizes = {"microbatches": chosen.microbatches, "virtual": experiment.stack.virtual}
     return {"schedule": chosen.schedule} | sizes
-
-
-def _places(experiment: Experiment, state: TrainState, mesh: Mesh) -> TrainState:
-    """Returns the shardings of a state that a method has started."""
-    return train_state_shardings(state, mesh, **_placing(experiment))
 
 
 def _placing(experiment: Experiment) -> dict[str, Any]:

@@ -148,12 +148,8 @@ def peak_bytes(compiled: Any) -> int:
       compiled: ``jax.jit(f).lower(...).compile()``.
     """
     sizes = compiled.memory_analysis()
-    total = (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        + sizes.temp_size_in_bytes
-        - sizes.alias_size_in_bytes
-    )
+    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    total += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     placed = jax.tree.leaves(compiled.output_shardings)
     # The CPU compiler's own figure leaves temporaries out, and others count what is on the host;
     # another backend may state none.

@@ -38,6 +38,8 @@ differentiated_twice = jax.make_user_context(False)
 # The scope, in the traced program, of what a chip's fused kernel computes without memory traffic
 # (planning reads it).
 KERNEL_SCOPE = "fused_attention"
+# Begins the scopes of :func:`branch_shares`.
+BRANCH_SHARES = "branch_shares_"
 
 _log = logging.getLogger(__name__)
 _say_once = functools.cache(_log.warning)
@@ -48,7 +50,7 @@ def branch_shares(*counts: int) -> Any:
 
     Planning weighs the sides by these counts instead of counting the larger one.
     """
-    return jax.named_scope("branch_shares_" + "_".join(map(str, counts)))
+    return jax.named_scope(BRANCH_SHARES + "_".join(map(str, counts)))
 
 
 def shares_of(scope: str) -> list[float] | None:
@@ -57,7 +59,7 @@ def shares_of(scope: str) -> list[float] | None:
     >>> shares_of("jit(step)/branch_shares_1_3/cond")
     [0.25, 0.75]
     """
-    found = re.search(r"branch_shares_([\d_]+)", scope)
+    found = re.search(rf"{BRANCH_SHARES}([\d_]+)", scope)
     counts = [int(count) for count in found[1].split("_")] if found else []
     return [count / sum(counts) for count in counts] or None
 
