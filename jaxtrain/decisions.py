@@ -64,7 +64,7 @@ class Why(enum.Enum):
     WHOLE_TILES = "rows whose length is a multiple of {lanes}, and it is {length}"
     WHOLE_ROWS = "whole rows on every device, and mesh axis 'context' splits them"
     DIVISIBLE = "{what} that mesh axes {axes} of size {parts} divide, and they are {size}"
-    ONE_GRADIENT = "a gradient that is not differentiated again"
+    ONE_GRADIENT = "a gradient that is taken once, for its own has no derivative"
 
     def __call__(self, **facts: Any) -> "Reason":
         return Reason(self, facts)
