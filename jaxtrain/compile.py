@@ -53,7 +53,7 @@ class Check:
     holds: bool | None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class CompiledStep:
     """A compiled step, called like the function it came from.
 
