@@ -135,7 +135,7 @@ def build(config: Config) -> jt.Experiment:
     return step.with_(
         **config.batches_of(text.train, text.held_out),
         **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
-        facts=language.facts(config, model, facts(config, text), length=row_length(config, model)),
+        facts=language.facts(config, model, facts(config, text)),
         conclude=functools.partial(conclude, config, model, text),
     )
 

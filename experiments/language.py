@@ -25,8 +25,6 @@ from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
 from jaxtrain.models.generate import Weights, generate_step, prompts
-from jaxtrain.ops.attention import explain_choice
-from jaxtrain.precision import Policy
 from jaxtrain.run import trained
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
@@ -381,13 +379,8 @@ def fingerprint_of(model: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def facts(
-    config: Config, model: Any, own: Mapping[str, str], *, length: int, **shape: Any
-) -> dict[str, str]:
-    """Returns the header's facts about the model, and ``own``: the experiment's about its text.
-
-    ``length`` and ``shape`` are for :func:`jaxtrain.ops.attention.explain_choice`.
-    """
+def facts(config: Config, model: Any, own: Mapping[str, str]) -> dict[str, str]:
+    """Returns the header's facts about the model, and ``own``: the experiment's about its text."""
     millions = config.models.parameter_count(model) / 1e6
     depths = [getattr(model, name, None) for name in ("layers", "decoder_layers")]
     return {
@@ -396,17 +389,6 @@ def facts(
         f"{model.heads} heads, {model.positions} positions, {model.norm}, {model.mlp}, "
         f"{model.vocab_size:,} tokens",
         **own,
-        "attention": explain_choice(
-            config.layout.attention or model.attention,
-            dtype=Policy.named(config.precision).compute_dtype,
-            head_dim=model.block.head_dim,
-            length=length,
-            dropout=model.attention_dropout,
-            window=model.window,
-            causal=model.block.causal,
-            softcap=model.attention_softcap,
-            **shape,
-        ),
         "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
     }
 

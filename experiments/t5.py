@@ -119,13 +119,10 @@ def build(config: Config) -> jt.Experiment:
     config = config.of_rows(train)
     step = outline(config, vocab_size=text.tokenizer.vocab_size)
     fingerprints = {"text": train.fingerprint, "held_out_text": held_out.fingerprint}
-    facts = language.facts(
-        config, model, own, length=model.source_len, only_xla="attention without a bias"
-    )
     return step.with_(
         **config.batches_of(train, held_out),
         **language.of_text(config, step, text.tokenizer, fingerprints),
-        facts=facts,
+        facts=language.facts(config, model, own),
         conclude=functools.partial(conclude, config, model, text.tokenizer, train, held_out),
     )
 

@@ -10,12 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.decisions import Gathered, Kind, Reason, Why
 from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
 from jaxtrain.engines.plain import plain
 from jaxtrain.engines.reduction import kept_by_gathering, why_not
 from jaxtrain.experiment import Experiment, Repeated
 from jaxtrain.host.chips import chip_of
-from jaxtrain.host.memory import human_bytes
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.optim import averaged
@@ -48,7 +48,7 @@ def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     if start is None:
         return state
     shapes = jax.eval_shape(start, state)
-    return shapes_on(shapes, _places(experiment, shapes, mesh))
+    return shapes_on(shapes, train_state_shardings(shapes, mesh, **_placing(experiment)))
 
 
 def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
@@ -63,7 +63,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     )
     if start is None:
         return state
-    places = _places(experiment, jax.eval_shape(start, state), mesh)
+    places = train_state_shardings(jax.eval_shape(start, state), mesh, **_placing(experiment))
     return jax.jit(start, out_shardings=places)(state)
 
 
@@ -146,7 +146,18 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
       ValueError: for a pipeline of an experiment without stages, with model state or an engine of
         its own, or with ``accumulate`` (a pipeline's microbatches are that).
     """
-    step = experiment.method.step(_plain_step(experiment, state, mesh))
+    chosen = choose_gather(experiment, state, mesh)
+    plain_step = _step_that_gathers(experiment, state, mesh, chosen.gather)
+
+    @functools.wraps(plain_step)
+    def reported(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        if chosen.reason is not None:
+            report_finding(Kind.GATHER, chosen)
+        if experiment.method != Method():
+            report_finding(Kind.METHOD, name_of(experiment.method.step))
+        return plain_step(state, batch)
+
+    step = experiment.method.step(reported)
     if not callable(step):
         raise ValueError(
             f"the method's step returned {step!r}: return a step (state, batch) -> ..."
@@ -154,27 +165,20 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
     return step
 
 
-def choose_gather(
-    experiment: Experiment, state: TrainState, mesh: Mesh
-) -> tuple[Gather | None, str]:
-    """Says when a train step gathers its weights, and why.
+def choose_gather(experiment: Experiment, state: TrainState, mesh: Mesh) -> Gathered:
+    """Decides when a train step gathers its weights.
 
     Unless the experiment says so, it is once per step where several microbatches share them, the
     model could do it layer by layer as well, and the state with all that is then kept takes at most
     half of a device's memory, by its kind. The other half is for activations. Of the state, shapes
     with shardings suffice.
 
-    Returns:
-      ``gather`` as :func:`jaxtrain.build_train_step` takes it, and the reason; none where there is
-      nothing to choose.
-
     Raises:
       ValueError: the layout asks for what the loss or the model cannot.
     """
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
-    own, layout = experiment.task.gather, experiment.layout
-    asked, microbatches = layout.gather, layout.microbatches(pipe)
+    own, asked = experiment.task.gather, experiment.layout.gather
     if asked == "layer" and own != "model":
         raise ValueError(
             f"`gather` is 'layer' and the model of experiment {experiment.name!r} does not gather "
@@ -186,30 +190,26 @@ def choose_gather(
             f"{obstacle}: leave `gather` out"
         )
     if asked is not None:
-        when = "once per step" if asked == "step" else "layer by layer"
-        return "step" if asked == "step" else own, f"{when}, as asked for"
-    shardings = gradient_shardings(state, zero=layout.zero)
+        return Gathered("step" if asked == "step" else own, Why.ASKED())
     more = 0
     if own == "model" and obstacle is None and isinstance(mesh, Mesh):
+        shardings = gradient_shardings(state, zero=experiment.layout.zero)
         more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
     if more == 0:
-        return own, ""
-    if microbatches == 1:
-        return "model", "layer by layer: there is one microbatch"
+        return Gathered(own)
+    if experiment.layout.microbatches(pipe) == 1:
+        return Gathered("model", Why.ONE_MICROBATCH())
     kind = mesh.devices.flat[0].device_kind
-    chip = chip_of(kind)
-    if chip is None or chip.memory_bytes is None:
-        return "model", f"layer by layer: the memory of {kind!r} is not known"
-    needed = local_bytes(state) + more
-    sizes = (
-        f"with the state {human_bytes(needed)} of {human_bytes(chip.memory_bytes)} would be kept"
-    )
-    if 2 * needed <= chip.memory_bytes:
-        return "step", f"once per step: {sizes}, at most half"
-    return "model", f"layer by layer: {sizes}, more than half"
+    memory = (chip := chip_of(kind)) and chip.memory_bytes
+    if memory is None:
+        return Gathered("model", Why.UNKNOWN_MEMORY(kind=kind))
+    sizes = {"kept_bytes": local_bytes(state) + more, "memory_bytes": memory}
+    if 2 * sizes["kept_bytes"] <= memory:
+        return Gathered("step", Why.ROOM(**sizes))
+    return Gathered("model", Why.NO_ROOM(**sizes))
 
 
-def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
+def why_not_once(experiment: Experiment, *, piped: bool = False) -> Reason | None:
     """Why gradients cannot be reduced, and weights gathered, once per step, in a pipeline of the
     stages (``piped``) or outside; None where they can."""
     return why_not(
@@ -217,21 +217,6 @@ def why_not_once(experiment: Experiment, *, piped: bool = False) -> str | None:
         has_model_state=experiment.task.has_model_state,
         engine=experiment.task.engine,
     )
-
-
-def _plain_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
-    gather, reason = choose_gather(experiment, state, mesh)
-    step = _step_that_gathers(experiment, state, mesh, gather)
-
-    @functools.wraps(step)
-    def reported(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        if reason:
-            report_finding("weights are gathered", reason)
-        if experiment.method != Method():
-            report_finding("method", name_of(experiment.method.step))
-        return step(state, batch)
-
-    return reported
 
 
 def _step_that_gathers(
@@ -409,19 +394,14 @@ def _of_pipeline(experiment: Experiment) -> dict[str, Any]:
     return {"schedule": chosen.schedule} | sizes
 
 
-def _places(experiment: Experiment, state: TrainState, mesh: Mesh) -> TrainState:
-    """Returns the shardings of a state that a method has started."""
-    layout = experiment.layout
-    options = {"zero": layout.zero, "offload_optimizer": layout.offload_optimizer}
-    return train_state_shardings(state, mesh, experiment.laid.rules, **options)
+def _placing(experiment: Experiment) -> dict[str, Any]:
+    layout, rules = experiment.layout, experiment.laid.rules
+    return {"rules": rules, "zero": layout.zero, "offload_optimizer": layout.offload_optimizer}
 
 
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
-    return {
+    return _placing(experiment) | {
         "mesh": mesh,
-        "rules": experiment.laid.rules,
-        "zero": experiment.layout.zero,
-        "offload_optimizer": experiment.layout.offload_optimizer,
         "policy": experiment.policy,
         "has_model_state": experiment.task.has_model_state,
         "memory": experiment.task.engine.init,

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
 from jaxtrain.precision import OPTIMIZER, PrecisionWarning, equations, products_in
@@ -42,16 +43,17 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of a compiled step's report: a promise, what was found, whether it holds.
+    """A promise of a compiled step: its name, what was found, whether it holds.
 
     ``holds`` is None where the step is right and does not compute as it was asked to.
     """
 
-    promise: str
+    name: str
     found: str
     holds: bool | None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class CompiledStep:
     """A compiled step, called like the function it came from.
 
@@ -59,32 +61,20 @@ class CompiledStep:
       compiled: the ``jax.stages.Compiled``, for its text and analyses.
       checks: what was promised and what was found.
       compile_seconds: wall time of lowering and compiling.
-      findings: values that the step gave of its program while it was traced, by name, such as how
-        gradients are reduced (:class:`jaxtrain.engines.reduction.Reduced`); they are among the
-        checks too.
+      findings: the decisions about its program, such as how gradients are reduced: the distinct
+        values of each :class:`jaxtrain.decisions.Kind`.
       jaxpr: what was traced, closed.
+      batch_shardings: where a batch is to lie; None without a mesh.
     """
 
-    def __init__(
-        self,
-        compiled,
-        state_shapes,
-        batch_shapes,
-        shardings,
-        checks,
-        compile_seconds,
-        findings,
-        jaxpr,
-    ):
-        self.compiled = compiled
-        self.jaxpr = jaxpr
-        self.checks = tuple(checks)
-        self.compile_seconds = compile_seconds
-        self.findings: Mapping[str, Any] = findings
-        self._state_shapes = state_shapes
-        self._batch_shapes = batch_shapes
-        self.batch_shardings = shardings
-        self._compared = False
+    compiled: jax.stages.Compiled
+    checks: Sequence[Check]
+    compile_seconds: float
+    findings: Mapping[Kind, tuple[Any, ...]]
+    jaxpr: Any
+    batch_shardings: PyTree | None
+    _shapes: tuple[PyTree, PyTree]
+    _compared: bool = False
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.
@@ -95,11 +85,8 @@ class CompiledStep:
         """
         # A program that reads donated buffers may end the process. All are donated together, and to
         # look at one of them costs next to nothing.
-        first = (
-            state.step
-            if isinstance(state, TrainState)
-            else next(iter(jax.tree.leaves(state)), None)
-        )
+        some = state.step if isinstance(state, TrainState) else state
+        first = next(iter(jax.tree.leaves(some)), None)
         if isinstance(first, jax.Array) and first.is_deleted():
             raise ValueError(
                 "this state was donated to an earlier call of a compiled step and is gone: use the "
@@ -109,8 +96,8 @@ class CompiledStep:
             return self.compiled(state, self.place(batch))
         except (TypeError, ValueError):
             # Looked for only now, so that a good call pays nothing for it.
-            _check_like("state", self._state_shapes, state)
-            _check_like("batch", self._batch_shapes, batch)
+            for what, *pair in zip(("state", "batch"), self._shapes, (state, batch), strict=True):
+                _check_like(what, *pair)
             raise
 
     def place(self, batch: PyTree) -> PyTree:
@@ -144,12 +131,11 @@ class CompiledStep:
         return peak_bytes(self.compiled)
 
     def report(self) -> str:
-        """Draws the checks as a table."""
-        width = max(len(check.promise) for check in self.checks)
-        return "\n".join(
-            f"{_MARKS[check.holds]}  {check.promise.ljust(width)}  {check.found}"
-            for check in self.checks
-        )
+        """Draws the checks and findings as a table."""
+        rows = [(_MARKS[check.holds], check.name, check.found) for check in self.checks]
+        rows += [(_MARKS[True], *row) for row in describe(self.findings).items()]
+        width = max(len(name) for _, name, _ in rows)
+        return "\n".join(f"{mark}  {name.ljust(width)}  {found}" for mark, name, found in rows)
 
 
 _MARKS = {True: "ok ", False: "NOT", None: "BAD"}
@@ -162,12 +148,8 @@ def peak_bytes(compiled: Any) -> int:
       compiled: ``jax.jit(f).lower(...).compile()``.
     """
     sizes = compiled.memory_analysis()
-    total = (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        + sizes.temp_size_in_bytes
-        - sizes.alias_size_in_bytes
-    )
+    total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    total += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     placed = jax.tree.leaves(compiled.output_shardings)
     # The CPU compiler's own figure leaves temporaries out, and others count what is on the host;
     # another backend may state none.
@@ -263,19 +245,16 @@ def compile_step(
         options = dict(compiler_options or {})
         if deterministic and device_platform() in ("gpu", "cuda"):
             options = DETERMINISTIC | options
-            report_finding("bits are the same in every run", f"by {', '.join(DETERMINISTIC)}")
+            report_finding(Kind.BITS, Why.BY(name=", ".join(DETERMINISTIC)))
         compiled, hiding = compile_hiding(traced.lower(), mesh, options, hide=hide_communication)
         if hiding:
-            how = f"by {len(hiding)} of XLA's options (hide_communication)"
-            report_finding("communication is hidden", how)
+            report_finding(Kind.HIDING, Why.OPTIONS(count=len(hiding), names=tuple(hiding)))
     seconds = time.perf_counter() - start
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
-    checks += [Check(what, str(found), True) for what, found in findings.items()]
     checks += _check_products(traced.jaxpr.jaxpr, batch_shapes)
-    result = CompiledStep(
-        compiled, state_shapes, batch_shapes, batch_in, checks, seconds, findings, traced.jaxpr
-    )
+    shapes = state_shapes, batch_shapes
+    result = CompiledStep(compiled, checks, seconds, findings, traced.jaxpr, batch_in, shapes)
     if any(check.holds is False for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result
@@ -332,21 +311,11 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
     if shardings is None:
         return checks
     named = named_leaves(state)
-    wanted_leaves = jax.tree.leaves(shardings)
-    found_leaves = jax.tree.leaves(compiled.output_shardings[0])
-    moved = [
-        name
-        for (name, leaf), want, found in zip(
-            named.items(), wanted_leaves, found_leaves, strict=True
-        )
-        if not want.is_equivalent_to(found, leaf.ndim)
-    ]
+    places = map(jax.tree.leaves, (shardings, compiled.output_shardings[0]))
+    rows = [*zip(named.items(), *places, strict=True)]
+    moved = [name for (name, x), want, got in rows if not want.is_equivalent_to(got, x.ndim)]
     text = f"{moved[0]} moves" if moved else f"all {len(named)} leaves stay where they are"
-    whole = [
-        (local_bytes(leaf), name)
-        for (name, leaf), sharding in zip(named.items(), wanted_leaves, strict=True)
-        if sharding.is_fully_replicated
-    ]
+    whole = [(local_bytes(x), name) for (name, x), want, _ in rows if want.is_fully_replicated]
     size, name = max(whole, default=(0, "none"))
     return [
         *checks,
@@ -360,13 +329,13 @@ def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:
     count, lines, reduced = products_in(jaxpr, outside=OPTIMIZER)
     if not reduced:
         return []
-    promise = f"{len(lines)} of {count} products in float32"
+    name = f"{len(lines)} of {count} products in float32"
     most = 2 * len(lines) > count
     if most:
         leaves = named_leaves(batch).items()
         wide = [repr(name) for name, x in leaves if x.dtype in (jnp.float32, jnp.float64)]
         warnings.warn(
-            f"the step computes {promise} although it is to compute in 16 bits: one float32 "
+            f"the step computes {name} although it is to compute in 16 bits: one float32 "
             "operand is enough. Cast what the model reads of the batch's float32 leaves "
             f"({', '.join(wide) or 'none'}) by a regex, as Policy.bf16(cast_batch='^x$') or "
             "--cast-batch '^x$'; and what a norm returns whose parameters are kept in float32. "
@@ -374,7 +343,7 @@ def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:
             PrecisionWarning,
             stacklevel=3,
         )
-    return [Check(promise, "; ".join(dict.fromkeys(lines)) or "none", None if most else True)]
+    return [Check(name, "; ".join(dict.fromkeys(lines)) or "none", None if most else True)]
 
 
 def _check_returned(given: PyTree, result: Any) -> None:

@@ -192,11 +192,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", as_policy(self.policy))
-        sets, metric = self.data.eval_sets, self.metadata.best_metric
-        if sets and not metric.startswith(tuple(sets)):
+        if (sets := self.data.eval_sets) and self.deciding_set is None:
             raise ValueError(
-                f"`best_metric` is {metric!r} and eval_batches has sets by name: say of "
-                f"which, as in {next(iter(sets))}loss"
+                f"`best_metric` is {self.metadata.best_metric!r} and eval_batches has sets by "
+                f"name: say of which, as in {next(iter(sets))}loss"
             )
         self.laid  # noqa: B018  what a layout cannot be is refused here
 
@@ -229,10 +228,11 @@ class Experiment:
         return {"rules": self.laid.rules} | {name: getattr(self.layout, name) for name in names}
 
     @property
-    def deciding_eval_batches(self) -> EvalBatches | None:
-        """The evaluation set that ``best_metric`` refers to, or None."""
-        sets, metric = self.data.eval_sets.items(), self.metadata.best_metric
-        return next((x for name, x in sets if metric.startswith(name)), None)
+    def deciding_set(self) -> str | None:
+        """The key, in ``data.eval_sets``, of the set that ``best_metric`` is of, or None: of a set
+        within another, the inner one."""
+        sets = filter(self.metadata.best_metric.startswith, self.data.eval_sets)
+        return max(sets, key=len, default=None)
 
     @functools.cached_property
     def laid(self) -> "Laid":

@@ -132,15 +132,11 @@ class Policy:
         Raises:
           ValueError: where it names none.
         """
-        return self._cast(params, self.param_dtype)
+        return _cast(params, self.param_dtype, keep=self.keep)
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts parameters to be computed with, and raises, as :meth:`cast_to_param` does."""
-        return self._cast(params, self.compute_dtype)
-
-    def _cast(self, params: PyTree, dtype: Any) -> PyTree:
-        kept = () if self.keep is None else _matching("keep", self.keep, params, "the parameters")
-        return _cast(params, dtype, lambda name: name not in kept)
+        return _cast(params, self.compute_dtype, keep=self.keep)
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
         """Casts the batch leaves that ``cast_batch`` names to the compute dtype.
@@ -150,9 +146,7 @@ class Policy:
         """
         if self.cast_batch is None:
             return batch
-
-        matching = _matching("cast_batch", self.cast_batch, batch, "the batch")
-        return _cast(batch, self.compute_dtype, matching.__contains__)
+        return _cast(batch, self.compute_dtype, cast_batch=self.cast_batch)
 
     def initial_loss_scale(self) -> LossScale | None:
         """Returns the loss scale that a new state starts with, or None."""
@@ -246,25 +240,23 @@ def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None)
                     yield from equations(inner, but=but, outside=outside)
 
 
-def _matching(option: str, pattern: str, tree: PyTree, what: str) -> set[str]:
-    """The paths of floating-point leaves in which a regex is found; none is an error."""
-    leaves = named_leaves(tree)
-    found = {name for name, x in leaves.items() if _is_floating(x) and re.search(pattern, name)}
-    if not found:
-        case = any(re.search(pattern, name, re.IGNORECASE) for name in leaves)
+def _cast(tree: PyTree, dtype: Any, **option: str | None) -> PyTree:
+    """Casts floating-point leaves: those in whose path the regex of ``cast_batch`` is found, all
+    but those of ``keep``; one that is found in none is an error."""
+    ((name, pattern),) = option.items()
+    floating = {path for path, x in named_leaves(tree).items() if _is_floating(x)}
+    found = {path for path in floating if pattern is not None and re.search(pattern, path)}
+    if pattern is not None and not found:
+        leaves = sorted(named_leaves(tree))
+        case = any(re.search(pattern, path, re.IGNORECASE) for path in leaves)
         mend = "it is case-sensitive, and (?i) in front of it makes it not so" if case else ""
+        what = "the parameters" if name == "keep" else "the batch"
         raise ValueError(
-            f"{option} is {pattern!r}: it matches no floating-point leaf of {what}, whose leaves "
-            f"are {sorted(leaves)}; {mend or 'correct the regex'}"
+            f"{name} is {pattern!r}: it matches no floating-point leaf of {what}, whose leaves "
+            f"are {leaves}; {mend or 'correct the regex'}"
         )
-    return found
-
-
-def _cast(tree: PyTree, dtype: Any, chosen: Callable[[str], bool]) -> PyTree:
-    """Casts those floating-point leaves whose path is chosen."""
-    return map_named(
-        lambda name, x: x.astype(dtype) if _is_floating(x) and chosen(name) else x, tree
-    )
+    chosen = floating - found if name == "keep" else found
+    return map_named(lambda path, x: x.astype(dtype) if path in chosen else x, tree)
 
 
 def _is_floating(x: Any) -> bool:

@@ -18,11 +18,11 @@ from jaxtrain.engines.accumulated import accumulated
 from jaxtrain.engines.plain import (
     Engine,
     GradientEngine,
+    accepted_kwargs,
     as_engine,
     plain,
     run_engine,
     scaled,
-    taken,
     trainable,
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
@@ -98,8 +98,8 @@ def build_train_step(
         gather=gather,
         engine=engine,
     )
-    pinned = {} if gradient_shardings is None else {"constrain": constrain_tree(gradient_shardings)}
-    return build_update(built, optimizer, policy=policy, norms=norms, **pinned)
+    pin = constrain_tree(gradient_shardings)
+    return build_update(built, optimizer, policy=policy, norms=norms, constrain=pin)
 
 
 def build_engine(
@@ -128,9 +128,7 @@ def build_engine(
     )
     built = engine(loss_fn, accumulate) if engine.accumulates else engine(loss_fn)
     if accumulate > 1 and not engine.accumulates:
-        pins = None if gradient_shardings is None else constrain_tree(gradient_shardings)
-        pinned = {} if pins is None else {"constrain": pins}
-        built = accumulated(loss_fn, accumulate, engine=engine, **pinned)
+        built = accumulated(loss_fn, accumulate, constrain_tree(gradient_shardings), engine=engine)
     reduced = reduced_once(
         built,
         loss_fn,
@@ -218,7 +216,7 @@ def build_update(
         )
         weight = jnp.where(finite, loss.weight, jnp.nan)
         # Some transformations refuse what they do not use.
-        extras = taken(optimizer.update, {"value": metrics["loss"], "weight": weight})
+        extras = accepted_kwargs(optimizer.update, {"value": metrics["loss"], "weight": weight})
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
         stack = getattr(engine, "stack", None)
         with jax.named_scope(OPTIMIZER), of_model((stack, True)):
@@ -458,10 +456,9 @@ def _check_returned(by: str, what: str, given: PyTree, returned: PyTree) -> None
 
 
 def _check_loss_scale(state: TrainState, policy: Policy) -> None:
-    if (state.loss_scale is None) != (policy.loss_scale is None):
-        has, wants = (
-            ("no loss scale", "one") if state.loss_scale is None else ("a loss scale", "none")
-        )
+    wanted = policy.loss_scale is not None
+    if (state.loss_scale is not None) != wanted:
+        has, wants = ("no loss scale", "one") if wanted else ("a loss scale", "none")
         raise ValueError(
             f"the state has {has} and the step's policy wants {wants}: give init_state and "
             "build_train_step the same policy"

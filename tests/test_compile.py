@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.compile import _check_compiled, use_compilation_cache
+from jaxtrain.decisions import Kind, Why
 from jaxtrain.sharding import overlap
 from jaxtrain.state import local_bytes
 from tests import problems
@@ -52,7 +53,7 @@ def test_a_program_that_keeps_its_old_state_is_reported():
     batch = jax.device_put(problems.make_batch(), NamedSharding(mesh, P("data")))
     not_donating = jax.jit(STEP).lower(state, batch).compile()
     donated, *_ = _check_compiled(not_donating, state, shardings)
-    assert donated.promise == "state donated in full"
+    assert donated.name == "state donated in full"
     assert not donated.holds
 
 
@@ -66,7 +67,7 @@ def test_a_leaf_that_is_not_donated_or_comes_back_elsewhere_is_reported_by_name(
     def checks(step, **out):
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings | out, None))
         found = _check_compiled(jitted.lower(state, 1.0).compile(), state, shardings)
-        return {check.promise: check for check in found[:2]}
+        return {check.name: check for check in found[:2]}
 
     fresh = checks(lambda state, batch: ({"big": state["big"] + batch, "small": jnp.ones(8)}, 0.0))
     assert not fresh["state donated in full"].holds  # nothing reads the old one
@@ -294,10 +295,10 @@ def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
     ours = {"xla_of_another_version": True, "xla_gpu_enable_latency_hiding_scheduler": True}
     monkeypatch.setattr(overlap, "overlap_options", lambda mesh: dict(ours))
     train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
-    hides = "by 1 of XLA's options (hide_communication)"
-    assert train.findings["communication is hidden"] == hides
+    (how,) = train.findings[Kind.HIDING]
+    assert how == Why.OPTIONS(count=1, names=("xla_gpu_enable_latency_hiding_scheduler",))
     alone = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh, hide_communication=False)
-    assert "communication is hidden" not in alone.findings
+    assert Kind.HIDING not in alone.findings
     own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
         jt.compile_step(STEP, state, problems.make_batch(), **own)

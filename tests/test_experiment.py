@@ -193,6 +193,8 @@ def test_a_field_is_given_and_replaced_by_name_wherever_it_lives():
         other, metadata=jt.Metadata(config=config), seed=0, policy=jt.Policy()
     )
     sets = other.with_(eval_batches={"a": held_out}, best_metric="a/loss").data.eval_sets
+    within = other.with_(eval_batches={"a": held_out, "a/b": held_out}, best_metric="a/b/loss")
+    assert within.deciding_set == "a/b/"
     assert sets == {"a/": held_out}
     built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "loss_fn", "batch"))
     assert built("own", **given, train_batches=None, gather="model").task.gathers_layers

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.decisions import Kind
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.tree import named_leaves
 from tests.commands import run as command
@@ -62,7 +63,8 @@ def test_a_model_of_ones_own_is_pipelined_in_25_lines_and_trains_as_on_one_devic
     parts = [jax.tree.map(lambda x, i=i: x[i], batch) for i in (slice(16), slice(16, 64))]
     sums = sum((loss_fn(before.params, part, None) for part in parts), jt.WeightedLoss(0.0, 0.0))
     assert worst(sums, loss_fn(before.params, batch, None))[0] < 1e-5  # row_wise, as is declared
-    assert names["train"].findings["gradients are reduced"].once == ("data",)
+    (reduced,) = names["train"].findings[Kind.REDUCTION]
+    assert reduced.once == ("data",)
     evaluated = names["evaluate"](state, batch)
     assert worst(evaluated, jax.jit(jt.build_eval_step(loss_fn))(before, batch))[0] < 1e-5
     step = jax.jit(jt.build_train_step(loss_fn, names["optimizer"], accumulate=8))

@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     about = {
         "shape": {"batch": B, "seq_len": T, "heads": H, "head_dim": K},
         "dtypes": dtype,
-        "auto": ops.explain_choice("auto", dtype=dtype, head_dim=K, length=T),
+        "auto": ops.choose("auto", dtype=dtype, head_dim=K, length=T),
     }
     row("attention", config, variants, about, work=work)
 

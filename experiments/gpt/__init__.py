@@ -107,7 +107,7 @@ def build(config: Config) -> jt.Experiment:
         **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
         **mixture,
         **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
-        facts=language.facts(config, model, facts(config, texts, rows), length=model.seq_len),
+        facts=language.facts(config, model, facts(config, texts, rows)),
         conclude=functools.partial(conclude, config, model, tokenizer, texts),
         show=lambda state, means: (
             {"sample": "\n".join(sample(config, model, tokenizer, state))}

@@ -194,7 +194,7 @@ class _Run(Hook):
     def evaluate(self, count: int) -> float | None:
         """The held-out loss over so many batches; of several sets, of the one that decides which
         checkpoint is best."""
-        opened = self.experiment.deciding_eval_batches
+        opened = self.experiment.data.eval_sets.get(self.experiment.deciding_set)
         if not count or opened is None:
             return None
         batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))

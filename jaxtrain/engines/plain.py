@@ -132,8 +132,8 @@ def run_engine(
     Raises:
       ValueError: it returns something else than ``GradientSums``.
     """
-    remembered = {} if memory is None else {"memory": memory}
-    sums = engine(*given, **taken(engine, {"frozen": frozen} if frozen else {}), **remembered)
+    still = accepted_kwargs(engine, {"frozen": frozen} if frozen else {})
+    sums = engine(*given, **still, **({} if memory is None else {"memory": memory}))
     if not isinstance(sums, GradientSums):
         raise ValueError(
             f"the gradient engine returned {type(sums).__name__}: return jaxtrain.engines.plain."
@@ -142,7 +142,7 @@ def run_engine(
     return sums
 
 
-def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted_kwargs(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the ``arguments`` that ``function`` accepts."""
     takes = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):

@@ -9,7 +9,6 @@ over rows (:func:`jaxtrain.row_wise`); any other is left to the partitioner. Wha
 :func:`jaxtrain.ops.numerics.drop` is drawn row by row, and does not depend on the mesh.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.decisions import Kind, Reason, Reduced, Why
 from jaxtrain.engines.plain import (
     Engine,
     GradientEngine,
@@ -43,44 +43,6 @@ from jaxtrain.sharding.row_keys import draws, draws_otherwise
 from jaxtrain.sharding.specs import axes_of, within
 from jaxtrain.tree import PyTree, name_of, named_leaves
 
-REDUCED = "gradients are reduced"  # what the report of a compiled step calls a Reduced
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduced:
-    """How the gradients of a step are reduced over the axes that split its batch.
-
-    Args:
-      once: axes over which they are reduced once per step.
-      each: axes over which they are reduced in every microbatch, which split weights or gradients.
-      microbatches: per step.
-      gathers_once: whether weights are made whole once per step too.
-      in_shares: whether the sums go over fast links first, and in shares over the slow network.
-      obstacle: why all is reduced in every microbatch, as the end of "in every microbatch, ...".
-    """
-
-    once: tuple[str, ...] = ()
-    each: tuple[str, ...] = ()
-    microbatches: int = 1
-    gathers_once: bool = False
-    in_shares: bool = False
-    obstacle: str | None = None
-
-    def __str__(self) -> str:
-        if self.obstacle is not None:
-            return f"in every microbatch, {self.obstacle}"
-        found = [f"once per step over {' x '.join(self.once)}"] if self.once else []
-        if self.in_shares:
-            found[0] += ", on fast links first and in shares over the slow network"
-        if self.gathers_once:
-            found[0] += ", and weights are gathered once"
-        if self.each:
-            each = (
-                f"in each of {self.microbatches} microbatches, whose weights or gradients it splits"
-            )
-            found.append(f"over {' x '.join(self.each)} {each}")
-        return "; ".join(found)
-
 
 def find_shards(
     loss_fn: Callable[..., Any],
@@ -89,7 +51,7 @@ def find_shards(
     microbatches: int,
     gather: Gather | None,
     shardings: PyTree | None,
-    obstacle: str | None,
+    obstacle: Reason | None,
     may_draw: bool = True,
 ) -> Shards | None:
     """Says which axes of the batch a gradient engine takes over, where it is traced for a mesh.
@@ -102,7 +64,7 @@ def find_shards(
       params, given: as the engine has them; ``given`` ends in the key.
       microbatches: per step.
       gather, shardings: as for :func:`jaxtrain.build_train_step`.
-      obstacle: what is known already to stand against it, as the end of "in every microbatch, ...".
+      obstacle: what is known already to stand against it.
       may_draw: whether the engine draws for a row what it draws for it among all others.
 
     Returns:
@@ -115,7 +77,7 @@ def find_shards(
     specs = specs_of(params)
     wanted = specs if shardings is None else _specs(shardings)
     if wanted is None:
-        obstacle = obstacle or "for the step does not know how its parameters lie"
+        obstacle = obstacle or Why.UNPLACED()
     specs = wanted if specs is None else specs
     obstacle = (
         obstacle
@@ -124,15 +86,16 @@ def find_shards(
     )
     if obstacle is not None:
         if microbatches > 1:
-            report_finding(REDUCED, Reduced(microbatches=microbatches, obstacle=obstacle))
+            report_finding(Kind.REDUCTION, Reduced(microbatches=microbatches, obstacle=obstacle))
         return None
-    kept = (specs,) if gather == "step" else (specs, wanted)
+    once = gather == "step"
+    kept = (specs,) if once else (specs, wanted)
     splits = {axis for table in kept for spec in table.values() for axis in axes_of(spec)}
     split = tuple(axis for axis in carried if axis in splits)
-    axes = carried if gather == "step" else tuple(a for a in carried if a not in splits)
-    how = Reduced(axes, microbatches=microbatches, in_shares=_in_shares(mesh, axes))
-    whole = {"gathers_once": bool(split)} if gather == "step" else {"each": split}
-    report_finding(REDUCED, dataclasses.replace(how, **whole))
+    axes = carried if once else tuple(a for a in carried if a not in splits)
+    whole = {"gathers_once": bool(split)} if once else {"each": split}
+    how = Reduced(axes, microbatches=microbatches, in_shares=_in_shares(mesh, axes), **whole)
+    report_finding(Kind.REDUCTION, how)
     return Shards(axes, specs, wanted, slow_axes()) if axes else None
 
 
@@ -143,9 +106,7 @@ def reduced_once(
     engine: Engine,
     cast: Callable[[PyTree], PyTree],
     microbatches: int,
-    gather: Gather | None,
-    shardings: PyTree | None,
-    obstacle: str | None,
+    **how: Any,
 ) -> GradientEngine:
     """Makes an engine that runs another on each device's rows and reduces its sums in the end.
 
@@ -154,8 +115,9 @@ def reduced_once(
       engine: what it was made by.
       loss_fn: its loss, ``(params, model_state, batch, rng) -> (WeightedLoss, model_state)``.
       cast: parameters to the dtype in which they are gathered.
-      microbatches, gather, shardings, obstacle: as for :func:`find_shards`.
+      microbatches, how: as for :func:`find_shards`.
     """
+    how |= {"microbatches": microbatches, "may_draw": engine is plain}
 
     def mapped(params, model_state, batch, rng, loss_scale, frozen=frozenset(), memory=None):
         if (memory is None) != (engine.init is None):
@@ -165,20 +127,9 @@ def reduced_once(
                 "give init_state and the step builder the same engine"
             )
         if engine is not plain:
-            report_finding("gradients are computed", f"by {name_of(engine.make)}")
+            report_finding(Kind.ENGINE, Why.BY(name=name_of(engine.make)))
         narrow = cast(params)
-        shards = find_shards(
-            loss_fn,
-            narrow,
-            model_state,
-            batch,
-            rng,
-            microbatches=microbatches,
-            gather=gather,
-            shardings=shardings,
-            obstacle=obstacle,
-            may_draw=engine is plain,
-        )
+        shards = find_shards(loss_fn, narrow, model_state, batch, rng, **how)
         if shards is None:
             given = (params, model_state, batch, rng, loss_scale)
             return run_engine(built, *given, frozen=frozen, memory=memory)
@@ -210,15 +161,15 @@ def reduced_once(
 
 def why_not(
     loss_fn: Callable[..., Any], *, has_model_state: bool = False, engine: Engine = plain
-) -> str | None:
+) -> Reason | None:
     """Returns the ``obstacle`` of :func:`find_shards` that is known before the loss is traced."""
     if has_model_state:
-        return "for the model has state, which is that of all rows"
+        return Why.MODEL_STATE()
     if not is_row_wise(loss_fn):
-        return "for the loss is not declared a sum over rows (jaxtrain.row_wise)"
+        return Why.UNDECLARED()
     if not engine.row_wise:
-        return "for the gradient engine does not promise to be row-wise (Engine(row_wise=True))"
-    return None if engine.init is None else "for the gradient engine's memory is that of all rows"
+        return Why.NO_PROMISE()
+    return None if engine.init is None else Why.MEMORY()
 
 
 def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
@@ -242,35 +193,31 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(more, params, shardings)))
 
 
-def _obstacle(loss_fn: Callable[..., Any], *given: Any, may_draw: bool) -> str | None:
+def _obstacle(loss_fn: Callable[..., Any], *given: Any, may_draw: bool) -> Reason | None:
     """Returns why a loss that is declared a sum over rows is not one; None if it seems to be."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
     if not may_draw and draws(jaxpr.jaxpr):
-        return "for the loss draws numbers, and the gradient engine is not jaxtrain's own"
+        return Why.ENGINE_DRAWS()
     if draws_otherwise(jaxpr.jaxpr):
-        return (
-            "for the loss draws numbers otherwise than by jaxtrain.ops.numerics.drop, which "
-            "draws row by row with keys of the kind threefry"
-        )
+        return Why.DRAWS()
     loss = result[0] if isinstance(result, tuple) else result
     metrics = getattr(loss, "metrics", {}).items()
     last = [name for name, value in metrics if isinstance(value, Last)]
-    return f"for metric {last[0]!r} is the last of all parts" if last else None
+    return Why.LAST(metric=last[0]) if last else None
 
 
-def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> str | None:
+def _rows_apart(batch: PyTree, microbatches: int, axes: tuple[str, ...]) -> Reason | None:
     """Returns why a batch cannot be cut into each device's rows of a microbatch, or None."""
     counts = {name: x.shape[0] for name, x in named_leaves(batch).items() if jnp.ndim(x)}
     rows = max(counts.values(), default=0)
-    other = [name for name, count in counts.items() if count != rows]
-    if other:
-        return f"for batch leaf {other[0]!r} has {counts[other[0]]} rows and others have {rows}"
+    for leaf, own in counts.items():
+        if own != rows:
+            return Why.OTHER_ROWS(leaf=leaf, own=own, rows=rows)
     if not batch_is_leading():
-        return "for not every leaf of the batch begins with its rows"
+        return Why.NO_LEADING_ROWS()
     parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-    if rows % (microbatches * parts) == 0:
-        return None
-    return f"for its {rows // microbatches} rows do not divide over {parts} devices"
+    divides = rows % (microbatches * parts) == 0
+    return None if divides else Why.INDIVISIBLE(rows=rows // microbatches, parts=parts)
 
 
 def _in_shares(mesh: Any, axes: tuple[str, ...]) -> bool:

@@ -136,7 +136,7 @@ class View:
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
         self.abstract = make_abstract_state(experiment, self.mesh)
         self.frozen = frozen(self.abstract.opt_state)
-        opened = experiment.deciding_eval_batches or (lambda _: ())
+        opened = experiment.data.eval_sets.get(experiment.deciding_set) or (lambda _: ())
         self.batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not self.batches:
             raise ValueError(

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.decisions import Kernel, Kind, Reason, Why
 from jaxtrain.ops import per_device, splash
 from jaxtrain.ops.numerics import MASKED, soft_cap, wide
 from jaxtrain.ops.tiled import tiled_attention, wide_einsum
 from jaxtrain.sharding.mesh import platform
+from jaxtrain.sharding.placement import report_finding
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
@@ -36,6 +38,8 @@ differentiated_twice = jax.make_user_context(False)
 # The scope, in the traced program, of what a chip's fused kernel computes without memory traffic
 # (planning reads it).
 KERNEL_SCOPE = "fused_attention"
+# Begins the scopes of :func:`branch_shares`.
+BRANCH_SHARES = "branch_shares_"
 
 _log = logging.getLogger(__name__)
 _say_once = functools.cache(_log.warning)
@@ -46,7 +50,7 @@ def branch_shares(*counts: int) -> Any:
 
     Planning weighs the sides by these counts instead of counting the larger one.
     """
-    return jax.named_scope("branch_shares_" + "_".join(map(str, counts)))
+    return jax.named_scope(BRANCH_SHARES + "_".join(map(str, counts)))
 
 
 def shares_of(scope: str) -> list[float] | None:
@@ -55,7 +59,7 @@ def shares_of(scope: str) -> list[float] | None:
     >>> shares_of("jit(step)/branch_shares_1_3/cond")
     [0.25, 0.75]
     """
-    found = re.search(r"branch_shares_([\d_]+)", scope)
+    found = re.search(rf"{BRANCH_SHARES}([\d_]+)", scope)
     counts = [int(count) for count in found[1].split("_")] if found else []
     return [count / sum(counts) for count in counts] or None
 
@@ -129,8 +133,8 @@ def attention(
         )
     dropout = 0.0 if rng is None else dropout
     only_xla = {
-        "attention without a bias": bias_HO is not None,
-        "keys of the queries' own documents": key_segments_BS is not None,
+        Why.NO_BIAS: bias_HO is not None,
+        Why.OWN_KEYS: key_segments_BS is not None,
     }
     only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
     packed = segments_BT is not None
@@ -213,31 +217,17 @@ def choose(
     """
     shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
     shape |= {"window": window, "softcap": softcap, "causal": causal}
-    return _choose(implementation, backend=backend or platform(), **shape)[0]
+    return _choose(implementation, backend=backend or platform(), **shape).used
 
 
-def explain_choice(implementation: str, **shape) -> str:
-    """Returns what :func:`choose` returns, whose arguments these are, and why where it is not the
-    platform's fused kernel.
-
-    >>> explain_choice("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=100)
-    'xla (splash needs rows whose length is a multiple of 128, and it is 100)'
-    """
-    backend = shape.pop("backend", None) or platform()
-    chosen, reason = _choose(implementation, backend=backend, **shape)
-    return f"{chosen} ({reason})" if reason else chosen
-
-
-def _choose(implementation: str, *, backend: str, **shape) -> tuple[str, str | None]:
+def _choose(implementation: str, *, backend: str, **shape) -> Kernel:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     wanted = FUSED.get(backend, "xla") if implementation == "auto" else implementation
     need = None if wanted == "xla" else _obstacle(wanted, backend=backend, **shape)
-    if need is None:
-        return wanted, None
-    if implementation != "auto":
+    if need is not None and implementation != "auto":
         raise ValueError(f"attention={wanted!r} needs {need}; use 'xla' or 'auto'")
-    return "xla", f"{wanted} needs {need}"
+    return Kernel(wanted if need is None else "xla", wanted, need)
 
 
 def _obstacle(
@@ -247,30 +237,30 @@ def _obstacle(
     dropout: float = 0.0,
     sizes: tuple[int, int, int] | None = None,
     length: int | None = None,
-    only_xla: str | None = None,
+    only_xla: Why | None = None,
     **shape,
-) -> str | None:
-    """Returns a fused kernel's unmet need, as the end of "cudnn needs ..."; None if it can run.
+) -> Reason | None:
+    """Returns a fused kernel's unmet need; None if it can run.
 
     Args:
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
-      only_xla: a need that no fused kernel meets, as the end of the sentence.
+      only_xla: a need that no fused kernel meets.
       shape: ``dtype`` and ``head_dim``, and ``packed`` where rows hold several documents.
       kernel, backend, dropout, length: as for :func:`choose`.
     """
     fused = KERNELS[kernel]
     if fused.platform != backend:
         chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[fused.platform]
-        return f"{chip}, and the backend is {backend!r}"
+        return Why.CHIP(chip=chip, backend=backend)
     if only_xla is not None:
-        return only_xla
+        return only_xla()
     if dropout:
-        return f"no dropout on attention weights, and its rate is {dropout}"
+        return Why.NO_DROPOUT(rate=dropout)
     need = fused.obstacle(length=length, **shape)
     if need is None and sizes is not None:
         rows, heads, keys = sizes
         if keys != length and kernel != "cudnn":
-            return f"as many keys as queries ({length}), and they are {keys}"
+            return Why.KEYS(queries=length, keys=keys)
         need = per_device.obstacle(rows, heads)
     return need
 
@@ -285,18 +275,17 @@ def _cudnn_obstacle(
     softcap: float | None = None,
     causal: bool = True,
     **_,
-):
+) -> Reason | None:
     if softcap is not None:
-        return f"scores without a soft cap, and it is {softcap}"
+        return Why.NO_SOFTCAP(softcap=softcap)
     if window is not None and not causal:
-        return f"windows of causal attention alone, and it sees {window - 1} to both sides"
+        return Why.CAUSAL_WINDOW(each=window - 1)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"bfloat16 or float16, and the queries are {jnp.dtype(dtype).name}"
+        return Why.DTYPE(dtype=jnp.dtype(dtype).name)
     if head_dim % 8 or head_dim > 128:
-        return f"a head width that is a multiple of 8 up to 128, and it is {head_dim}"
-    if packed and length is not None and length % 2:
-        return f"packed rows of an even length, and it is {length}"
-    return None
+        return Why.HEAD_WIDTH(width=head_dim)
+    odd = packed and length is not None and length % 2
+    return Why.EVEN_ROWS(length=length) if odd else None
 
 
 def _cudnn_attention(
@@ -323,7 +312,7 @@ class _Fused(NamedTuple):
     device."""
 
     platform: str
-    obstacle: Callable[..., str | None]
+    obstacle: Callable[..., Reason | None]
     compute: Callable[..., jax.Array]
 
 
@@ -386,10 +375,10 @@ def _choose_here(
     dropout: float,
     packed: bool,
     form: Mapping[str, Any],
-    only_xla: str | None,
+    only_xla: Why | None,
 ) -> str:
     B, T, H, K = q_BTHK.shape
-    chosen, reason = _choose(
+    choice = _choose(
         implementation,
         backend=platform(),
         dtype=q_BTHK.dtype,
@@ -401,11 +390,12 @@ def _choose_here(
         sizes=(B, H, k_BSGK.shape[1]),
         only_xla=only_xla,
     )
-    if chosen != "xla" and differentiated_twice.value:
-        chosen, reason = "xla", f"the gradient of {chosen} has no derivative"
-    if reason:
-        _say_once(f"attention: xla, because {reason}")
-    if chosen == "cudnn" and (ahead_of_time.value or jax.default_backend() != "gpu"):
+    if choice.used != "xla" and differentiated_twice.value:
+        choice = Kernel("xla", choice.used, Why.ONE_GRADIENT())
+    report_finding(Kind.ATTENTION, choice)
+    if choice.need is not None:
+        _say_once(f"attention: xla, because {choice.wanted} needs {choice.need}")
+    if choice.used == "cudnn" and (ahead_of_time.value or jax.default_backend() != "gpu"):
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
         warnings.warn(
@@ -415,4 +405,4 @@ def _choose_here(
             stacklevel=3,
         )
         return "xla"
-    return chosen
+    return choice.used

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.decisions import Reason, Why
 from jaxtrain.sharding.placement import free_axes
 
 
@@ -32,18 +33,15 @@ def not_taken_over() -> set[str]:
     return {axis for axis, kind in kinds if kind != AxisType.Manual}
 
 
-def obstacle(rows: int, heads: int) -> str | None:
-    """Says what of the ambient mesh keeps a kernel from running on so many rows of a batch and
-    query heads, as the end of "splash needs ..."."""
+def obstacle(rows: int, heads: int) -> Reason | None:
+    """Returns what a kernel on so many rows of a batch and query heads needs of the ambient mesh
+    and lacks, if anything."""
     if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
-        return "whole rows on every device, and mesh axis 'context' splits them"
+        return Why.WHOLE_ROWS()
     for size, logical, name in ((rows, "batch", "rows"), (heads, "heads", "query heads")):
         axes, parts = split_over(logical)
         if size % parts:
-            return (
-                f"{name} that mesh axes {' x '.join(axes)} of size {parts} divide, and they are "
-                f"{size}"
-            )
+            return Why.DIVISIBLE(what=name, axes=" x ".join(axes), parts=parts, size=size)
     return None
 
 

@@ -6,6 +6,7 @@ Shapes: B batch, T positions, H query heads, G key and value heads, K features.
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.decisions import Reason, Why
 from jaxtrain.ops.tiled import SAVED
 
 # A tile's rows and columns fill the 128 lanes of a vector register.
@@ -15,12 +16,10 @@ LANES = 128
 BLOCK = 512
 
 
-def obstacle(*, length: int | None, **_) -> str | None:
-    """Says what keeps the kernel from running, as the end of a sentence "splash needs ..."; rows of
-    ``length`` None stay unchecked."""
-    if length is not None and length % LANES:
-        return f"rows whose length is a multiple of {LANES}, and it is {length}"
-    return None
+def obstacle(*, length: int | None, **_) -> Reason | None:
+    """Returns the kernel's unmet need, if any; rows of ``length`` None stay unchecked."""
+    tiled = length is None or length % LANES == 0
+    return None if tiled else Why.WHOLE_TILES(lanes=LANES, length=length)
 
 
 def splash_attention(

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.build import build_step, make_abstract_state, make_experiment_mesh
 from jaxtrain.compile import CompiledStep, compile_step, peak_bytes
-from jaxtrain.engines.reduction import REDUCED
+from jaxtrain.decisions import Kind, describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.flops import Flops, count_jaxpr
 from jaxtrain.host.chips import Chip
@@ -222,7 +222,7 @@ def plan_step(
     )
     if train is None:
         return dataclasses.replace(planned, notes=(*notes, f"the compiler: {refusal}"))
-    notes += [f"{what} {found}" for what, found in train.findings.items()]
+    notes += map(" ".join, describe(train.findings).items())
     program, text, unread = read_compiled(train.compiled, mesh, max(dumped, key=len, default=""))
     program = program.per_step(steps_per_call)
     kept = estimated.kept if estimated else {}
@@ -242,7 +242,7 @@ def plan_step(
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
-        once = REDUCED in train.findings and train.findings[REDUCED].gathers_once
+        once = any(x.gathers_once for x in train.findings.get(Kind.REDUCTION, ()))
         gathers = unexpected_gathers(program, params, mesh, layers=layers, once=once)
     return dataclasses.replace(
         planned,

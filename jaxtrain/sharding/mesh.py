@@ -74,14 +74,7 @@ def make_mesh(
     """
     if unknown:
         raise TypeError(f"a mesh has no axis {next(iter(unknown))!r}, only {', '.join(AXES)}")
-    sizes = {
-        "pipe": pipe,
-        "data": data,
-        "fsdp": fsdp,
-        "expert": expert,
-        "context": context,
-        "tensor": tensor,
-    }
+    sizes = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     devices = list(jax.devices() if devices is None else devices)
     sizes = fill_sizes(sizes, len(devices))
     slow = {"pipe": dcn_pipe, "data": dcn_data, "fsdp": dcn_fsdp}

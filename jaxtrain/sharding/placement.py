@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.decisions import Kind
 from jaxtrain.sharding.mesh import BATCH_AXES, describe_mesh, slow_parts
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
 from jaxtrain.sharding.specs import entries_of, names_of, tidy, within
@@ -31,7 +32,7 @@ class _Placement:
     rules: Rules = dataclasses.field(default_factory=Rules)
     params: Mapping[str, tuple[tuple[int, ...], P]] | None = None
     pins: int = 0  # calls of constrain and gather
-    findings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    findings: dict[Kind, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     final: bool = True  # False where the trace stands for meshes of other sizes too
     slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
 
@@ -47,10 +48,10 @@ def tracing_on(
     rules: Rules | Sequence[Rule] | None = None,
     *,
     final: bool | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[Kind, tuple[Any, ...]]]:
     """Makes a mesh, sharding rules and the places of parameters known to the code traced within.
 
-    What that code says of its program (:func:`report_finding`) is in the dict that this gives.
+    The decisions of that code (:func:`report_finding`) are in the dict that this gives.
 
     Args:
       mesh: concrete or abstract.
@@ -71,10 +72,10 @@ def tracing_on(
         yield placement.findings
 
 
-def report_finding(what: str, found: Any) -> None:
-    """Adds a line to the report of the step that is being traced for a mesh: a name and a value,
-    which the report prints."""
-    _PLACEMENT.value.findings[what] = found
+def report_finding(kind: Kind, found: Any) -> None:
+    """Adds a decision to the findings of the step that is being traced for a mesh."""
+    known = (findings := _PLACEMENT.value.findings).get(kind, ())
+    findings[kind] = known if found in known else (*known, found)
 
 
 def sizes_are_final() -> bool:
@@ -366,15 +367,15 @@ def manual_batch_axes() -> tuple[str, ...]:
     return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual)
 
 
-def constrain_tree(shardings: PyTree) -> Callable[[PyTree], PyTree]:
-    """Returns a function that pins a pytree to ``shardings`` inside a jitted computation.
+def constrain_tree(shardings: PyTree | None) -> Callable[[PyTree], PyTree]:
+    """Returns a function that pins a pytree to ``shardings``, if any, in a jitted computation.
 
     Of axes that surrounding ``shard_map`` code has taken over nothing is said.
     """
 
     def pin(tree: PyTree) -> PyTree:
-        if not in_shard_map():
-            return jax.lax.with_sharding_constraint(tree, shardings)
+        if shardings is None or not in_shard_map():
+            return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
         free = free_axes(jax.sharding.get_abstract_mesh())
         specs = jax.tree.map(lambda sharding: within(sharding.spec, free), shardings)
         return jax.lax.with_sharding_constraint(tree, specs)

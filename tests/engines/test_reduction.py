@@ -14,6 +14,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.build import choose_gather, make_abstract_state
 from jaxtrain.compare.parity import worst
+from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.reduction import kept_by_gathering
 from jaxtrain.host.chips import chip_of
 from jaxtrain.ops.numerics import drop
@@ -110,8 +111,8 @@ def batch_collectives(step, mesh):
 
 
 def report_of(step):
-    (line,) = [x.found for x in step.checks if x.promise == "gradients are reduced"]
-    return line
+    (reduced,) = step.findings[Kind.REDUCTION]
+    return str(reduced)
 
 
 @functools.cache
@@ -340,16 +341,16 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
     split = 2 * LAYERS * WIDTH * HIDDEN
     more = kept_by_gathering(state.params, jt.gradient_shardings(state), jnp.bfloat16)
     assert more == split * 2 + (split - split // 4) * 4
-    assert choice() == ("model", "layer by layer: the memory of 'cpu' is not known")
-    for memory, expected in ((2, "step"), (1.9, "model")):
+    assert choice() == ("model", Why.UNKNOWN_MEMORY(kind="cpu"))
+    for memory, *expected in ((2, "step", Why.ROOM), (1.9, "model", Why.NO_ROOM)):
         size = int(memory * (more + local_bytes(state)))
         own = dataclasses.replace(chip, memory_bytes=size)
         monkeypatch.setattr("jaxtrain.build.chip_of", lambda kind, own=own: own)
-        assert choice()[0] == expected
-    assert choice()[1].endswith("would be kept, more than half")
-    assert choice(accumulate=1) == ("model", "layer by layer: there is one microbatch")
-    assert choice(when="step") == ("step", "once per step, as asked for")
-    assert choice(gather=None) == (None, "")
+        sizes = {"kept_bytes": more + local_bytes(state), "memory_bytes": size}
+        assert choice() == (expected[0], expected[1](**sizes))
+    assert choice(accumulate=1) == ("model", Why.ONE_MICROBATCH())
+    assert str(choice(when="step")) == "once per step: as asked for"
+    assert choice(gather=None) == (None, None)
     with pytest.raises(ValueError, match=r"cannot be gathered once per step .*not declared a sum"):
         choice(when="step", loss_fn=contrastive)
     with pytest.raises(

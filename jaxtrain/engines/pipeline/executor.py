@@ -11,6 +11,7 @@ nothing is differentiated through the scan or through a collective.
 Shapes: M microbatches of B rows, S devices along ``pipe``, V chunks per device of C layers each.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -243,18 +244,20 @@ def _weights(
         return as_weighted(stages.head_loss(outer, x, rows(batch, j)))
 
     total = jax.eval_shape(lambda: head(zeros(x), 0).total)
-    try:
-        # What depends on x is batched where x is.
-        weight = jax.vmap(lambda x: head(x, 0).weight, out_axes=None)
-        jax.eval_shape(
-            weight, jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), x)
+    batched = jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), x)
+
+    def traces(out_axes: int | None) -> bool:
+        weight = jax.vmap(lambda x: head(x, 0).weight, out_axes=out_axes)
+        with contextlib.suppress(NotImplementedError, ValueError):
+            return jax.eval_shape(weight, batched) is not None
+        return False
+
+    # What depends on x is batched where x is; a kernel that cannot be batched is not looked into.
+    if not traces(None) and traces(0):
+        raise ValueError(
+            "the weight that Stages.head_loss returns depends on x: in a pipeline it must be a "
+            "function of the batch alone, such as mask.sum()"
         )
-    except (NotImplementedError, ValueError) as error:
-        if "out_axes" in str(error):  # else a kernel that cannot be batched: not looked into
-            raise ValueError(
-                "the weight that Stages.head_loss returns depends on x: in a pipeline it must be "
-                "a function of the batch alone, such as mask.sum()"
-            ) from None
     every = jnp.arange(microbatches)
     return jax.lax.map(lambda j: widen(head(zeros(x), j).weight), every), total.dtype
 

@@ -105,9 +105,8 @@ class Evaluation(Hook):
 def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> None:
     """Refuses a ``best_metric`` that the evaluation of the first held-out batch will not report; of
     the state, shapes with shardings suffice."""
-    metadata, sets = experiment.metadata, experiment.data.eval_sets.items()
-    name = metadata.best_metric
-    prefix, opened = next(each for each in sets if name.startswith(each[0]))
+    metadata, prefix = experiment.metadata, experiment.deciding_set
+    opened = experiment.data.eval_sets[prefix]
     batch = rows_of(_peek(prefix, iter(opened(batch_sharding(mesh))))[0])
     step, shapes = build_evaluation(experiment, batch, mesh), {}
 
@@ -117,7 +116,7 @@ def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> 
         shapes.update({f"{prefix}{n}": np.shape(x) for n, x in (found | numbers).items()})
 
     trace_step(means, state, batch, mesh, experiment.laid.rules)
-    _check_best_metric(name, shapes)
+    _check_best_metric(metadata.best_metric, shapes)
 
 
 def _check_best_metric(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

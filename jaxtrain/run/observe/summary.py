@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.build import build_step, natural
 from jaxtrain.compile import CompiledStep
+from jaxtrain.decisions import describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.planning import by_layer
@@ -53,8 +54,8 @@ def header_facts(
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step){on_host}",
         "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
-        + "; ".join(c.promise for c in train.checks if c.promise not in train.findings),
-        **{what: str(found) for what, found in train.findings.items()},
+        + "; ".join(check.name for check in train.checks),
+        **describe(train.findings),
     }
 
 

@@ -1,0 +1,91 @@
+"""A run that continues with another value of a field of its layout: the same mathematics."""
+
+import functools
+import json
+import shutil
+
+import pytest
+
+import jaxtrain as jt
+from experiments import gpt
+from jaxtrain.layout import Effect
+
+FLAGS = "--layers 4 --width 16 --heads 2 --seq-len 16 --steps 4 --global-batch 32 --log-every 1"
+FLAGS += " --held-out-bytes 2000 --sample-tokens 0 --save-every 2 --keep 9 --optimizer.schedule"
+FLAGS += " constant --optimizer.warmup-steps 1"
+PIPE = "pipe=2,data=4,pipeline.microbatches=2"
+
+# Field to a layout that the run begins with, and what it goes on with.
+CHANGED = {
+    "mesh.data": ("data=8", "data=4,fsdp=2"),
+    "mesh.fsdp": ("data=8", "fsdp=8"),
+    "mesh.tensor": ("data=8", "data=4,tensor=2"),
+    "mesh.pipe": ("data=8", PIPE),
+    "mesh.dcn_data": ("data=8", "data=8,dcn_data=2"),
+    "mesh.dcn_fsdp": ("fsdp=8", "fsdp=8,dcn_fsdp=2"),
+    "mesh.dcn_pipe": (PIPE, f"{PIPE},dcn_pipe=2"),
+    "zero": ("data=8", "data=8,zero=2"),
+    "accumulate": ("data=8", "data=8,accumulate=2"),
+    "gather": ("fsdp=8", "fsdp=8,gather=step"),
+    "remat": ("data=8", "data=8,remat=full"),
+    "scan_unroll": ("data=8", "data=8,scan_unroll=2"),
+    "attention": ("data=8", "data=8,attention=xla"),
+    "sequence_parallel": ("data=4,tensor=2", "data=4,tensor=2,sequence_parallel=false"),
+    "pipeline.schedule": (PIPE, f"{PIPE},pipeline.schedule=gpipe"),
+    "pipeline.microbatches": (PIPE, "pipe=2,data=4,pipeline.microbatches=4"),
+    "pipeline.virtual": (PIPE, f"{PIPE},pipeline.schedule=interleaved,pipeline.virtual=2"),
+    "pipeline.remat": (PIPE, f"{PIPE},pipeline.remat=none"),
+    "pipeline.balance": (PIPE, f"{PIPE},pipeline.balance=true"),
+    "steps_per_call": ("data=8", "data=8,steps_per_call=2"),
+    "offload_optimizer": ("data=8", "data=8,offload_optimizer=true"),
+    "hide_communication": ("data=8", "data=8,hide_communication=false"),
+    "deterministic": ("data=8", "data=8,deterministic=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Trains whole runs by their layout, one each."""
+    path, texts = (tmp_path_factory.mktemp(name) for name in ("runs", "texts"))
+    for i in range(4):
+        text = " ".join(f"stage {i} bubble {i * n % 7} mesh {n} loss" for n in range(200))
+        (texts / f"{i}.txt").write_text(text)
+
+    @functools.cache
+    def run(layout):
+        folder = path / layout
+        flags = ["--data", str(texts), "--run-dir", str(folder), *jt.Layout.parse(layout).flags()]
+        jt.main(gpt.Config, gpt.build, [*FLAGS.split(), *flags])
+        return folder
+
+    return run
+
+
+def last(folder):
+    """What the last step of a run has logged."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    found = {name: x for line in lines if line["step"] == 4 for name, x in line.items()}
+    return {name: found[f"train/{name}"] for name in ("loss", "grad_norm", "param_norm")}
+
+
+def test_every_field_that_has_a_flag_is_changed():
+    alone = {"mesh.context", "mesh.expert"}
+    assert CHANGED.keys() | alone == jt.Layout().values().keys()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [x if x == "gather" else pytest.param(x, marks=pytest.mark.slow) for x in CHANGED],
+)
+def test_a_run_goes_on_with_another_value(field, begun, tmp_path, capsys):
+    before, after = CHANGED[field]
+    whole = begun(before)
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    capsys.readouterr()
+    changed = jt.Layout.parse(after).flags(jt.Layout.parse(before))
+    jt.main(gpt.Config, gpt.build, ["--run-dir", str(tmp_path / "run"), "--resume", *changed])
+    meant = Effect.SAME if field == "offload_optimizer" else Effect.ROUNDED
+    rows = [x for x in capsys.readouterr().out.splitlines() if x.endswith(meant.value)]
+    assert field.replace("_", "-") in [row.split()[0] for row in rows]
+    assert last(tmp_path / "run") == pytest.approx(last(whole), rel=2e-4)
