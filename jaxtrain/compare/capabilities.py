@@ -34,17 +34,16 @@ from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
 MESH = "data=2,fsdp=2,tensor=2"
-# The smallest experiments that have all parts; the text is that of this folder.
+# The smallest experiments that have all parts; the text is that of this folder. Layers are scanned on
+# one device too, where a few would be compiled one by one.
 TEXT = os.path.relpath(pathlib.Path(__file__).parent)
 _ANY = {"--steps": "4", "--global-batch": "16"}
 _ANY |= {"--optimizer.name": "adamw", "--optimizer.warmup-steps": "1"}
-_LAYERS = _ANY | {"--layers": "4", "--width": "16", "--heads": "2"}
+_LAYERS = _ANY | {"--layers": "4", "--width": "16", "--heads": "2", "--scan-unroll": "1"}
 _TEXTS = _LAYERS | {"--data": TEXT}
 _ROWS = {"--seq-len": "16"}
 BASES: dict[str, dict[str, str]] = {
-    "experiments.gpt": _TEXTS
-    | _ROWS
-    | {"--model": "gpt2-124m", "--held-out-bytes": "2000", "--sample-tokens": "0"},
+    "experiments.gpt": _TEXTS | _ROWS | {"--held-out-bytes": "2000", "--sample-tokens": "0"},
     "experiments.bert": _TEXTS
     | _ROWS
     | {"--tokenizer": "wordpiece:300", "--held-out-rows": "16", "--examples": "0"},
@@ -167,7 +166,8 @@ def _tasks() -> Iterator[Capability]:
 
 
 def _models() -> Iterator[Capability]:
-    vit = ("--model", "vit", "--layers", "4", "--width", "16", "--heads", "2")
+    own = (each for each in _LAYERS.items() if each[0] not in _ANY)
+    vit = ("--model", "vit", *itertools.chain(*own))
     for name, module, flags, called in (
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
@@ -283,7 +283,8 @@ def _runs() -> Iterator[Capability]:
     run = functools.partial(Capability, group="run")
     yield run("saved and resumed", check=whole_runs.resumed, called="resume|run")
     yield run("generation", check=whole_runs.generated, called="generat|model")
-    yield run("export", check=whole_runs.exported, called="export|model")
+    gpt2 = {"flags": ("--model", "gpt2-124m"), "module": "experiments.gpt"}
+    yield run("export", **gpt2, check=whole_runs.exported, called="export|model")
 
 
 def capabilities() -> tuple[Capability, ...]:
