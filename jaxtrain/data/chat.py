@@ -108,7 +108,6 @@ class ChatTemplate:
         are part of the prompt.
 
         Args:
-          name: of the conversation.
           record: `messages`, or `prompt` and `completion`, or `chosen` and `rejected` with or
             without a `prompt`. Each is a list of messages, or a string: what the user says in
             `prompt`, else the assistant. `tools` and `documents` go to the template.

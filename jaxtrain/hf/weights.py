@@ -172,7 +172,6 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
     """Reads parameters to devices, every process the slices of its own alone.
 
     Args:
-      params: of :func:`open_weights`.
       shardings: one for all, or a tree of them; None means the default device.
       dtype: of the arrays; None means the file's.
     """

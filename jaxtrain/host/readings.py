@@ -97,13 +97,9 @@ def _nvml_handle(nvml: Any, device: jax.Device) -> Any:
 
 
 def tpu(devices: Sequence[jax.Device]) -> Source | None:
-    """The monitoring library of libtpu, of all chips of this host.
-
-    Returns:
-      A source of ``device/utilisation`` (duty cycle, the least of the chips) and
-      ``device/tensorcore`` (utilisation of the matrix units, the least); None where this libtpu
-      has no such library.
-    """
+    """The monitoring library of libtpu, of all chips of this host. Returns a source of
+    ``device/utilisation`` (duty cycle, the least of the chips) and ``device/tensorcore``
+    (utilisation of the matrix units, the least); None where this libtpu has no such library."""
     del devices
     try:
         monitoring = importlib.import_module("libtpu.sdk").tpumonitoring
@@ -179,15 +175,9 @@ def _group_memory() -> float:
 
 
 def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Takes the readings of several processes together.
-
-    Args:
-      each: by process.
-
-    Returns:
-      Of a reading the worst, and where there are several processes which one has it, as
-      ``NAME_process``: the least utilisation, the most of all else; power and memory of processes
-      are summed.
+    """Takes the readings of several processes together, by process. Returns of a reading the worst,
+    and where there are several processes which one has it, as ``NAME_process``: the least
+    utilisation, the most of all else; power and memory of processes are summed.
 
     >>> of_all({0: {"device/temperature": 60.0}, 1: {"device/temperature": 84.0}})
     {'device/temperature': 84.0, 'device/temperature_process': 1}

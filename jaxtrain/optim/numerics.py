@@ -65,11 +65,8 @@ def _at_least(x: Any, dtype: Any) -> jax.Array:
 
 
 def concrete(name: str, value: Any) -> float | None:
-    """Returns ``value`` as a float, or None when it is traced and so cannot be looked at.
-
-    Raises:
-      ValueError: if ``value`` is neither a number nor a scalar array.
-    """
+    """Returns ``value`` as a float, or None when it is traced and so cannot be looked at. Raises
+    ValueError if ``value`` is neither a number nor a scalar array."""
     try:
         return float(value)
     except jax.errors.ConcretizationTypeError:

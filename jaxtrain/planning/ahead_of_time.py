@@ -132,10 +132,8 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
     """Compiles an experiment's train step for a target, exactly as training would.
 
     With ``steps_per_call`` above 1 that is a call of so many steps: memory is that call's, with all
-    of its batches; traffic, FLOPs and times are of one step.
-
-    Raises:
-      ValueError: where the experiment does not fit the target's devices.
+    of its batches; traffic, FLOPs and times are of one step. Raises ValueError where the experiment
+    does not fit the target's devices.
     """
     mesh = make_experiment_mesh(experiment, target.devices())
     state = make_abstract_state(experiment, mesh)
@@ -160,12 +158,10 @@ def plan_step(
     name: str,
     experiment: Experiment | None = None,
 ) -> Plan:
-    """Like :func:`plan`, for a state that lies on the target's mesh.
+    """Compiles a step as :func:`plan` does, for a state that lies on the target's mesh.
 
-    Args:
-      step, state, batch, mesh, target, name: what to compile.
-      experiment: whose step it is: its rules and options, the model's FLOPs by its formula, its
-        layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
+    The ``experiment`` whose step it is brings its rules and options, the formula of its FLOPs, its
+    layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
     """
     how, formula, layers, steps_per_call = {}, None, None, 1
     if experiment is not None:

@@ -17,17 +17,12 @@ TRIES = 6
 
 
 def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | None:
-    """Looks for the nearest layout that fits.
+    """Looks for the nearest layout of an experiment that fits a target.
 
     First what costs no time on the device (more microbatches), then what costs some (gathering
     parameters, recomputation), all of it together, and then more devices. A layout under which the
-    state and the gradients alone exceed the memory is passed over; any other is compiled.
-
-    Args:
-      experiment, target: what does not fit, and where.
-
-    Returns:
-      The flags that change and the plan, or None where none of those tried fits.
+    state and the gradients alone exceed the memory is passed over; any other is compiled. Returns
+    the flags that change and the plan, or None where none of those tried fits.
     """
     tries = TRIES
     for changes, where in _changes(experiment, target):

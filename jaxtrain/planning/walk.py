@@ -135,10 +135,8 @@ class Walk(Partitioner):
     ) -> tuple[list[Value], int]:
         """Walks one jaxpr: a step, which is ``top``, a loop's body, or a branch.
 
-        ``carry`` are those of the arguments that its results are written over.
-
-        Returns:
-          Its results, and the most bytes that are alive at once besides its arguments.
+        ``carry`` are those of the arguments that its results are written over. Returns its results,
+        and the most bytes that are alive at once besides its arguments.
         """
         liveness = Liveness()
         for value in carry:

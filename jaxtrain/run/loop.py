@@ -469,11 +469,8 @@ def _finish(
     run: Run, state: TrainState, end: Ending | None, evaluation: Evaluation, saving: Saving
 ) -> dict[str, Value]:
     """Evaluates and saves the last state; returns its means. ``end`` is how the run ends before its
-    last step, None where it has come to that.
-
-    Raises:
-      Preempted, Diverged: the run was interrupted.
-    """
+    last step, None where it has come to that. Raises Preempted or Diverged where the run was
+    interrupted."""
     run_dir, last = run.owner.path, int(state.step)
     end, means = end or Ending(DONE, last), {}
     if end.reason is not None:
@@ -546,11 +543,8 @@ def _changes(
     options: RunOptions,
     saved: bool,
 ) -> list[provenance.Change]:
-    """Prints and returns the settings of a resumed run that have changed.
-
-    Raises:
-      ValueError: a change makes it a different run, and is not accepted.
-    """
+    """Prints and returns the settings of a resumed run that have changed. Raises ValueError where a
+    change makes it a different run, and is not accepted."""
     read = functools.partial(provenance.read_record, run_dir)
     what = f"the record of {run_dir}"
     then = distributed.from_first_process(lambda: storage.retrying(read, what)) or {}

@@ -301,10 +301,8 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     """Returns the config of the run that the flags resume, as last started; None for a new run.
 
     What is of a start and not of the run (how it is resumed, which process this is) is as if left
-    out. Flags that this version lacks are left out too, and shown as changes later.
-
-    Raises:
-      ValueError: the run's folder holds flags that cannot be.
+    out. Flags that this version lacks are left out too, and shown as changes later. Raises
+    ValueError where the run's folder holds flags that cannot be.
     """
     start, _ = tyro.cli(
         RunOptions, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
@@ -356,13 +354,8 @@ def experiment_module(name: str) -> types.ModuleType:
 def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
-    Args:
-      module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
-      flags: those of ``Config``.
-      command: who asks, for the help.
-
-    Raises:
-      ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
+    The help names the ``command`` that asks. Raises ValueError where there is no such module, where
+    it is no experiment, and what ``build`` raises.
     """
     return build_experiment(*load_config(module_name, flags, command=command))
 
@@ -381,8 +374,8 @@ def build_experiment(module: Any, config: Any, *, outline: bool = False) -> Expe
 
 
 def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
-    """Imports an experiment's module and reads its config from the flags; the arguments are those
-    of :func:`load_experiment`."""
+    """Imports an experiment's module and reads its config from the flags, as
+    :func:`load_experiment`."""
     module = experiment_module(module_name)
     refuse_aliases(module.Config, flags)
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")

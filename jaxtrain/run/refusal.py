@@ -65,11 +65,9 @@ _STARTING = {
 def refusing(*config_types: type) -> Iterator[None]:
     """Ends the program with a sentence where its body raises an error of the user's making.
 
-    Args:
-      *config_types: dataclasses whose fields are the program's flags; sentences name those.
-
     Those are ``ValueError`` (and its kinds: what is no JSON, no UTF-8, another model's or a damaged
     checkpoint), ``OSError`` (files, folders, disks), and ``ImportError`` for an optional package.
+    The sentence names the program's flags, which are the fields of the given dataclasses.
     """
     try:
         yield
@@ -137,11 +135,9 @@ def sentence(error: Exception) -> str:
 
 
 def with_flags(text: str, *config_types: type) -> str:
-    """Names the arguments that a text speaks of as the flags of a program.
+    """Names the arguments that a text has in backticks as the flags of a program.
 
-    Args:
-      text: in which arguments stand in backticks.
-      *config_types: dataclasses whose fields are the flags; an annotated group of them is flat.
+    Flags are the fields of the given dataclasses; an annotated group of them is flat.
 
     >>> @dataclasses.dataclass
     ... class Optimizer:

@@ -41,15 +41,14 @@ def load_run(
 ) -> Experiment:
     """Rebuilds the experiment of a run from the flags that are stored with it.
 
+    Flags of the command line, such as another mesh's, come in their place. Raises FileNotFoundError
+    where the folder holds no run, and ValueError where no module is given, there is no such
+    experiment, or the flags do not fit it.
+
     Args:
       module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
         decide: what is imported is for the caller to say.
       step: as the run came to this step; None for its last start.
-      flags: of the command line, in place of those that are stored, such as another mesh's.
-
-    Raises:
-      FileNotFoundError: where the folder holds no run.
-      ValueError: where no module is given, there is no such experiment, or the flags do not fit it.
     """
     stored = read_record(run_dir, before_step=step)
     if stored is None:
@@ -74,12 +73,8 @@ def load_run(
 
 def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnosis:
     """Runs a run up to a step, from 1, and examines that step; nothing in its folder changes. The
-    module is its experiment's, as for :func:`load_run`.
-
-    Raises:
-      ValueError: for a step that the run does not have, and as :func:`load_run`.
-      FileNotFoundError: where the folder holds no run.
-    """
+    module is its experiment's, as for :func:`load_run`. Raises ValueError for a step that the run
+    does not have, and as :func:`load_run`, and FileNotFoundError where the folder holds no run."""
     experiment = load_run(run_dir, module, step=step)
     if not 1 <= step <= (last := experiment.steps):
         raise ValueError(f"`step` is {step}: the run has steps 1 to {last}")

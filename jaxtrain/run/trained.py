@@ -42,7 +42,6 @@ def load(
     """Reads a run's model, parameters and tokenizer, which a model of images has not.
 
     Args:
-      step: which checkpoint; by default the best one.
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
 
     Raises:

@@ -34,11 +34,8 @@ class StepFolders:
 
     def found(self, *, seconds: float | None = None) -> list[int]:
         """Returns the steps with a folder under a final name, whatever is in it, in order; where
-        storage fails it is tried again for so many seconds, None for the usual.
-
-        Raises:
-          StorageError: it went on failing.
-        """
+        storage fails it is tried again for so many seconds, None for the usual. Raises StorageError
+        where it went on failing."""
         return self._from_first(
             lambda: sorted(self._paths()), f"the listing of {self.directory}", seconds
         )
@@ -57,12 +54,8 @@ class StepFolders:
         return dict(self._from_first(read, f"the manifests in {self.directory}", seconds))
 
     def json(self, step: int, item: str) -> dict[str, Any]:
-        """Returns what an item of JSON holds.
-
-        Raises:
-          DamagedCheckpointError: it is missing, or is not what was saved.
-          StorageError: storage went on failing.
-        """
+        """Returns what an item of JSON holds. Raises DamagedCheckpointError where it is missing, or
+        is not what was saved, and StorageError where storage went on failing."""
 
         def read() -> list[Any]:
             try:
@@ -93,10 +86,7 @@ class StepFolders:
 
     def wait_for(self, step: int) -> None:
         """Waits in this process until a step that the first one has found is seen here as well.
-
-        Raises:
-          StorageError: it does not come to be seen.
-        """
+        Raises StorageError where it does not come to be seen."""
         path = self.directory / str(step)
         wait_until_seen(path / "state", f"checkpoint {step} in {self.directory}")
 

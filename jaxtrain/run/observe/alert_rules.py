@@ -246,15 +246,9 @@ def standing(
 def parse(texts: Iterable[str]) -> dict[str, Setting]:
     """Reads what is asked for: RULE, RULE=LEVEL, RULE:ACTION+ACTION or RULE=LEVEL:ACTION.
 
-    Args:
-      texts: each changes one rule, or with the name ``all`` those that are on; action ``off``
-        turns it off.
-
-    Returns:
-      The rules that are on, by name.
-
-    Raises:
-      ValueError: there is no such rule, level or action.
+    Each text changes one rule, or with the name ``all`` those that are on; action ``off`` turns it
+    off. Returns the rules that are on, by name. Raises ValueError where there is no such rule,
+    level or action.
 
     >>> found = parse(["all:off", "loss-spike=8:save", "plateau=2000:stop"])
     >>> [(name, each.level, each.actions) for name, each in found.items()]

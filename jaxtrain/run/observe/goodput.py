@@ -168,10 +168,8 @@ def lost_steps(found: Sequence[Attempt]) -> list[int]:
 
 
 def spent(found: Sequence[Attempt]) -> dict[str, float]:
-    """Adds up what all attempts took, from the beginning of each to its end.
-
-    Returns:
-      ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
+    """Adds up what all attempts took, from the beginning of each to its end. Returns
+    ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
 
     >>> run = Attempt(1, 0.0, 1800.0, {"step": 1800.0}, 0, 8, None, {"chips": 8, "price": 2.5})
     >>> spent([run, dataclasses.replace(run, costs={"chips": 4, "kwh": 0.25})])
@@ -193,11 +191,9 @@ def account(found: Sequence[Attempt]) -> dict[str, float]:
 
     The steps that a later attempt did again are taken out of "step", at the mean time of a step of
     their attempt. Time between what was last heard of an attempt and the next one's beginning is
-    "down": it holds the moments between the last heartbeat and a kill.
-
-    Returns:
-      Seconds by activity, the largest part of which should be "step"; they add up to the time of
-      the run on the wall. Empty where nothing is known.
+    "down": it holds the moments between the last heartbeat and a kill. Returns seconds by activity,
+    the largest part of which should be "step"; they add up to the time of the run on the wall.
+    Empty where nothing is known.
     """
     total: dict[str, float] = {}
     for attempt, lost in zip(found, lost_steps(found), strict=True):

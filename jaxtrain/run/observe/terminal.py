@@ -49,13 +49,8 @@ def make_console() -> Console:
 class Progress:
     """A bar with step, loss, throughput and time left; plain lines where there is no terminal.
 
-    Lines begin with the date and the time of day.
-
-    Args:
-      total: steps in all.
-      start: steps done already.
-      item: what throughput counts.
-      steps_per_epoch: how many steps an epoch has; None where unknown.
+    Lines begin with the date and the time of day. Throughput counts ``item``, and
+    ``steps_per_epoch`` is None where unknown.
     """
 
     def __init__(

@@ -80,11 +80,8 @@ def run_watch(options: WatchOptions, rest: list[str]) -> int:
 
 
 def runs_in(names: Sequence[str]) -> list[epath.Path]:
-    """The runs that folders are, or hold, in the order of their names.
-
-    Raises:
-      ValueError: one neither is a run nor holds any.
-    """
+    """The runs that folders are, or hold, in the order of their names. Raises ValueError where one
+    neither is a run nor holds any."""
     found = []
     for path in map(as_path, names):
         if holds_run(path):
@@ -100,15 +97,11 @@ def runs_in(names: Sequence[str]) -> list[epath.Path]:
 def serve(
     look: Callable[[], list[Record]], port: int | None, every: float
 ) -> http.server.ThreadingHTTPServer:
-    """Opens the page on localhost, made anew whenever it is asked for; no other file is served.
+    """Opens the page on localhost; no other file is served.
 
-    Args:
-      look: reads the runs.
-      port: 0 for a free one; None for ``PORT``, or a free one where that is taken.
-      every: seconds after which a page that is shown asks again.
-
-    Raises:
-      OSError: the port is taken.
+    It is made anew, of the runs that ``look`` reads, whenever it is asked for, and a page that is
+    shown asks again after ``every`` so many seconds. Port 0 is a free one; None is ``PORT``, or a
+    free one where that is taken. Raises OSError where the port is taken.
     """
 
     class Page(http.server.BaseHTTPRequestHandler):

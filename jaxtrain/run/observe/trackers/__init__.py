@@ -23,10 +23,8 @@ Opening = Callable[[About], Writer]
 
 def parse(texts: Iterable[str]) -> dict[str, Opening]:
     """Reads which trackers are asked for: NAME, ``prometheus=PORT`` or ``prometheus=HOST:PORT``;
-    returns what opens each, by name.
-
-    Raises:
-      ValueError: there is no such tracker, or it is named twice.
+    returns what opens each, by name. Raises ValueError where there is no such tracker, or it is
+    named twice.
 
     >>> list(parse(["csv", "prometheus=9400"]))
     ['csv', 'prometheus']

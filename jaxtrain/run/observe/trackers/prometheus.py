@@ -30,7 +30,6 @@ class PrometheusWriter:
 
     Args:
       path: the file, for the textfile collector of node_exporter; replaced whole each time.
-      run: the label.
       address: (host, port) to answer at; port 0 for a free one, None for no server.
 
     Attributes:

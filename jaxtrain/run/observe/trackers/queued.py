@@ -33,11 +33,9 @@ class Queued:
     counted. Nothing that the other writer does ends the run.
 
     Args:
-      name: of the tracker, for messages.
       open: makes the writer; called in the thread, and again with each line where it fails. A
         writer that has an attribute ``error`` is told there what has ended the run.
       lines: that may wait.
-      pauses: seconds before each try.
 
     Attributes:
       written: lines so far.
