@@ -55,9 +55,7 @@ _MAPPED_FILES = 128
 class Store:
     """A store that is complete; made by `open_store` and `write_store`.
 
-    Attributes:
-      path: its folder.
-      manifest: what ``manifest.json`` holds.
+    ``path`` is its folder, and ``manifest`` what ``manifest.json`` holds.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]):

@@ -47,7 +47,6 @@ class Row:
     """One row of a table.
 
     Args:
-      ours: the path of our parameter.
       theirs: the name of their tensor; with ``{l}`` there is one for each layer.
       axes: their axes in the order of ours; None means as they are.
       part: (i, n): ours is part i of n equal ones along our last axis.

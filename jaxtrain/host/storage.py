@@ -151,7 +151,8 @@ def iterating(
         a ``StorageError``, which has been tried for long enough further down.
       seconds: without success after which to give up; None for ``PATIENCE_SECONDS``.
     """
-    passing, clock, sleep = passing or _fresh, clock or now, sleep or pause
+    passing = passing or (lambda error: passes(error) and not isinstance(error, StorageError))
+    clock, sleep = clock or now, sleep or pause
     seconds = PATIENCE_SECONDS if seconds is None else seconds
     done, since, delay = 0, None, FIRST_DELAY_SECONDS
     while True:
@@ -178,10 +179,6 @@ def iterating(
                 ) from error
             sleep(min(delay * random.uniform(0.5, 1.0), left))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
-
-
-def _fresh(error: BaseException) -> bool:
-    return passes(error) and not isinstance(error, StorageError)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ def in_float32(
     a second moment that never decays, and norms lose their low bits in the squares.
 
     Args:
-      tx: the transformation.
       moment_dtype: state is laid out as for parameters of at least this dtype; None means theirs.
 
     Returns:

@@ -41,7 +41,6 @@ class Part:
       name: path of its parameters, such as ``blocks/attn``.
       layers: number of the device's layers that have it; 0 outside of stacked layers.
       parameters, optimizer_state: bytes that are held throughout.
-      gradients: bytes of the gradients, as large as the parameters that train.
       kept: bytes that loops over layers keep for the backward pass, by the traced step.
     """
 

@@ -84,7 +84,6 @@ class Program:
       trips: trip counts by the loop's instruction; None where it is not known (and counted as 1).
       branches: the computations of a conditional, by its instruction.
       computations: its text, computation by computation.
-      entry: the name of the computation it starts with.
       scheduled: whether instructions run in the order of the text.
     """
 

@@ -33,7 +33,9 @@ def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | No
             continue
         try:
             other = experiment.with_(layout=layout)
-            if least_bytes(other, where) > where.chip.memory_bytes:
+            state = make_abstract_state(other, make_experiment_mesh(other, where.devices()))
+            # No schedule can do without the state, and gradients in the parameters' shards.
+            if local_bytes(state) + local_bytes(state.params) > where.chip.memory_bytes:
                 continue
             tries -= 1
             plan = plan_experiment(other, where)
@@ -51,13 +53,6 @@ def describe(found: tuple[str, Plan] | None) -> str:
         return "none was found; use more devices, or a smaller model or batch"
     change, plan = found
     return f"{change} (compiled: {human_bytes(plan.memory.needed)} per device)"
-
-
-def least_bytes(experiment: Experiment, target: Target) -> int:
-    """Bytes that no schedule can do without: the state, and gradients in the parameters' shards."""
-    mesh = make_experiment_mesh(experiment, target.devices())
-    state = make_abstract_state(experiment, mesh)
-    return local_bytes(state) + local_bytes(state.params)
 
 
 def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str, object], Target]]:

@@ -88,14 +88,11 @@ class Value:
 
 
 class Partitioner:
-    """Specs, sizes and traffic on one mesh.
+    """Specs, sizes and traffic on one mesh; ``cost`` is what has been sent so far, and what else is
+    counted.
 
     Args:
-      mesh: sizes of mesh axes.
       parameters: spec by shape, of parameters and of their layers: how gradients will lie.
-
-    Attributes:
-      cost: what has been sent so far, and what else is counted.
     """
 
     def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec]):

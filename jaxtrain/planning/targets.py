@@ -45,8 +45,6 @@ class Target:
     """Devices to compile for.
 
     Args:
-      name: as it is written, such as ``"v5e:4x4"``.
-      chip: which chip.
       topology: TPU: chips along each axis of one slice. GPU: (hosts, GPUs per host). CPU:
         (devices,).
       slices: TPU slices, joined by the network between hosts.

@@ -213,7 +213,13 @@ def fit(
     """
     options = options or RunOptions()
     _check_plugs(hooks, writers)
-    _check_calls(experiment.layout.steps_per_call, options)
+    calls = experiment.layout.steps_per_call
+    for name in ("eval_every", "save_every"):
+        if (every := getattr(options, name)) % calls:
+            raise ValueError(
+                f"`{name}` is {every} and `steps_per_call` {calls}: a state is there between calls "
+                f"only, so give a multiple of {calls}"
+            )
     if (metric := options.best_metric) is not None:
         experiment = experiment.with_(best_metric=metric, best_mode=options.best_mode)
     if options.profiled and options.profiled[0] > (steps := experiment.steps):
@@ -576,13 +582,3 @@ def _check_plugs(hooks: Sequence[Hook], writers: Sequence[Writer]) -> None:
         for i, plug in enumerate(plugs):
             if not isinstance(plug, kind):
                 raise ValueError(f"{name}[{i}] is {plug!r}: give {wanted}")
-
-
-def _check_calls(steps_per_call: int, options: RunOptions) -> None:
-    for name in ("eval_every", "save_every"):
-        every = getattr(options, name)
-        if every % steps_per_call:
-            raise ValueError(
-                f"`{name}` is {every} and `steps_per_call` {steps_per_call}: a state is there "
-                f"between calls only, so give a multiple of {steps_per_call}"
-            )

@@ -91,7 +91,8 @@ class StepFolders:
         wait_until_seen(path / "state", f"checkpoint {step} in {self.directory}")
 
     def _paths(self) -> dict[int, epath.Path]:
-        steps = {int(path.name): path for path in listed(self.directory) if _is_step(path.name)}
+        digits = [x for x in listed(self.directory) if x.name.isascii() and x.name.isdecimal()]
+        steps = {int(path.name): path for path in digits if path.name == str(int(path.name))}
         if is_remote(self.directory):  # where a folder appears before it is whole
             found = ocp.path.step.standard_name_format().find_all(self.directory)
             return {entry.step: entry.path for entry in found if entry.step in steps}
@@ -138,10 +139,6 @@ class StepFolders:
 
 def _is_complete(path: epath.Path) -> bool:
     return all(exists(path / part) for part in _PARTS)
-
-
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def files_below(folder: epath.Path) -> Iterator[epath.Path]:

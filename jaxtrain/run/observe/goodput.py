@@ -27,8 +27,6 @@ class Ledger:
 
     Args:
       began: when the attempt began, in seconds since 1970; None for now.
-      clock: seconds, monotonic.
-      wall: seconds since 1970.
 
     >>> ticks = iter([10.0, 12.0, 15.0, 16.0])
     >>> ledger = Ledger(clock=lambda: next(ticks), wall=lambda: 0.0)
@@ -106,12 +104,9 @@ class Attempt:
     """One start of a run: its times, steps, end and costs.
 
     Args:
-      number: from 1.
       began, until: seconds since 1970; ``until`` is its last sign of life.
-      seconds: seconds by activity.
       first, last: the step that it began from, and the last one that it has done.
       ended: how it ended; None where it was killed, or still runs.
-      costs: the known values of ``COSTS``.
     """
 
     number: int

@@ -25,9 +25,6 @@ def mfu(
     Args:
       flops_per_step: of the model, recomputation not counted (Chowdhery et al. 2022, appendix B);
         None where unknown.
-      step_seconds: of one step.
-      devices: all that the step runs on.
-      dtype: of the operands.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
     if not peaks or None in (*peaks, flops_per_step) or step_seconds <= 0:

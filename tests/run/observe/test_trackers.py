@@ -126,7 +126,7 @@ def test_a_run_is_tracked_beside_its_log_by_what_works_and_goes_on_without_the_r
     tmp_path, monkeypatch, capsys, caplog
 ):
     hang = threading.Event()
-    monkeypatch.setitem(trackers.SERVICES, "wandb", lambda about: Kept(lambda step: hang.wait(60)))
+    monkeypatch.setitem(trackers.OPENINGS, "wandb", lambda about: Kept(lambda step: hang.wait(60)))
     monkeypatch.setattr(trackers, "check_installed", lambda names: None)
     monkeypatch.setattr(queued, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(

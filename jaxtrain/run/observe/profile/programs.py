@@ -159,10 +159,8 @@ def kind_of(
     """The kind of an instruction.
 
     Args:
-      opcode: its own.
       contents: that and those of what it calls.
       path: where in the model it comes from, as JAX writes it.
-      target: of a custom call.
       name: its own; that of what ends an asynchronous operation says which.
 
     >>> kind_of("fusion", {"fusion", "convolution"}, path="jit(step)/mlp/dot_general")

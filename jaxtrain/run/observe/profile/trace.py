@@ -43,7 +43,6 @@ class Device:
     """One device in a trace, in seconds per step (of the whole trace where its steps are unknown).
 
     Args:
-      name: its own.
       busy: it computes.
       exposed: it waits for others, or for a transfer, and computes nothing meanwhile.
       idle: nothing happens.
@@ -62,14 +61,12 @@ class Profile:
     """The time of traced steps, by operation.
 
     Args:
-      name: name of the trace.
       steps: number of steps in it; None where its name does not say.
       seconds: from the first operation to the last, per step (of the whole trace where ``steps`` is
         None), which what follows adds up to.
       shares: seconds of each operation, mean of the devices; ``Operation(IDLE)`` is for nothing.
       in_flight: seconds in which at least one collective of a kind goes on, hidden behind
         computation or not, mean of the devices.
-      devices: each of them.
     """
 
     name: str

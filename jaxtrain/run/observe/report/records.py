@@ -48,19 +48,14 @@ class Record:
     """Metrics, settings and events of one run.
 
     Args:
-      path: its folder.
-      name: what a page calls it.
       series: metrics of one number, by name.
       vectors: metrics with one axis, by name; of lines of several lengths, those of the last.
-      times: when each step was logged, in seconds since 1970.
       config: the flags and what else it was configured with, by dotted name.
       environment: versions, mesh and data, by name.
       changes: of later starts, (step, name, then, now).
       events: the lines of its journal.
       heartbeat: its last sign of life; empty where there is none.
-      attempts: its starts.
       step_times: how many steps took how long, over all attempts (``Throughput.times``).
-      stopped: why it was stopped on purpose, if it was.
       unreadable: lines of the log, before the last, that are no record.
     """
 
