@@ -16,9 +16,9 @@ from tests import forms
 
 LAYERS = 3
 # No two sizes alike, so that a shape says what it is of.
+FORM = forms.LLAMA | {"kv_heads": None}
 CONFIG = decoder.DecoderConfig(
-    **{"vocab_size": 320, "seq_len": 24, "layers": LAYERS, "width": 64, "heads": 8},
-    **{"mlp_width": 176} | forms.LLAMA | {"kv_heads": None},
+    vocab_size=320, seq_len=24, layers=LAYERS, width=64, heads=8, mlp_width=176, **FORM
 )
 ROWS = 16
 FAST = {"xla_backend_optimization_level": 0}
