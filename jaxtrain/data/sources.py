@@ -69,7 +69,6 @@ class Files:
     """Documents of files, which can be stamped, cut into parts, and sent to another process.
 
     Args:
-      root: the folder.
       names: relative paths of the files, in order.
       field: of a row, or column, that holds the text; None takes any file for one document.
       side: which side of the split of a single text, or by rows, "train" or "held_out"; None for

@@ -55,7 +55,6 @@ class Family:
 
     Args:
       name: ``model_type`` in config.json.
-      architecture: as in config.json.
       rows: its tensors; those of parameters that a model lacks do not count.
       fields: of config.json, by their names.
       ours: what all its models have in common here.

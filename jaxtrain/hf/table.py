@@ -133,7 +133,6 @@ class Weight:
     this process's devices.
 
     Args:
-      row: the table's row.
       tensors: theirs, one for each layer.
       places: the number of the layer, from 1, at every place of our leading axes, and 0 where those
         are padding; an array without axes where the parameter is not stacked.

@@ -56,7 +56,6 @@ class Estimate:
     Args:
       mesh: sizes of mesh axes by name, all of them.
       state_bytes: bytes of parameters, optimizer state and the rest of the state.
-      batch_bytes: bytes of the batch.
       working_bytes: bytes of all else, at its peak.
       kept: bytes of it that loops over layers stack for the backward pass, by part of the model.
       cost: products, memory traffic and collectives, on the critical path.

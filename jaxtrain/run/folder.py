@@ -87,12 +87,9 @@ class Ownership:
         return f"the run's folder {self.path} has been moved or deleted while the run goes on"
 
     def check(self) -> None:
-        """Called by all processes alike before something is written.
-
-        Raises:
-          Superseded: another start has claimed the folder.
-          StorageError: the folder has gone, and is not to be made anew.
-        """
+        """Called by all processes alike before something is written. Raises Superseded where
+        another start has claimed the folder, and StorageError where the folder has gone, and is not
+        to be made anew."""
         taken, there = distributed.from_first_process(lambda: (self.taken_by(), self.is_there()))
         if taken:
             error = Superseded(

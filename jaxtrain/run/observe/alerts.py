@@ -40,8 +40,6 @@ class Alerts:
     the journal, so that steps which are done again tell it no second time.
 
     Args:
-      rules: those that are on; none in all processes but the first.
-      idle: seconds since anything has ended, and what it was.
       webhook: where alerts are posted as JSON; None for nowhere.
 
     Attributes:

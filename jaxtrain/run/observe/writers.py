@@ -81,13 +81,11 @@ class JSONLWriter(FileWriter):
 
     Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
     strings ``"nan"``, ``"inf"`` and ``"-inf"``. When a line is there :class:`GrowingFile` says.
+    Raises StorageError where the lines there can neither be read nor replaced.
 
     Args:
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
       stamp: more entries of every line, such as the attempt that writes it.
-
-    Raises:
-      StorageError: the lines there can neither be read nor replaced.
     """
 
     def __init__(
