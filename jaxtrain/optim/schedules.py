@@ -193,14 +193,8 @@ def warmup_stable_decay(
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
-        constant,
-        cosine,
-        cosine_restarts,
-        exponential,
-        inverse_sqrt,
-        linear,
-        step,
-        warmup_stable_decay,
+        *(constant, cosine, cosine_restarts, exponential),
+        *(inverse_sqrt, linear, step, warmup_stable_decay),
     )
 }
 

@@ -17,16 +17,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.build import (
-    call_end,
-    compile_loop,
-    depends_on_microbatches,
-    make_abstract_state,
-    make_experiment_mesh,
-    make_state,
-    restore_evaluated,
-    restore_state,
-)
+from jaxtrain import build
 from jaxtrain.experiment import Experiment, Metadata
 from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
@@ -124,7 +115,7 @@ def train_loop(
     ends = ends or (lambda step: any([hook.stops(step) for hook in hooks]))
     done, batches = int(state.step), iter(batches)
     while done < steps:
-        numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
+        numbers = range(done + 1, build.call_end(done, steps, steps_per_call) + 1)
         given = list(itertools.islice(batches, len(numbers)))
         if len(given) < len(numbers):
             read()
@@ -254,11 +245,11 @@ def _fit(
         # Before anything that takes long, as what comes before the loop does for a large model.
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_peer_group(connect=options.watch_peers))
-        mesh = make_experiment_mesh(experiment)
+        mesh = build.make_experiment_mesh(experiment)
         if mesh.devices.flat[0].platform != "cpu":
             journal.costs["chips"] = mesh.size
             journal.costs |= {} if options.price is None else {"price": options.price}
-        abstract = make_abstract_state(experiment, mesh)
+        abstract = build.make_abstract_state(experiment, mesh)
         if options.best_metric is not None:
             check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
@@ -292,16 +283,16 @@ def _fit(
             _check_unsaved(run_dir, journal)
         if saved:
             with ledger.during("restore"):
-                state = restore_state(experiment, abstract, checkpoints.restore)
+                state = build.restore_state(experiment, abstract, checkpoints.restore)
         else:
-            state = make_state(experiment, mesh)
+            state = build.make_state(experiment, mesh)
         start = int(state.step)
         go_on = bool({"stopped", "all"} & set(options.accept_changes))
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = experiment.with_(steps=start)
         with ledger.during("compile"):
-            train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
+            train, programs = build.compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
             owner = claim()
             journal.open(owner)
@@ -351,7 +342,7 @@ def _fit(
             if options.saves_best and best.step != int(state.step):
                 run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
                 with ledger.during("restore"):
-                    found = restore_evaluated(experiment, abstract, checkpoints, best.step)
+                    found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
     if compared := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(compared)
@@ -512,7 +503,7 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
         return None
     means = {name.removeprefix("eval/"): x for name, x in checkpoints.metrics(step).items()}
     read = functools.partial(checkpoints.restore, step=step)
-    return Best(step, means, functools.partial(restore_state, experiment, abstract, read))
+    return Best(step, means, functools.partial(build.restore_state, experiment, abstract, read))
 
 
 def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Path) -> Checkpointer:
@@ -561,7 +552,7 @@ def _changes(
     step = checkpoints.latest_step() or 0
     may_change, both = dict(metadata.may_change), (then, metadata.config)
     before, now = (record.get("provenance", {}).get("microbatches") for record in both)
-    if before not in (None, now) and depends_on_microbatches(experiment, state):
+    if before not in (None, now) and build.depends_on_microbatches(experiment, state):
         may_change |= dict.fromkeys(("microbatches", *provenance.MICROBATCHES))
     changes = provenance.compare(*both, may_change, step=step)
     if saved:

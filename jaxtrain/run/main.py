@@ -27,6 +27,7 @@ from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.run import provenance
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
@@ -39,14 +40,6 @@ from jaxtrain.run.options import (
     ProcessOptions,
     RunOptions,
     make_optimizer,
-)
-from jaxtrain.run.provenance import (
-    OF_START,
-    flags_of,
-    from_plain,
-    known_fields,
-    nested,
-    read_record,
 )
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
@@ -140,7 +133,7 @@ class Config:
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": Effect.SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}
-        record |= {"flags": flags_of(self)} | given.pop("config", {})
+        record |= {"flags": provenance.flags_of(self)} | given.pop("config", {})
         if "optimizer" not in given:
             sure = given.get("stages") is not None
 
@@ -313,7 +306,7 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     numbered = functools.partial(storage.retrying, lambda: list(runs()), "the folder of runs")
     for path in numbered() if start.run_dir is None else [as_path(start.run_dir)]:
         half = storage.retrying(functools.partial(is_half_deleted, path), f"the run {path}")
-        read = functools.partial(read_record, path)
+        read = functools.partial(provenance.read_record, path)
         record = (None if half else storage.retrying(read, f"the run {path}")) or {}
         if start.run_dir is not None or record.get("module") == module:
             break
@@ -325,9 +318,10 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     # What follows from its epochs is found again.
     not_its_own = {"distributed"} | ({"steps"} if flags.get("epochs") else set())
     flags = {name: value for name, value in flags.items() if name not in not_its_own}
-    run = {name: value for name, value in flags["run"].items() if name not in OF_START}
+    run = {name: value for name, value in flags["run"].items() if name not in provenance.OF_START}
     flags["run"] = run | {"run_dir": str(path)}
-    return from_plain(config_type, known_fields(config_type, nested(config_type, flags)))
+    fields = provenance.nested(config_type, flags)
+    return provenance.from_plain(config_type, provenance.known_fields(config_type, fields))
 
 
 def experiment_module(name: str) -> types.ModuleType:

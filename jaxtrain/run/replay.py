@@ -11,13 +11,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.build import (
-    compile_loop,
-    make_abstract_state,
-    make_experiment_mesh,
-    make_state,
-    restore_state,
-)
+from jaxtrain import build
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, CONFIG
@@ -78,15 +72,15 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     experiment = load_run(run_dir, module, step=step)
     if not 1 <= step <= (last := experiment.steps):
         raise ValueError(f"`step` is {step}: the run has steps 1 to {last}")
-    mesh = make_experiment_mesh(experiment)
+    mesh = build.make_experiment_mesh(experiment)
     checkpoints = Checkpointer(epath.Path(run_dir) / CHECKPOINTS)
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)
     if from_step is None:
-        state = make_state(experiment, mesh)
+        state = build.make_state(experiment, mesh)
     else:
-        state = restore_state(
+        state = build.restore_state(
             experiment,
-            make_abstract_state(experiment, mesh),
+            build.make_abstract_state(experiment, mesh),
             functools.partial(checkpoints.restore, step=from_step),
         )
     start = int(state.step)
@@ -94,7 +88,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
     with experiment.data.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
-            train, _ = compile_loop(experiment, state, mesh, start, step - 1)
+            train, _ = build.compile_loop(experiment, state, mesh, start, step - 1)
             calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}
             state = train_loop(train, state, batches, **calls)
         return diagnose(experiment, mesh, state, next(batches))

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from jaxtrain.host.memory import human_count
 from jaxtrain.host.paths import as_path, is_folder, listed
-from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.report.health import LEVELS, Finding, examine, recent
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.records import Record, downsample, holds_run, read
@@ -199,7 +198,7 @@ def _drawing(record: Record, width: int) -> Text:
 
 
 def _print_tables(look: Callable[[], list[Record]], every: float, *, once: bool) -> None:
-    console: Console = terminal.make_console()
+    console = Console()
     while True:
         began = time.monotonic()
         found = [(record, examine(record)[0]) for record in look()]
