@@ -24,19 +24,9 @@ from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
 from jaxtrain.planning.comparison import compare_with_run
-from jaxtrain.run import provenance
+from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
-from jaxtrain.run.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    STOPPED,
-    Ownership,
-    claim_run_dir,
-    find_run_dir,
-    has_checkpoint,
-    write_text,
-)
 from jaxtrain.run.hook import Ending, Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted, check_best_metric
@@ -255,7 +245,7 @@ def _fit(
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = experiment.with_(config=record)
         name, data, metadata = experiment.name, experiment.data, experiment.metadata
-        run_dir, resume = find_run_dir(
+        run_dir, resume = folder.find_run_dir(
             name,
             options.run_dir,
             resume=options.resume,
@@ -263,7 +253,7 @@ def _fit(
             overwrite=options.overwrite,
         )
         claim = functools.partial(
-            claim_run_dir,
+            folder.claim_run_dir,
             run_dir,
             name=name if options.run_dir is None else None,
             resumes=resume,
@@ -272,7 +262,7 @@ def _fit(
         )
         checkpoints = _open_checkpoints(metadata, options, run_dir)
         # Once, for the check of what has changed and for the restoration.
-        saved = resume and has_checkpoint(run_dir / CHECKPOINTS)
+        saved = resume and folder.has_checkpoint(run_dir / folder.CHECKPOINTS)
         changes, owner = [], None
         if resume:
             changes = _changes(experiment, abstract, checkpoints, run_dir, options, saved)
@@ -303,11 +293,11 @@ def _fit(
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
         journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
-        texts = {CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
+        texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)
             storage.retrying(write, f"the file {run_dir / file}")
-        check_shared(run_dir / CONFIG)
+        check_shared(run_dir / folder.CONFIG)
         provenance.note_changes(run_dir, changes, metadata.config, from_step=start)
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
@@ -356,7 +346,7 @@ def _opened(
     experiment: Experiment,
     options: RunOptions,
     mesh: Mesh,
-    owner: Ownership,
+    owner: folder.Ownership,
     peers: PeerGroup,
     writers: Sequence[Writer],
     journal: Journal,
@@ -473,7 +463,7 @@ def _finish(
     if end.reason is not None:
         run.owner.check()
         stop = {"step": last, "reason": end.reason, "code": end.code}
-        write_text(run_dir / STOPPED, json.dumps(stop) + "\n")
+        folder.write_text(run_dir / folder.STOPPED, json.dumps(stop) + "\n")
         early = f"stopped on purpose after step {last} of {run.steps}: {end.reason}"
         run.progress.note(early)
     on_purpose = end.code in (DONE, ALERTED)
@@ -508,7 +498,7 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
 
 def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Path) -> Checkpointer:
     return Checkpointer(
-        run_dir / CHECKPOINTS,
+        run_dir / folder.CHECKPOINTS,
         keep=options.keep,
         keep_best=options.keep_best,
         best_metric=f"eval/{metadata.best_metric}",
@@ -518,14 +508,14 @@ def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Pa
 
 def _write_file(path: epath.Path, text: str, *, keep: bool) -> None:
     if not (keep and exists(path)):
-        write_text(path, text)
+        folder.write_text(path, text)
 
 
 def _check_unsaved(run_dir: epath.Path, journal: Journal) -> None:
     """Raises StorageError where a claimed run that had no checkpoint has one by now, or its journal
     tells of some, which are not seen."""
     told = distributed.from_first_process(lambda: "run/checkpoint_age_seconds" in journal.counts())
-    if told or has_checkpoint(run_dir / CHECKPOINTS):
+    if told or folder.has_checkpoint(run_dir / folder.CHECKPOINTS):
         raise storage.StorageError(
             f"the checkpoints of {run_dir} are not seen, though it has saved some: start it again "
             "or, where they are lost, begin anew with `overwrite`"

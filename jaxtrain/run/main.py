@@ -27,20 +27,12 @@ from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.precision import POLICIES, Policy
-from jaxtrain.run import provenance
+from jaxtrain.run import options, provenance
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
-from jaxtrain.run.options import (
-    MAY_CHANGE,
-    LayoutFlags,
-    OptimizerOptions,
-    ProcessOptions,
-    RunOptions,
-    make_optimizer,
-)
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
@@ -54,9 +46,11 @@ Flat = tyro.conf.OmitArgPrefixes
 class Config:
     """The flags that every experiment has; a subclass adds those of its model and its data."""
 
-    run: Flat[RunOptions] = dataclasses.field(default_factory=RunOptions)
-    layout: LayoutFlags = dataclasses.field(default_factory=Layout)
-    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    run: Flat[options.RunOptions] = dataclasses.field(default_factory=options.RunOptions)
+    layout: options.LayoutFlags = dataclasses.field(default_factory=Layout)
+    optimizer: options.OptimizerOptions = dataclasses.field(
+        default_factory=options.OptimizerOptions
+    )
 
     steps: int = 1000
     """Train steps."""
@@ -75,13 +69,15 @@ class Config:
     """Run on this many simulated CPU devices; 0 on the real ones."""
     devices: tuple[int, ...] = ()
     """Numbers of the GPUs of this host to use, such as 0 1; others stay untouched. Default: all."""
-    distributed: Flat[ProcessOptions] = dataclasses.field(default_factory=ProcessOptions)
+    distributed: Flat[options.ProcessOptions] = dataclasses.field(
+        default_factory=options.ProcessOptions
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         flat = {
             f.name
-            for kind in (RunOptions, ProcessOptions, Layout)
+            for kind in (options.RunOptions, options.ProcessOptions, Layout)
             for f in dataclasses.fields(kind)
         }
         taken = flat | {"experiment", "batches_of", "of_rows"}
@@ -129,7 +125,7 @@ class Config:
                 )
             self = counted
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
-        may_change = self.layout.may_change() | MAY_CHANGE | given.pop("may_change", {})
+        may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": Effect.SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}
@@ -140,7 +136,9 @@ class Config:
             def optimizer_of(stack: Stack) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
                 rows = {"global_batch": self.global_batch, "default_rates": rates}
-                return make_optimizer(self.optimizer, steps=self.steps, stacked=found, **rows)
+                return options.make_optimizer(
+                    self.optimizer, steps=self.steps, stacked=found, **rows
+                )
 
             given["optimizer"] = optimizer_of
         policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
@@ -248,7 +246,7 @@ def main(
     with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
-        processes = getattr(config, "distributed", ProcessOptions())
+        processes = getattr(config, "distributed", options.ProcessOptions())
         handle = config.run.handle_signals
         stack.enter_context(ending_at_sigterm(handle_signals=handle, sigint=True))
         distributed.initialize(**dataclasses.asdict(processes))
@@ -256,7 +254,9 @@ def main(
             raise ValueError("`devices` chooses among GPUs, and JAX has found none: leave it out")
         quiet.start()
         experiment = build(config)
-        may_change = experiment.metadata.may_change or experiment.layout.may_change() | MAY_CHANGE
+        may_change = (
+            experiment.metadata.may_change or experiment.layout.may_change() | options.MAY_CHANGE
+        )
         experiment = experiment.with_(may_change=may_change)
         try:
             given = {"hooks": hooks, "writers": writers, "began": process_began()}
@@ -298,7 +298,11 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     ValueError where the run's folder holds flags that cannot be.
     """
     start, _ = tyro.cli(
-        RunOptions, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
+        options.RunOptions,
+        args=arguments,
+        prog=program_name(),
+        return_unknown_args=True,
+        add_help=False,
     )
     if not (start.resume or start.auto_resume):
         return None
