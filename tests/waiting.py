@@ -4,8 +4,8 @@ import time
 
 
 def eventually(condition):
-    """Returns once a condition holds; fails after half a minute."""
-    deadline = time.monotonic() + 30
+    """Returns once a condition holds; fails after a minute."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
