@@ -36,11 +36,10 @@ def nvidia(
 ) -> Source | None:
     """NVIDIA's Management Library (NVML), of the GPUs that are given.
 
-    Returns:
-      A source of ``device/utilisation`` (the part of the time in which some kernel ran, the least
-      of the GPUs), ``device/temperature`` (degrees Celsius, the highest), ``device/power`` (watts,
-      the sum) and, from its second reading on, ``device/energy`` (the integral of that, in kWh);
-      None where the library or its package is missing, which is said.
+    Returns a source of ``device/utilisation`` (the part of the time in which some kernel ran, the
+    least of the GPUs), ``device/temperature`` (degrees Celsius, the highest), ``device/power``
+    (watts, the sum) and, from its second reading on, ``device/energy`` (the integral of that, in
+    kWh); None where the library or its package is missing, which is said.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -124,11 +123,10 @@ def tpu(devices: Sequence[jax.Device]) -> Source | None:
 def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
     """The host, from /proc; None where there is none.
 
-    Returns:
-      A source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
-      ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
-      whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
-      this process keeps busy).
+    Returns a source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
+    ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
+    whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
+    this process keeps busy).
     """
     if not exists(PROC / "stat"):
         return None

@@ -24,13 +24,8 @@ from jaxtrain.planning.hlo_text import (
 from jaxtrain.planning.roofline import network_share, ring_share
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 
 

@@ -149,11 +149,9 @@ def cost(
 ) -> dict[str, float]:
     """Returns the cost of training with the first row; empty if the tokens of a step are unknown.
 
-    ``price`` is that of a chip (a device of the target) for an hour.
-
-    Returns:
-      ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all
-      tokens, ``price_per_billion`` and ``price`` of all.
+    That is ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for
+    all tokens, ``price_per_billion`` and ``price`` of all. The argument ``price`` is that of a chip
+    (a device of the target) for an hour.
     """
     rate = result.rows[0].tokens_per_s if result.rows else 0
     if not rate:

@@ -90,7 +90,6 @@ def walk_step(
     Args:
       jaxpr: a closed jaxpr, ``jax.make_jaxpr(step)(state, batch)``.
       specs: mesh axes per dimension of each argument.
-      mesh: sizes of mesh axes.
       parameters: spec by shape, of parameters and of their layers: how gradients will lie.
       stored: how many of the arguments, from the first on, are the state.
       rounds: whether float32 arrays that a loop leaves for products of default precision alone are

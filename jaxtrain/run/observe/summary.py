@@ -109,12 +109,6 @@ def print_conclusion(
         lines += [*conclude(natural(experiment, state), evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])
     journal.beat()
-    terminal.print_lines(
-        [
-            *lines,
-            *(leave_report(run_dir) if jax.process_index() == 0 else ()),
-            f"checkpoints  {run_dir}/checkpoints",
-            f"TensorBoard  {run_dir}/tensorboard",
-            f"JSONL log    {run_dir}/log.jsonl",
-        ]
-    )
+    lines += leave_report(run_dir) if jax.process_index() == 0 else ()
+    lines += [f"checkpoints  {run_dir}/checkpoints", f"TensorBoard  {run_dir}/tensorboard"]
+    terminal.print_lines([*lines, f"JSONL log    {run_dir}/log.jsonl"])

@@ -18,10 +18,8 @@ class CSVWriter(FileWriter):
     """Rows of step, name and value; an array has a row for each entry (``train/load/0``).
 
     ``pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`` has a column
-    for each metric. The rows up to ``resume_step`` stay; None starts anew.
-
-    Raises:
-      StorageError: the rows there can neither be read nor replaced.
+    for each metric. The rows up to ``resume_step`` stay; None starts anew. Raises StorageError
+    where the rows there can neither be read nor replaced.
     """
 
     def __init__(self, path: epath.PathLike, *, resume_step: int | None = None):
