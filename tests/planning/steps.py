@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from experiments import gpt
 from jaxtrain.models import decoder
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.run.options import OptimizerOptions
 from jaxtrain.sharding.rules import Rules
 from tests import forms
 
@@ -64,6 +66,11 @@ def compile_gpt(
     batch = batch_shapes(rows, config.seq_len)
     train = jt.compile_step(step, state, batch, mesh=mesh, rules=rules, compiler_options=options)
     return train, state, mesh
+
+
+def gpt_config(**sizes):
+    """Flags of ``experiments.gpt`` for a small decoder in bfloat16."""
+    return gpt.Config(optimizer=OptimizerOptions(name="adamw"), precision="bf16", **sizes)
 
 
 def state_of(config, optimizer, mesh, **given):

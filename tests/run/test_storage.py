@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -25,7 +24,7 @@ from tests.run.observe.test_writers import read_curves
 from tests.run.storage_faults import Faults, HttpError
 from tests.run.streams import during
 from tests.run.survive.processes import PATIENCE, ROOT, Process, free_port
-from tests.run.test_loop import Rows, make_experiment
+from tests.run.test_loop import Rows, lines, make_experiment
 from tests.waiting import eventually
 
 # What TensorStore says of a disk and of a bucket.
@@ -297,8 +296,8 @@ def unevaluated():
 
 
 def check_logs(run, steps):
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, steps + 1))
+    logged = [line["step"] for line in lines(run) if "train/loss" in line]
+    assert logged == list(range(1, steps + 1))
     assert sorted(read_curves(run / "tensorboard")["train/loss"]) == list(range(1, steps + 1))
 
 

@@ -17,6 +17,7 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.run.folder import claim_run_dir, find_run_dir
 from jaxtrain.run.observe import writers
 from tests.run.storage_faults import HttpError
+from tests.run.test_loop import lines
 from tests.waiting import eventually
 
 
@@ -112,8 +113,7 @@ def test_logs_are_written_anew_and_resumed_in_a_bucket(bucket, tmp_path):
         for step in steps:
             log.write(step, {"loss": float(step)})
         log.close()
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4]
     events = list((run / "tensorboard").iterdir())
     assert events
     assert all(b"loss" in event.read_bytes() for event in events)

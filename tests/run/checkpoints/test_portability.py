@@ -23,6 +23,7 @@ from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
 from tests.run.survive.processes import free_port, together
+from tests.run.test_loop import losses
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
@@ -163,11 +164,6 @@ def test_digests_survive_a_tour_of_process_counts(texts, tmp_path):
     for processes, devices, flags in PROCESSES:
         found = moved(texts, tmp_path, processes=processes, devices=devices, flags=flags)
         assert found == {f"digest {expected}"}, (processes, devices, flags)
-
-
-def losses(run) -> dict[int, float]:
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 @pytest.mark.slow
