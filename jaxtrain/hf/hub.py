@@ -16,15 +16,9 @@ _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 # No weights in other formats or variants, which some models have beside these.
 FILES = (
-    "config.json",
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "preprocessor_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("config.json", "model.safetensors", "model-?????-of-?????.safetensors"),
+    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
+    *("preprocessor_config.json", "chat_template.jinja", "generation_config.json"),
 )
 
 
