@@ -11,3 +11,10 @@ def run(capsys, *arguments):
         status = stop.code
     written = capsys.readouterr()
     return status, written.out, written.err
+
+
+def refused(capsys, *arguments):
+    """Returns the sentence on standard error of a command that is refused, with exit status 2."""
+    status, _, err = run(capsys, *arguments)
+    assert status == 2, err
+    return err

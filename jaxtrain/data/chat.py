@@ -108,7 +108,6 @@ class ChatTemplate:
         are part of the prompt.
 
         Args:
-          name: of the conversation.
           record: `messages`, or `prompt` and `completion`, or `chosen` and `rejected` with or
             without a `prompt`. Each is a list of messages, or a string: what the user says in
             `prompt`, else the assistant. `tools` and `documents` go to the template.
@@ -177,7 +176,7 @@ class ChatTemplate:
             if _MARKS.search(value):
                 raise ValueError("it has one of the noncharacters U+FDD0 to U+FDD2: remove it")
             if self.special:
-                value = re.sub(self.special, lambda found: _spelled(found[0]), value)
+                value = re.sub(self.special, _spelled, value)
                 value += _INSIDE * _may_go_on(value, self.special)
         return value
 
@@ -381,9 +380,9 @@ def _read(marked: str, special: str) -> tuple[bytes, tuple[Span, ...], tuple[Spa
     return b"".join(parts), tuple(counted), tuple(tokens)
 
 
-def _spelled(token: str) -> str:
-    bare = token.strip() or token
-    return token.replace(bare, _INSIDE.join(bare) + _INSIDE)
+def _spelled(token: re.Match[str]) -> str:
+    bare = token[0].strip() or token[0]
+    return token[0].replace(bare, _INSIDE.join(bare) + _INSIDE)
 
 
 def _may_go_on(text: str, special: str) -> bool:

@@ -61,12 +61,8 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class Normalized:
-    """Rows whose images [H, W, C] are less a mean and divided by a deviation.
-
-    Args:
-      rows: such as :class:`Images`.
-      mean, std: a number for each channel.
-    """
+    """Rows, such as :class:`Images`, whose images [H, W, C] are less a mean and divided by a
+    deviation, each a number for each channel."""
 
     rows: Any
     mean: tuple[float, ...]

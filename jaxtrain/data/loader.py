@@ -275,10 +275,8 @@ def whole_batches(
     """Yields every row of a source, in order, in batches of one size that hold nothing else.
 
     The rows that fill no batch come in parts whose sizes divide it, repeated to the size of a
-    batch: that leaves a mean over rows as it is, whatever the loss looks like.
-
-    Args:
-      source, global_batch, sharding: as for :func:`eval_batches`.
+    batch: that leaves a mean over rows as it is, whatever the loss looks like. Arguments are those
+    of :func:`eval_batches`.
 
     Yields:
       A batch, and how many rows it stands for: each of them is in it equally often.
@@ -313,10 +311,7 @@ def addressable_rows(
     name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> np.ndarray:
     """Returns which rows of an array of this shape devices of this process hold: bool [shape[0]].
-
-    Raises:
-      ValueError: if `sharding` does not divide `shape`; it names the array.
-    """
+    Raises ValueError if `sharding` does not divide `shape`; it names the array."""
     try:
         sharding.shard_shape(shape)
     except ValueError as error:

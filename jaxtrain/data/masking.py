@@ -108,7 +108,6 @@ class MaskedTokens:
     batch is one of the seed and the step.
 
     Args:
-      rows: such as `Fragments`.
       mask: the token that stands for one to predict.
       vocab_size: replacements are drawn below it.
       rate: the share that is chosen.

@@ -107,10 +107,6 @@ class Mixture:
     least common denominator. Each source is read in epochs of its own, in an order by the seed and
     its name. So what comes before a new phase stays as it was, whatever sources it adds.
 
-    Args:
-      rows: the rows of each source.
-      phases: as in `DataSpec`.
-
     Attributes:
       windows: W of each phase.
 

@@ -69,7 +69,6 @@ class Files:
     """Documents of files, which can be stamped, cut into parts, and sent to another process.
 
     Args:
-      root: the folder.
       names: relative paths of the files, in order.
       field: of a row, or column, that holds the text; None takes any file for one document.
       side: which side of the split of a single text, or by rows, "train" or "held_out"; None for
@@ -581,7 +580,8 @@ def _column_batches(
             if path.name.lower().endswith(".arrow"):
                 with _open_arrow(data) as file:
                     columns = choose(file.schema)
-                    for batch in _arrow_batches(file):
+                    count = getattr(file, "num_record_batches", None)  # a stream has no count
+                    for batch in file if count is None else map(file.get_batch, range(count)):
                         yield batch.select(columns).to_pylist()
                 return
             with pyarrow.parquet.ParquetFile(data) as file:
@@ -600,11 +600,6 @@ def _open_arrow(data: BinaryIO) -> Any:
     ipc, is_file = _pyarrow().ipc, data.read(len(_ARROW_FILE)) == _ARROW_FILE
     data.seek(0)
     return ipc.open_file(data) if is_file else ipc.open_stream(data)
-
-
-def _arrow_batches(file: Any) -> Iterator[Any]:
-    count = getattr(file, "num_record_batches", None)
-    return iter(file) if count is None else map(file.get_batch, range(count))
 
 
 def _spans_of_row_groups(path: Path, num_bytes: int) -> list[Span]:

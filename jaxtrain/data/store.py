@@ -55,9 +55,7 @@ _MAPPED_FILES = 128
 class Store:
     """A store that is complete; made by `open_store` and `write_store`.
 
-    Attributes:
-      path: its folder.
-      manifest: what ``manifest.json`` holds.
+    ``path`` is its folder, and ``manifest`` what ``manifest.json`` holds.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
@@ -223,9 +221,7 @@ class MappedTokens:
     it lies on: the system is told to read nothing ahead of them, and those of one slice together.
 
     Args:
-      paths: of the files.
       counts: the tokens in each.
-      dtype: of a token.
       owner: is kept as long as this, such as a store whose files go with it.
       below: what every token must be less than; a slice of others is a ValueError.
     """
@@ -345,11 +341,7 @@ def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
 
 
 def check_local(path: str | os.PathLike[str]) -> None:
-    """Refuses a store in a bucket.
-
-    Raises:
-      ValueError: it is in one.
-    """
+    """Refuses a store in a bucket. Raises ValueError where it is in one."""
     if is_remote(path):
         raise ValueError(
             f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "

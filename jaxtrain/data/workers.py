@@ -24,10 +24,6 @@ class WorkerRows:
     batch, end with this one, and each has a copy of the source, which must be picklable. Rows of
     tokens need none: the loader's own thread makes them far faster than steps take them.
 
-    Args:
-      source: random access to rows.
-      workers: processes.
-
     Raises:
       ValueError: `workers` is below 1.
       StorageError: on reading, a worker was killed. A run ends by it as by a failing disk, and

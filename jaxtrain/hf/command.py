@@ -11,8 +11,9 @@ import tyro
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import hub, weights
+from jaxtrain.hf.family import INERT, OFF
 from jaxtrain.host import quiet
-from jaxtrain.host.paths import check_on_disk, json_text
+from jaxtrain.host.paths import check_on_disk, json_text, read_json
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
 
@@ -68,9 +69,10 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
 
 
 def _check(folder: Path) -> int:
-    count = weights.parameter_count(folder)
-    print(f"{folder}: {weights.family_name(folder)}, {count:,} parameters")
-    print(f"fields without effect here: {', '.join(weights.without_effect(folder)) or 'none'}")
+    family, config = weights.read_model(folder)
+    print(f"{folder}: {family.name}, {family.module.parameter_count(config):,} parameters")
+    inert = sorted(read_json(folder / "config.json").keys() & (INERT | OFF.keys()))
+    print(f"fields without effect here: {', '.join(inert) or 'none'}")
     tensors, wrong = 0, []
     for found in weights.check(folder):
         tensors += len(found.names)

@@ -3,16 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jaxtrain.hf import positions
 from jaxtrain.hf.family import Family
-from jaxtrain.hf.positions import (
-    positive,
-    read_kinds,
-    read_rope,
-    read_two_ropes,
-    write_kinds,
-    write_rope,
-    write_two_ropes,
-)
 from jaxtrain.hf.table import GELUS, REQUIRED, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
@@ -35,7 +27,7 @@ def _read_qwen(theirs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, int):
             raise ValueError(f"{name}={value!r} must be a whole number")
     slides = [window is not None and l >= first for l in range(layers)]
-    return read_kinds(theirs, slides, window) | read_rope(theirs, REQUIRED)
+    return positions.read_kinds(theirs, slides, window) | positions.read_rope(theirs, REQUIRED)
 
 
 def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
@@ -43,24 +35,24 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": any(slides),
         "max_window_layers": slides.index(True) if any(slides) else config.layers,
-        **write_kinds(config),
-        **write_rope(config),
+        **positions.write_kinds(config),
+        **positions.write_rope(config),
     }
 
 
 def _read_gemma2(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, and a window of every other layer."""
-    slides = [l % 2 == 0 for l in range(positive(theirs, "num_hidden_layers"))]
-    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
-    return found | read_rope(theirs, 10000.0)
+    slides = [l % 2 == 0 for l in range(positions.positive(theirs, "num_hidden_layers"))]
+    found = positions.read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return found | positions.read_rope(theirs, 10000.0)
 
 
 def _read_gemma3(theirs: dict[str, Any]) -> dict[str, Any]:
     """A window of all layers but every sixth, and rotary positions of both kinds of layers."""
-    every = positive(theirs, "sliding_window_pattern", 6)
-    slides = [(l + 1) % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
-    found = read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
-    return read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
+    every = positions.positive(theirs, "sliding_window_pattern", 6)
+    slides = [(l + 1) % every != 0 for l in range(positions.positive(theirs, "num_hidden_layers"))]
+    found = positions.read_kinds(theirs, slides, theirs.pop("sliding_window", 4096))
+    return positions.read_two_ropes(theirs, found, {"rope_theta": 1e6, "rope_local_base_freq": 1e4})
 
 
 GPT2_ROWS = (
@@ -82,14 +74,11 @@ GPT2_ROWS = (
 LLAMA_ROWS = (
     Row("embed/tokens", "model.embed_tokens.weight", vocab=0),
     Row("blocks/norm_attn/scale", "model.layers.{l}.input_layernorm.weight"),
-    Row("blocks/attn/q/kernel", "model.layers.{l}.self_attn.q_proj.weight", T),
-    Row("blocks/attn/q/bias", "model.layers.{l}.self_attn.q_proj.bias"),
+    *dense("blocks/attn/q", "model.layers.{l}.self_attn.q_proj"),
     Row("blocks/attn/norm_q/scale", "model.layers.{l}.self_attn.q_norm.weight"),
-    Row("blocks/attn/k/kernel", "model.layers.{l}.self_attn.k_proj.weight", T),
-    Row("blocks/attn/k/bias", "model.layers.{l}.self_attn.k_proj.bias"),
+    *dense("blocks/attn/k", "model.layers.{l}.self_attn.k_proj"),
     Row("blocks/attn/norm_k/scale", "model.layers.{l}.self_attn.k_norm.weight"),
-    Row("blocks/attn/v/kernel", "model.layers.{l}.self_attn.v_proj.weight", T),
-    Row("blocks/attn/v/bias", "model.layers.{l}.self_attn.v_proj.bias"),
+    *dense("blocks/attn/v", "model.layers.{l}.self_attn.v_proj"),
     Row("blocks/attn/out/kernel", "model.layers.{l}.self_attn.o_proj.weight", T),
     Row("blocks/norm_mlp/scale", "model.layers.{l}.post_attention_layernorm.weight"),
     Row("blocks/mlp/gate/kernel", "model.layers.{l}.mlp.gate_proj.weight", T),
@@ -154,8 +143,8 @@ LLAMA = Family(
     },
     ours={"positions": "rope", "norm": "rmsnorm", "bias": False},
     fixed={"attention_bias": False, "mlp_bias": False, "is_encoder_decoder": False},
-    read=lambda theirs: read_rope(theirs, 10000.0),
-    write=lambda config: _check_width("llama", config) | write_rope(config),
+    read=lambda theirs: positions.read_rope(theirs, 10000.0),
+    write=lambda config: _check_width("llama", config) | positions.write_rope(config),
     buffers=r"rotary_emb\.inv_freq$",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
@@ -167,8 +156,8 @@ MISTRAL = dataclasses.replace(
     fields=LLAMA.fields
     | {"num_key_value_heads": Field("kv_heads"), "sliding_window": Field("window")},
     fixed={"is_encoder_decoder": False},
-    read=lambda theirs: read_rope(theirs, REQUIRED),
-    write=write_rope,
+    read=lambda theirs: positions.read_rope(theirs, REQUIRED),
+    write=positions.write_rope,
 )
 
 QWEN2 = dataclasses.replace(
@@ -213,7 +202,11 @@ GEMMA2 = dataclasses.replace(
     ours=LLAMA.ours | {"norm_offset": True, "norm_position": "sandwich", "embed_scale": True},
     fixed={"attention_bias": False, "is_encoder_decoder": False},
     read=_read_gemma2,
-    write=lambda config: _check_width("gemma2", config) | write_kinds(config) | write_rope(config),
+    write=lambda config: (
+        _check_width("gemma2", config)
+        | positions.write_kinds(config)
+        | positions.write_rope(config)
+    ),
 )
 
 GEMMA3 = dataclasses.replace(
@@ -227,7 +220,9 @@ GEMMA3 = dataclasses.replace(
     fixed=GEMMA2.fixed | {"attn_logit_softcapping": None},
     read=_read_gemma3,
     write=lambda config: (
-        _check_width("gemma3_text", config) | write_kinds(config) | write_two_ropes(config)
+        _check_width("gemma3_text", config)
+        | positions.write_kinds(config)
+        | positions.write_two_ropes(config)
     ),
 )
 

@@ -5,14 +5,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtrain.hf import positions
 from jaxtrain.hf.family import Family
-from jaxtrain.hf.positions import (
-    positive,
-    read_kinds,
-    read_two_ropes,
-    write_kinds,
-    write_two_ropes,
-)
 from jaxtrain.hf.table import GELUS, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.encoder import EncoderConfig
@@ -197,19 +191,19 @@ def write_roberta(config: EncoderConfig) -> dict[str, Any]:
 
 def read_modernbert(theirs: dict[str, Any]) -> dict[str, Any]:
     """The head, the window of two layers in three, and rotary positions of both kinds."""
-    every = positive(theirs, "global_attn_every_n_layers", 3)
-    slides = [l % every != 0 for l in range(positive(theirs, "num_hidden_layers"))]
+    every = positions.positive(theirs, "global_attn_every_n_layers", 3)
+    slides = [l % every != 0 for l in range(positions.positive(theirs, "num_hidden_layers"))]
     # As many to either side, and the position itself.
-    window = positive(theirs, "local_attention", 128) // 2 + 1
+    window = positions.positive(theirs, "local_attention", 128) // 2 + 1
     thetas = {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
     theirs.pop("layer_norm_eps", None)  # of older files, beside norm_eps, which is read
-    found = read_two_ropes(theirs, read_kinds(theirs, slides, window), thetas)
+    found = positions.read_two_ropes(theirs, positions.read_kinds(theirs, slides, window), thetas)
     return read_head(MODERNBERT_HEADS, theirs) | found
 
 
 def write_modernbert(config: EncoderConfig) -> dict[str, Any]:
     """The inverse of :func:`read_modernbert`."""
-    theirs = write_kinds(config) | write_two_ropes(config)
+    theirs = positions.write_kinds(config) | positions.write_two_ropes(config)
     if config.vocab_size <= 50283:
         theirs["pad_token_id"] = None  # else that number, for which their table has no row
     if (window := theirs.pop("sliding_window")) is not None:

@@ -12,11 +12,8 @@ FAMILIES = {family.name: family for family in (*DECODERS, *ENCODERS, T5)}
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
-    """Returns the family that a config.json names.
-
-    Raises:
-      ValueError: there is none of it here.
-    """
+    """Returns the family that a config.json names. Raises ValueError where there is none of it
+    here."""
     known = {name: each for each in FAMILIES.values() for name in each.architectures}
     named, kind = theirs.get("architectures"), theirs.get("model_type")
     if named is not None and not isinstance(named, list):
@@ -44,11 +41,8 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 
 def family_for(config: ModelConfig, name: str | None = None) -> Family:
-    """Returns the first family that has such a model, or the one of that name.
-
-    Raises:
-      ValueError: there is none, or it has not.
-    """
+    """Returns the first family that has such a model, or the one of that name. Raises ValueError
+    where there is none, or it has not."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"`family` is {name!r}: use one of {', '.join(FAMILIES)}")
     reasons = []

@@ -55,7 +55,6 @@ class Family:
 
     Args:
       name: ``model_type`` in config.json.
-      architecture: as in config.json.
       rows: its tensors; those of parameters that a model lacks do not count.
       fields: of config.json, by their names.
       ours: what all its models have in common here.
@@ -102,11 +101,8 @@ class Family:
         return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
 
     def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
-        """Makes our config of the fields of a config.json.
-
-        Raises:
-          ValueError: a field is missing, or unknown, or has a value that no model here has.
-        """
+        """Makes our config of the fields of a config.json. Raises ValueError where a field is
+        missing, or unknown, or has a value that no model here has."""
         theirs, ours = dict(theirs), dict(self.ours)
         for name, value in self.fixed.items():
             if theirs.pop(name, value) != value:
@@ -136,11 +132,8 @@ class Family:
         return self.model(**ours)
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
-        """Returns the fields of config.json, of which :meth:`config` makes the same model.
-
-        Raises:
-          ValueError: the family has no such model.
-        """
+        """Returns the fields of config.json, of which :meth:`config` makes the same model. Raises
+        ValueError where the family has no such model."""
         if not isinstance(config, self.model):
             raise ValueError(f"{self.name} has no {type(config).__name__}")
         theirs = {"architectures": [self.architecture], "model_type": self.name}

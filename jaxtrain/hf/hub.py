@@ -16,15 +16,9 @@ _NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 # No weights in other formats or variants, which some models have beside these.
 FILES = (
-    "config.json",
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "preprocessor_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("config.json", "model.safetensors", "model-?????-of-?????.safetensors"),
+    *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
+    *("preprocessor_config.json", "chat_template.jinja", "generation_config.json"),
 )
 
 
@@ -32,11 +26,9 @@ def local_folder(name: str | Path) -> str:
     """Returns the folder of a model: ``name`` where it is one, or can be none of the hub's; else
     the one in the hub's cache, into which it is downloaded if it is not there.
 
-    Every process calls it, and all get the commit that the first one has found.
-
-    Raises:
-      ValueError: the package is missing, or the hub has no such model, or not for this login.
-      OSError: the hub cannot be reached, and its cache lacks the model.
+    Every process calls it, and all get the commit that the first one has found. Raises ValueError
+    where the package is missing, or the hub has no such model, or not for this login, and OSError
+    where the hub cannot be reached, and its cache lacks the model.
     """
     name = str(name)
     found = _NAME.fullmatch(name)

@@ -114,11 +114,8 @@ def write_two_ropes(config: DecoderConfig | EncoderConfig) -> dict[str, Any]:
 
 
 def positive(theirs: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number of a config.json; one with a default is taken out.
-
-    Raises:
-      ValueError: it is none, or below 1.
-    """
+    """A whole number of a config.json; one with a default is taken out. Raises ValueError where it
+    is none, or below 1."""
     value = theirs.get(name) if default is None else theirs.pop(name, default)
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number above 0")

@@ -38,11 +38,8 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype.
-
-        Raises:
-          ValueError: it is not one that is read here, which is no fault of a tensor without use.
-        """
+        """Its dtype. Raises ValueError where it is not one that is read here, which is no fault of
+        a tensor without use."""
         if self.code not in DTYPES:
             raise ValueError(
                 f"'{self.path}' has the tensor {self.name!r} in {self.code}: only "
@@ -57,11 +54,8 @@ class Tensor:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors of a model's files by name: of one file, or else of an index's shards.
-
-    Raises:
-      FileNotFoundError: there is no model.
-      ValueError: the weights are pickled; a file or the index is not what it should be.
-    """
+    Raises FileNotFoundError where there is no model, and ValueError where the weights are pickled;
+    a file or the index is not what it should be."""
     # Where a folder has both, transformers reads the single file too.
     if is_file(folder / "model.safetensors"):
         return _tensors(folder / "model.safetensors")
@@ -97,13 +91,10 @@ def write(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Writes a model's tensors to one file, or to shards with an index.
+    """Writes a model's tensors to one file, or to shards with an index, in a folder that exists.
 
-    Args:
-      folder: where; it exists.
-      kinds: shape and dtype of every tensor, in the order in which they come.
-      tensors: names and values, of which one is held at a time.
-      max_shard_bytes: a shard has no more, unless a single tensor has.
+    ``kinds`` has the shape and dtype of every tensor, in the order in which they come; one of them
+    is held at a time. A shard has no more than ``max_shard_bytes``, unless a single tensor has.
     """
     shards, room = [{}], max_shard_bytes
     for name, (shape, dtype) in kinds.items():

@@ -47,7 +47,6 @@ class Row:
     """One row of a table.
 
     Args:
-      ours: the path of our parameter.
       theirs: the name of their tensor; with ``{l}`` there is one for each layer.
       axes: their axes in the order of ours; None means as they are.
       part: (i, n): ours is part i of n equal ones along our last axis.
@@ -134,7 +133,6 @@ class Weight:
     this process's devices.
 
     Args:
-      row: the table's row.
       tensors: theirs, one for each layer.
       places: the number of the layer, from 1, at every place of our leading axes, and 0 where those
         are padding; an array without axes where the parameter is not stacked.

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
-from jaxtrain.hf.family import INERT, OFF, Family, ModelConfig
+from jaxtrain.hf.family import Family, ModelConfig
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.vit import ViTConfig
@@ -36,12 +36,12 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises:
       FileNotFoundError, ValueError: there is none, or it is of a model that is not known here.
     """
-    return _read(folder)[1]
+    return read_model(folder)[1]
 
 
 def family_name(folder: str | Path) -> str:
     """Returns the family of a folder's model, such as ``"llama"``."""
-    return _read(folder)[0].name
+    return read_model(folder)[0].name
 
 
 def special_tokens(folder: str | Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     (1, 8, 8)
     """
     folder = Path(folder)
-    family, own = _read(folder)
+    family, own = read_model(folder)
     config = config or own
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
@@ -172,7 +172,6 @@ def load(params: PyTree, shardings: PyTree | None = None, *, dtype: Any = None) 
     """Reads parameters to devices, every process the slices of its own alone.
 
     Args:
-      params: of :func:`open_weights`.
       shardings: one for all, or a tree of them; None means the default device.
       dtype: of the arrays; None means the file's.
     """
@@ -288,7 +287,7 @@ def check(folder: str | Path) -> Iterator[Checked]:
       As :func:`open_weights`, and ValueError where config.json does not come back.
     """
     folder = Path(folder)
-    family, config = _read(folder)
+    family, config = read_model(folder)
     weights = named_leaves(open_weights(folder))
     tensors = _named_as(family, config, safetensors.tensors_in(folder))
     again = family.settle(family.config(family.config_json(config)), lambda: tensors)
@@ -312,24 +311,12 @@ def check(folder: str | Path) -> Iterator[Checked]:
 def not_read(folder: str | Path) -> list[str]:
     """Returns the tensors of a folder that no parameter is made of: buffers, copies of the table of
     a tied model, and heads that the model of its config.json lacks."""
-    family, config = _read(folder)
+    family, config = read_model(folder)
     rows, shapes = family.rows_of(config)
     layers = {path: leaf.shape[0] for path, leaf in named_leaves(shapes).items()}
     names = {name for path, row in rows.items() for name in row.names(layers[path])}
     tensors = _named_as(family, config, safetensors.tensors_in(Path(folder)))
     return sorted(tensors.keys() - names)
-
-
-def parameter_count(folder: str | Path) -> int:
-    """Counts the parameters of a folder's model."""
-    family, config = _read(folder)
-    return family.module.parameter_count(config)
-
-
-def without_effect(folder: str | Path) -> list[str]:
-    """Returns the fields of a folder's config.json that change nothing here."""
-    theirs = read_json(Path(folder) / "config.json")
-    return sorted(theirs.keys() & (INERT | OFF.keys()))
 
 
 def written(
@@ -369,7 +356,8 @@ def _tensors(
             yield name, group, l
 
 
-def _read(folder: str | Path) -> tuple[Family, ModelConfig]:
+def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
+    """Returns the family and the config of a folder's model."""
     check_on_disk(folder, "the Hugging Face folder")
     path = Path(folder) / "config.json"
     if not is_file(path):

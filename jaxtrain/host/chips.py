@@ -64,7 +64,6 @@ class Chip:
         1 where ``link_bytes_per_s`` is the whole port.
       dcn_bytes_per_s: each device's share of its host's network, one direction: between slices of
         TPUs, between hosts of GPUs.
-      devices_per_host: how many share a host.
       host_bytes_per_s: between a device and the memory of its host, one direction; None where it is
         not published.
       efficiency: the share of its peak that each kind of operation is taken to reach when time is

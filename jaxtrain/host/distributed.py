@@ -130,10 +130,8 @@ def facts() -> dict[str, str]:
 def from_first_process(make: Callable[[], T]) -> T:
     """Calls ``make`` in the first process alone and returns in all of them what JSON makes of it.
 
-    Every process must call this.
-
-    Raises:
-      ValueError, OSError: what ``make`` raised, in all processes.
+    Every process must call this. Raises ValueError or OSError: what ``make`` raised, in all
+    processes.
 
     >>> from_first_process(lambda: "runs/gpt-1")
     'runs/gpt-1'
@@ -175,19 +173,12 @@ def find_cluster(
     on_tpu: Callable[[], bool] | None = None,
     gpus: int | None = None,
 ) -> Cluster | None:
-    """Finds the settings for :func:`initialize` without acting on them.
+    """Finds the settings for :func:`initialize` without acting on them; None for a single process.
+    Raises ValueError as :func:`initialize`.
 
     Args:
-      environ: the environment's variables.
-      coordinator, processes, process_id: what was given explicitly.
       on_tpu: says whether this host has TPU chips that JAX will use; by default, looks.
       gpus: how many GPUs this process sees; by default, counts them.
-
-    Returns:
-      The settings; None for a single process.
-
-    Raises:
-      ValueError: as :func:`initialize`.
 
     >>> find_cluster({}, on_tpu=lambda: False) is None
     True
@@ -241,14 +232,10 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def share_devices(devices: int, *, processes: int, index: int) -> tuple[int, ...]:
-    """Deals the devices of a host evenly to its processes.
+    """Deals the devices of a host evenly to its processes, and returns those of process ``index``.
 
-    Returns:
-      The devices of process ``index``; empty, which means all that it sees, where there is nothing
-      to deal: no more than one device, or no more than one process.
-
-    Raises:
-      ValueError: where they cannot be dealt evenly.
+    Empty, which means all that it sees, where there is nothing to deal: no more than one device, or
+    no more than one process. Raises ValueError where they cannot be dealt evenly.
 
     >>> share_devices(8, processes=4, index=1)
     (2, 3)

@@ -76,13 +76,11 @@ def restartable(code: int) -> bool:
 
 
 def of_run(codes: Sequence[int]) -> int:
-    """Returns the one code of a run whose processes ended with these.
+    """Returns the one code of a run whose processes ended with these; -n and 128+n both say signal
+    n.
 
     An error that would come again decides before anything that may be restarted, a preemption
     before other interruptions, and the process that was lost before those that ended for it.
-
-    Args:
-      codes: of every process; -n and 128+n both say that signal n killed it.
 
     >>> of_run([PEER_LOST, -9, PEER_LOST]), of_run([PEER_LOST, 1]), of_run([0, 0])
     (137, 1, 0)
@@ -110,19 +108,12 @@ def restart(
     """Decides whether a run is started again, and after what pause.
 
     The pause doubles with every restart, up to five minutes, and is drawn from its upper half so
-    that many runs which lost one file system do not come back at one moment.
+    that many runs which lost one file system do not come back at one moment. Returns the new count
+    and the seconds to wait; None where it is not started again.
 
     Args:
-      code: what the attempt ended with.
       progress: whether it left a newer checkpoint; then the restarts are counted anew. Time alone
         is no progress: a step that always hangs takes half an hour to do so.
-      count: restarts so far without progress.
-      limit: how many there may be.
-      pause: seconds before the first.
-      uniform: draws a number between two.
-
-    Returns:
-      The new count and the seconds to wait; None where it is not started again.
 
     >>> restart(137, False, 3, limit=5, uniform=max)
     (4, 8.0)

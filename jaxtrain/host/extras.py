@@ -6,15 +6,10 @@ from typing import Any
 
 
 def load(purpose: str, extra: str, *modules: str) -> Any:
-    """Imports modules of one package, and returns the package.
+    """Imports modules of one package by their full names, and returns the package.
 
-    Args:
-      purpose: the sentence that says what needs the package, such as ``"a PNG needs matplotlib"``.
-      extra: the extra of this package that installs it.
-      modules: their full names.
-
-    Raises:
-      ImportError: the package is not installed.
+    Without it an ImportError says the purpose, a sentence such as ``"a PNG needs matplotlib"``, and
+    which extra of this package installs it.
 
     >>> load("a picture needs colours", "plot", "colorsys").rgb_to_hls(0, 0, 0)[1]
     0.0

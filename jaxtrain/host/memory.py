@@ -107,10 +107,7 @@ def keep_freed_memory() -> bool:
     Blocks above 64 MiB are given back all the same, for glibc does not grow the heaps of threads
     further. With ``MALLOC_ARENA_MAX=1`` in the environment all threads share the one heap that has
     no such limit: steps with large temporaries are faster, small ones a little slower, and the
-    process holds the most that it ever used.
-
-    Returns:
-      Whether anything was set.
+    process holds the most that it ever used. Returns whether anything was set.
     """
     environment = "\n".join(f"{name}={value}" for name, value in os.environ.items())
     if jax.default_backend() != "cpu" or not _is_glibc() or re.search(OWN_SETTINGS, environment):

@@ -32,10 +32,8 @@ P = TypeVar("P", epath.Path, pathlib.Path)
 
 
 def as_path(path: epath.PathLike) -> epath.Path:
-    """Returns a path on a disk or in a bucket (``gs://...``).
-
-    Raises:
-      ValueError: it is in no storage that is known here, such as ``http://...``.
+    """Returns a path on a disk or in a bucket (``gs://...``). Raises ValueError where it is in no
+    storage that is known here, such as ``http://...``.
 
     >>> str(as_path("runs") / "a")
     'runs/a'
@@ -70,10 +68,7 @@ class Entry(NamedTuple):
 
 def look(path: epath.PathLike) -> Entry | None:
     """Returns what is at a path, or where a link there leads; None where there is nothing for sure.
-
-    Raises:
-      OSError: storage did not answer, which says nothing of what is there.
-    """
+    Raises OSError where storage did not answer, which says nothing of what is there."""
     try:
         if is_remote(path):
             found = as_path(path).stat()
@@ -138,11 +133,7 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """Reads a JSON object from a file. Raises ValueError where it is something else."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -258,9 +249,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def check_writable(path: epath.Path) -> None:
     """Makes sure that a folder can be made, or written in where it exists, as far as that shows.
-
-    Raises:
-      NotADirectoryError, PermissionError: it cannot; buckets say so themselves, later.
+    Raises NotADirectoryError or PermissionError where it cannot; buckets say so themselves, later.
     """
     if is_remote(path):
         return
@@ -277,13 +266,8 @@ def check_writable(path: epath.Path) -> None:
 def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> None:
     """Waits in this process until it sees what the first one does: a listing may be a minute old.
 
-    Args:
-      path: what the first process sees.
-      what: its name, as the subject of a sentence.
-      text: what is in it; None where it need only be there.
-
-    Raises:
-      StorageError: it does not come to be seen.
+    ``what`` is its name, as the subject of a sentence, and ``text`` what is in it; None where it
+    need only be there. Raises StorageError where it does not come to be seen.
     """
 
     def check() -> None:
@@ -302,11 +286,9 @@ def wait_until_seen(path: epath.Path, what: str, *, text: str | None = None) -> 
 
 
 def check_shared(path: epath.Path) -> None:
-    """Makes sure that all processes see a file as the first one, which has written it, does.
-
-    Raises:
-      ValueError: one does not, in all processes; it was looked for as long as a listing may be old.
-    """
+    """Makes sure that all processes see a file as the first one, which has written it, does. Raises
+    ValueError where one does not, in all processes; it was looked for as long as a listing may be
+    old."""
     if jax.process_count() == 1:
         return
     text, seen = distributed.from_first_process(path.read_text), True

@@ -9,11 +9,8 @@ from jaxtrain.host.paths import as_path
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty matplotlib figure, in inches.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """Returns an empty matplotlib figure, in inches. Raises ImportError where matplotlib is not
+    installed."""
     matplotlib = extras.load("a PNG needs matplotlib", "plot", "matplotlib.figure")
     return matplotlib.figure.Figure(figsize=(width, height), dpi=130, layout="constrained")
 

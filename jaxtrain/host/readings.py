@@ -36,11 +36,10 @@ def nvidia(
 ) -> Source | None:
     """NVIDIA's Management Library (NVML), of the GPUs that are given.
 
-    Returns:
-      A source of ``device/utilisation`` (the part of the time in which some kernel ran, the least
-      of the GPUs), ``device/temperature`` (degrees Celsius, the highest), ``device/power`` (watts,
-      the sum) and, from its second reading on, ``device/energy`` (the integral of that, in kWh);
-      None where the library or its package is missing, which is said.
+    Returns a source of ``device/utilisation`` (the part of the time in which some kernel ran, the
+    least of the GPUs), ``device/temperature`` (degrees Celsius, the highest), ``device/power``
+    (watts, the sum) and, from its second reading on, ``device/energy`` (the integral of that, in
+    kWh); None where the library or its package is missing, which is said.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -97,13 +96,9 @@ def _nvml_handle(nvml: Any, device: jax.Device) -> Any:
 
 
 def tpu(devices: Sequence[jax.Device]) -> Source | None:
-    """The monitoring library of libtpu, of all chips of this host.
-
-    Returns:
-      A source of ``device/utilisation`` (duty cycle, the least of the chips) and
-      ``device/tensorcore`` (utilisation of the matrix units, the least); None where this libtpu
-      has no such library.
-    """
+    """The monitoring library of libtpu, of all chips of this host. Returns a source of
+    ``device/utilisation`` (duty cycle, the least of the chips) and ``device/tensorcore``
+    (utilisation of the matrix units, the least); None where this libtpu has no such library."""
     del devices
     try:
         monitoring = importlib.import_module("libtpu.sdk").tpumonitoring
@@ -128,11 +123,10 @@ def tpu(devices: Sequence[jax.Device]) -> Source | None:
 def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
     """The host, from /proc; None where there is none.
 
-    Returns:
-      A source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
-      ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
-      whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
-      this process keeps busy).
+    Returns a source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
+    ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
+    whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
+    this process keeps busy).
     """
     if not exists(PROC / "stat"):
         return None
@@ -179,15 +173,9 @@ def _group_memory() -> float:
 
 
 def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Takes the readings of several processes together.
-
-    Args:
-      each: by process.
-
-    Returns:
-      Of a reading the worst, and where there are several processes which one has it, as
-      ``NAME_process``: the least utilisation, the most of all else; power and memory of processes
-      are summed.
+    """Takes the readings of several processes together, by process. Returns of a reading the worst,
+    and where there are several processes which one has it, as ``NAME_process``: the least
+    utilisation, the most of all else; power and memory of processes are summed.
 
     >>> of_all({0: {"device/temperature": 60.0}, 1: {"device/temperature": 84.0}})
     {'device/temperature': 84.0, 'device/temperature_process': 1}

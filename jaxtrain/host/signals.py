@@ -22,9 +22,6 @@ class SignalWatch:
 
     Args:
       on_first: called with the number of the first signal, on the listening thread.
-      exit: ends the process at once, given an exit code.
-      clock: seconds, monotonic.
-      signals: which.
     """
 
     def __init__(

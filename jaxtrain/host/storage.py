@@ -142,21 +142,17 @@ def iterating(
 ) -> Iterator[T]:
     """Yields what ``make()`` yields, going on behind the last item after a failure that passes.
 
-    A failure is said once; the pauses grow longer, at random so that hosts spread out.
+    A failure is said once; the pauses grow longer, at random so that hosts spread out. Raises
+    StorageError where it went on failing. Any other error is raised as it is.
 
     Args:
-      make: returns the same items in the same order every time.
       what: what is tried, as the subject of a sentence (``"the manifest of checkpoint 3"``).
       passing: which errors to try again after; None for those that pass by themselves, but for
         a ``StorageError``, which has been tried for long enough further down.
       seconds: without success after which to give up; None for ``PATIENCE_SECONDS``.
-      clock: seconds, monotonic; None for the system's.
-      sleep: waits that many seconds; None for the system's.
-
-    Raises:
-      StorageError: it went on failing. Any other error is raised as it is.
     """
-    passing, clock, sleep = passing or _fresh, clock or now, sleep or pause
+    passing = passing or (lambda error: passes(error) and not isinstance(error, StorageError))
+    clock, sleep = clock or now, sleep or pause
     seconds = PATIENCE_SECONDS if seconds is None else seconds
     done, since, delay = 0, None, FIRST_DELAY_SECONDS
     while True:
@@ -183,10 +179,6 @@ def iterating(
                 ) from error
             sleep(min(delay * random.uniform(0.5, 1.0), left))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
-
-
-def _fresh(error: BaseException) -> bool:
-    return passes(error) and not isinstance(error, StorageError)
 
 
 @contextlib.contextmanager

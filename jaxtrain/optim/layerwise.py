@@ -19,19 +19,12 @@ from jaxtrain.tree import LAYER_GROUP
 def per_layer(
     tx: optax.GradientTransformation, stacked: Stacked
 ) -> optax.GradientTransformationExtraArgs:
-    """Maps ``tx`` over the stacked layers, so that it treats each as a parameter of its own.
+    """Maps ``tx``, which treats each leaf alone, over the stacked layers, each a parameter of its
+    own.
 
     Parameters are grouped by the sizes of their stacked axes and ``tx`` is vmapped over those of
-    each group; the rest go through it as they are. It must act on every parameter by itself. The
-    state of parameter ``a/b`` keeps a path that ends in ``a/b`` and gains the stacked axes in
-    front, as do counters.
-
-    Args:
-      tx: the transformation, which treats each leaf alone.
-      stacked: which leading axes index layers.
-
-    Returns:
-      The transformation per layer; ``tx`` itself (with extra arguments) if nothing is stacked.
+    each group; the rest go through it as they are. The state of parameter ``a/b`` keeps a path that
+    ends in ``a/b`` and gains the stacked axes in front, as do counters.
 
     >>> tx = per_layer(optax.scale_by_trust_ratio(), (r"^blocks/",))
     >>> params = {"blocks": {"w": jnp.array([[3.0, 4.0], [0.6, 0.8]])}}

@@ -112,9 +112,7 @@ def stacked_axes(params: Any, stacked: Stacked) -> Any:
     """Returns a tree of ints like ``params``: how many leading axes of each parameter index layers,
     0 where no pattern matches.
 
-    Args:
-      params: tree of arrays.
-      stacked: regexes, or a mapping from regex to the number of axes; the first match decides.
+    The first match of the regexes, or of the mapping from regex to the number of axes, decides.
 
     Raises:
       ValueError: if a parameter has fewer axes than its pattern says, or ``stacked`` is malformed.
@@ -186,12 +184,9 @@ def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], para
 
 
 def resolve(option: str, mask: Mask, params: Any) -> Any:
-    """Returns the tree of bools that ``mask``, a callable or patterns, gives for ``params``.
-
-    Raises:
-      ValueError: if the tree's structure is not that of ``params``, or a pattern or the callable
-        selects nothing.
-    """
+    """Returns the tree of bools that ``mask``, a callable or patterns, gives for ``params``. Raises
+    ValueError if the tree's structure is not that of ``params``, or a pattern or the callable
+    selects nothing."""
     if not callable(mask):
         check_matches(option, mask, params)
         return by_path(mask)(params)

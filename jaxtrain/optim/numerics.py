@@ -20,7 +20,6 @@ def in_float32(
     a second moment that never decays, and norms lose their low bits in the squares.
 
     Args:
-      tx: the transformation.
       moment_dtype: state is laid out as for parameters of at least this dtype; None means theirs.
 
     Returns:
@@ -65,11 +64,8 @@ def _at_least(x: Any, dtype: Any) -> jax.Array:
 
 
 def concrete(name: str, value: Any) -> float | None:
-    """Returns ``value`` as a float, or None when it is traced and so cannot be looked at.
-
-    Raises:
-      ValueError: if ``value`` is neither a number nor a scalar array.
-    """
+    """Returns ``value`` as a float, or None when it is traced and so cannot be looked at. Raises
+    ValueError if ``value`` is neither a number nor a scalar array."""
     try:
         return float(value)
     except jax.errors.ConcretizationTypeError:

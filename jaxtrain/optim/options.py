@@ -40,6 +40,7 @@ def resolve(
     common: tuple[str, ...],
 ) -> dict[str, Any]:
     """Returns those of ``given`` that are given, all of them options of the function ``name``.
+    Raises ValueError for an unknown name, or an option that the function does not have.
 
     Args:
       kind: what the functions are, for messages.
@@ -47,9 +48,6 @@ def resolve(
       given: options by name; None stands for not given.
       functions: the functions by name.
       common: what the caller takes itself, whichever function is chosen; no options of theirs.
-
-    Raises:
-      ValueError: for an unknown name, or an option that the function does not have.
     """
     if name not in functions:
         raise ValueError(f"{kind} {name!r} is not one of {', '.join(functions)}")

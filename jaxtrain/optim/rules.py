@@ -352,11 +352,8 @@ def muon(
 
 def resolve_options(name: str, given: dict[str, Any], *, common: tuple[str, ...]) -> dict[str, Any]:
     """Returns the options of the rule ``name``: those given, checked, and defaults for the rest.
-
-    Raises:
-      ValueError: as :func:`jaxtrain.optim.options.resolve`; for a value out of range, and for
-        options that do not go together.
-    """
+    Raises ValueError as :func:`jaxtrain.optim.options.resolve`; for a value out of range, and for
+    options that do not go together."""
     given = resolve("optimizer", name, given, RULES, common=common)
     options = {key: p.default for key, p in keywords(RULES[name]).items()}
     for key, value in given.items():

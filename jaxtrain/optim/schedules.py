@@ -43,8 +43,7 @@ def linear(peak: Rate, *, total_steps: int, warmup_steps: int = 0, final: Rate =
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
     steps = _steps_after_warmup(total_steps, warmup_steps)
-    _check_rate("final", final)
-    return _warmed(peak, warmup_steps, lambda t: _between(peak, final, 1 - _fraction(t, steps)))
+    return _falling(peak, final, warmup_steps, lambda t: 1 - _fraction(t, steps))
 
 
 def cosine(peak: Rate, *, total_steps: int, warmup_steps: int = 0, final: Rate = 0.0) -> Schedule:
@@ -57,10 +56,7 @@ def cosine(peak: Rate, *, total_steps: int, warmup_steps: int = 0, final: Rate =
     [1.0, 0.8536, 0.5, 0.1464, 0.0, 0.0]
     """
     steps = _steps_after_warmup(total_steps, warmup_steps)
-    _check_rate("final", final)
-    return _warmed(
-        peak, warmup_steps, lambda t: _between(peak, final, _cosine(_fraction(t, steps)))
-    )
+    return _falling(peak, final, warmup_steps, lambda t: _cosine(_fraction(t, steps)))
 
 
 warmup_cosine = cosine  # the name that the field gives it where there is a warm-up
@@ -81,11 +77,8 @@ def cosine_restarts(
     """
     period = check_integer("period", period, low=1)
     multiplier = check_integer("multiplier", multiplier, low=1)
-    _check_rate("final", final)
     if multiplier == 1:
-        return _warmed(
-            peak, warmup_steps, lambda t: _between(peak, final, _cosine((t % period) / period))
-        )
+        return _falling(peak, final, warmup_steps, lambda t: _cosine((t % period) / period))
     # Exact integer starts of every cycle that an int32 count can reach: a floor of a float
     # logarithm would misplace the restart by a step.
     starts, lengths = [0], [period]
@@ -93,12 +86,12 @@ def cosine_restarts(
         starts.append(starts[-1] + lengths[-1])
         lengths.append(lengths[-1] * multiplier)
 
-    def after(t: jax.Array) -> jax.Array:
+    def height(t: jax.Array) -> jax.Array:
         cycle = jnp.searchsorted(jnp.asarray(starts, jnp.int32), t, side="right") - 1
         since = t - jnp.asarray(starts, jnp.int32)[cycle]
-        return _between(peak, final, _cosine(since / jnp.asarray(lengths, jnp.float32)[cycle]))
+        return _cosine(since / jnp.asarray(lengths, jnp.float32)[cycle])
 
-    return _warmed(peak, warmup_steps, after)
+    return _falling(peak, final, warmup_steps, height)
 
 
 def exponential(
@@ -113,12 +106,10 @@ def exponential(
     """
     decay_steps = check_integer("decay_steps", decay_steps, low=1)
     check_number("decay_rate", decay_rate, low=0.0, high=1.0, open_low=True)
-    _check_rate("final", final)
-
-    def after(t: jax.Array) -> jax.Array:
-        return jnp.maximum(final, peak * decay_rate ** (t / decay_steps))
-
-    return _warmed(peak, warmup_steps, after)
+    check_number("final", final, low=0.0)
+    return _warmed(
+        peak, warmup_steps, lambda t: jnp.maximum(final, peak * decay_rate ** (t / decay_steps))
+    )
 
 
 def step(
@@ -191,26 +182,19 @@ def warmup_stable_decay(
             f"warm-up of {warmup_steps}"
         )
     check_choice("decay_shape", decay_shape, choices=("linear", "sqrt"))
-    _check_rate("final", final)
 
-    def after(t: jax.Array) -> jax.Array:
+    def height(t: jax.Array) -> jax.Array:
         x = _fraction(jnp.maximum(t - (steps - decay_steps), 0), decay_steps)
-        return _between(peak, final, 1 - (x if decay_shape == "linear" else jnp.sqrt(x)))
+        return 1 - (x if decay_shape == "linear" else jnp.sqrt(x))
 
-    return _warmed(peak, warmup_steps, after)
+    return _falling(peak, final, warmup_steps, height)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
-        constant,
-        cosine,
-        cosine_restarts,
-        exponential,
-        inverse_sqrt,
-        linear,
-        step,
-        warmup_stable_decay,
+        *(constant, cosine, cosine_restarts, exponential),
+        *(inverse_sqrt, linear, step, warmup_stable_decay),
     )
 }
 
@@ -286,7 +270,7 @@ inverse_sqrt, linear, step, warmup_stable_decay
 
 def _warmed(peak: Rate, warmup_steps: int, after: Callable[[jax.Array], jax.Array]) -> Schedule:
     """Puts the warm-up before ``after``, a function of the int32 steps since its end."""
-    _check_rate("peak", peak)
+    check_number("peak", peak, low=0.0)
     warmup_steps = check_integer("warmup_steps", warmup_steps, low=0)
 
     def schedule(count: Any) -> jax.Array:
@@ -310,10 +294,6 @@ def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
     return total_steps - warmup_steps
 
 
-def _check_rate(name: str, rate: Rate) -> None:
-    check_number(name, rate, low=0.0)
-
-
 def _fraction(t: jax.Array, steps: int) -> jax.Array:
     return jnp.minimum(t / steps, 1.0)
 
@@ -322,5 +302,9 @@ def _cosine(x: jax.Array) -> jax.Array:
     return (1 + jnp.cos(jnp.pi * x)) / 2
 
 
-def _between(peak: Rate, final: Rate, height: jax.Array) -> jax.Array:
-    return final + (peak - final) * height
+def _falling(
+    peak: Rate, final: Rate, warmup_steps: int, height: Callable[[jax.Array], jax.Array]
+) -> Schedule:
+    """Goes from ``peak`` to ``final`` as the height, by steps since the warm-up, from 1 to 0."""
+    check_number("final", final, low=0.0)
+    return _warmed(peak, warmup_steps, lambda t: final + (peak - final) * height(t))

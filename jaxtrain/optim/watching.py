@@ -155,7 +155,7 @@ def _groups(params: Any, stacked: Stacked) -> dict[Group, list[str]]:
 
 def _norms(tree: Any, groups: tuple[Group, ...], stacked: Stacked) -> jax.Array:
     """The Euclidean norm of each row, float32 [rows]."""
-    leaves = named_leaves(tree)
+    leaves, members = named_leaves(tree), _groups(tree, stacked)
     axes, rows = named_leaves(stacked_axes(tree, stacked)), named_leaves(layer_rows(tree, stacked))
 
     def squares(name: str) -> jax.Array:
@@ -166,7 +166,6 @@ def _norms(tree: Any, groups: tuple[Group, ...], stacked: Stacked) -> jax.Array:
         natural = not n or np.array_equal(rows[name], np.arange(each.size))
         return each if natural else each[rows[name]]
 
-    members = _groups(tree, stacked)
     sums = [sum(map(squares, members[group])) for group in groups]
     return jnp.sqrt(jnp.concatenate(sums)).astype(jnp.float32)
 

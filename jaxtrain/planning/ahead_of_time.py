@@ -24,15 +24,8 @@ from jaxtrain.host.chips import Chip
 from jaxtrain.host.memory import is_out_of_memory
 from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
+from jaxtrain.planning import estimate
 from jaxtrain.planning.by_layer import layers_per_device, parts_of
-from jaxtrain.planning.estimate import (
-    TRACE_WARNINGS,
-    Estimate,
-    estimate_traced,
-    on_critical_path,
-    predict,
-    trace_step,
-)
 from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
@@ -132,10 +125,8 @@ def plan_experiment(experiment: Experiment, target: Target) -> Plan:
     """Compiles an experiment's train step for a target, exactly as training would.
 
     With ``steps_per_call`` above 1 that is a call of so many steps: memory is that call's, with all
-    of its batches; traffic, FLOPs and times are of one step.
-
-    Raises:
-      ValueError: where the experiment does not fit the target's devices.
+    of its batches; traffic, FLOPs and times are of one step. Raises ValueError where the experiment
+    does not fit the target's devices.
     """
     mesh = make_experiment_mesh(experiment, target.devices())
     state = make_abstract_state(experiment, mesh)
@@ -160,12 +151,10 @@ def plan_step(
     name: str,
     experiment: Experiment | None = None,
 ) -> Plan:
-    """Like :func:`plan`, for a state that lies on the target's mesh.
+    """Compiles a step as :func:`plan` does, for a state that lies on the target's mesh.
 
-    Args:
-      step, state, batch, mesh, target, name: what to compile.
-      experiment: whose step it is: its rules and options, the model's FLOPs by its formula, its
-        layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
+    The ``experiment`` whose step it is brings its rules and options, the formula of its FLOPs, its
+    layers, its pipeline, and how many steps the compiled call runs, each with such a batch.
     """
     how, formula, layers, steps_per_call = {}, None, None, 1
     if experiment is not None:
@@ -181,7 +170,7 @@ def plan_step(
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(record=True) as caught,
     ):
-        for category in TRACE_WARNINGS:
+        for category in estimate.TRACE_WARNINGS:
             warnings.simplefilter("always", category)
         shortage, train = 0, None
         options = {"gpu": GPU_MEMORY, "tpu": TPU_TEXT | {"xla_dump_to": folder}}
@@ -196,11 +185,11 @@ def plan_step(
                 raise
             shortage = _shortage(str(error), target.chip)
             refusal = str(error).splitlines()[0].strip()
-        traced = trace_step(step, state, batch, mesh, how.get("rules"))
+        traced = estimate.trace_step(step, state, batch, mesh, how.get("rules"))
         dumped = [path.read_text() for path in listed(Path(folder), "*.after_optimizations.txt")]
     flops = count_jaxpr(traced)
     estimated, unread = _walk(traced, state, batch, mesh, how.get("rules"), kind=target.chip.kind)
-    ours = (w for w in caught if issubclass(w.category, TRACE_WARNINGS))
+    ours = (w for w in caught if issubclass(w.category, estimate.TRACE_WARNINGS))
     notes = list(dict.fromkeys(str(w.message) for w in ours))
     notes += [*_flops_notes(flops), *unread]
     if steps_per_call > 1:
@@ -230,9 +219,11 @@ def plan_step(
     roofline = None
     if estimated is not None:
         if experiment is not None:
-            estimated = on_critical_path(estimated, experiment, state.params)
+            estimated = estimate.on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
-        roofline = predict(estimated, target, None if unread else wires(program.collectives))
+        roofline = estimate.predict(
+            estimated, target, None if unread else wires(program.collectives)
+        )
         if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
             roofline = as_scheduled(roofline, program, target, steps_per_call)
         if roofline is not None and target.chip.host_bytes_per_s is not None:
@@ -261,10 +252,10 @@ def plan_step(
     )
 
 
-def _walk(traced: Any, *step: Any, kind: str) -> tuple[Estimate | None, tuple[str, ...]]:
+def _walk(traced: Any, *step: Any, kind: str) -> tuple[estimate.Estimate | None, tuple[str, ...]]:
     """Returns the estimate of a traced step, and a note if the trace could not be read."""
     try:
-        return estimate_traced(traced, *step, kind=kind), ()
+        return estimate.estimate_traced(traced, *step, kind=kind), ()
     except Exception as error:  # a jaxpr is no stable interface, and memory is known without it
         reason = f"{type(error).__name__}: {error}"
         return None, (f"the step's time is not predicted: its trace was not understood ({reason})",)

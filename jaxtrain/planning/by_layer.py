@@ -41,7 +41,6 @@ class Part:
       name: path of its parameters, such as ``blocks/attn``.
       layers: number of the device's layers that have it; 0 outside of stacked layers.
       parameters, optimizer_state: bytes that are held throughout.
-      gradients: bytes of the gradients, as large as the parameters that train.
       kept: bytes that loops over layers keep for the backward pass, by the traced step.
     """
 
@@ -63,10 +62,9 @@ def parts_of(
 ) -> tuple[Part, ...]:
     """Divides a train state, and what is kept, among the parts of the model, the largest first.
 
-    Args:
-      state: shapes with shardings; one that is no :class:`jaxtrain.TrainState` has no parts.
-      kept: bytes by part, from :func:`kept_by_part`.
-      layers: how many layers a device has, by the key of their parameters.
+    The state is of shapes with shardings; one that is no :class:`jaxtrain.TrainState` has no parts.
+    ``kept`` is bytes by part (:func:`kept_by_part`), and ``layers`` counts those of a device by the
+    key of their parameters.
     """
     if not (hasattr(state, "params") and hasattr(state, "opt_state")):
         return ()

@@ -37,10 +37,8 @@ def make_placements(given: MeshShape, mesh: MeshShape, target: Target) -> list[M
 
     That is, into how many parts each axis that may cross the slow network is cut by it, so that
     there is a part for each slice or host; or the parts of ``given``, where it has any. On hosts
-    devices may also follow each other in the mesh's order, which needs no flag.
-
-    Returns:
-      The mesh with its parts; none where no axes divide so.
+    devices may also follow each other in the mesh's order, which needs no flag. Returns the mesh
+    with its parts; none where no axes divide so.
     """
     names = [f"dcn_{axis}" for axis in SLOW_AXES]
     if own := parts_of(given):
@@ -99,7 +97,6 @@ def make_candidates(
     stream is split over tensor before it is whole, unless the config has it whole.
 
     Args:
-      config, mesh: the experiment's, whose layout has what is not varied, and the mesh.
       stages: whether its model is made of stages, whose layers may keep less.
       gathers: when weights that fsdp splits may be gathered; none leaves it to the config.
       schedules: of a pipeline, each with its chunks (:func:`open_schedules`); none leaves it so.

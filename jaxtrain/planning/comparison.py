@@ -22,24 +22,19 @@ def compare_with_run(
     experiment: Experiment,
     seconds_per_step: float | None,
 ) -> list[str]:
-    """Says how the compiled step's own prediction compares with the run.
-
-    Args:
-      programs: of the train step, by the number of steps in a call; the first is compared.
-      mesh, experiment: what it is a step of, and where.
-      seconds_per_step: as measured, evaluation and checkpoints left out; None where nothing was.
-
-    Returns:
-      Lines for the log: memory, where the backend counts it, and the time of a step, where the
-      device's peaks are known; none on a CPU, which has neither.
-    """
+    """Says how the compiled step's own prediction compares with the run, as :func:`compare` does;
+    nothing on a CPU, which counts no memory and has no published peaks."""
     if mesh.devices.flat[0].platform == "cpu":
         return []
     return compare(programs, mesh, experiment, seconds_per_step)
 
 
 def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None) -> list[str]:
-    """:func:`compare_with_run` on any device: where there is nothing to compare, it says so."""
+    """Returns lines for the log: the memory and the time of a step, predicted and measured.
+
+    Of ``programs``, by the number of steps in a call, the first is compared. ``seconds`` leaves
+    evaluation and checkpoints out; None where nothing was timed.
+    """
     device = mesh.devices.flat[0]
     steps, train = next(iter(programs.items()))
     try:

@@ -56,7 +56,6 @@ class Estimate:
     Args:
       mesh: sizes of mesh axes by name, all of them.
       state_bytes: bytes of parameters, optimizer state and the rest of the state.
-      batch_bytes: bytes of the batch.
       working_bytes: bytes of all else, at its peak.
       kept: bytes of it that loops over layers stack for the backward pass, by part of the model.
       cost: products, memory traffic and collectives, on the critical path.
@@ -93,20 +92,15 @@ def estimate(
     state: TrainState | None = None,
     traced: Any = None,
 ) -> Estimate:
-    """Estimates an experiment's train step on its mesh.
+    """Estimates an experiment's train step on its mesh, without touching its data.
+
+    It runs on so many devices of a kind: ``"tpu"``, ``"gpu"`` or ``"cpu"``. Returns bytes of a
+    call, with all its batches, where that is of several steps; all else of one step. Raises
+    ValueError for what does not divide or does not fit together, as the training run would.
 
     Args:
-      experiment: what would be trained; its data are not touched.
-      devices: how many there are.
-      kind: what chips these are: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
       state: its shapes on the abstract mesh; None makes them.
       traced: what :func:`trace` returned for a like step, see there; None traces this one.
-
-    Returns:
-      Bytes of a call, with all its batches, where that is of several steps; all else of one step.
-
-    Raises:
-      ValueError: for what does not divide or does not fit together, as the training run would.
     """
     state = abstract_state(experiment, devices, kind=kind) if state is None else state
     if traced is None:
@@ -143,15 +137,11 @@ def trace(
     The trace has the same operations on all meshes with the same product of data and fsdp, and the
     same of everything else, and names both in its constraints where both are above 1: then it can
     stand for the others in :func:`estimate`, which reads the sizes from its own mesh. (Not with
-    ``zero``, whose layouts depend on the sizes.)
+    ``zero``, whose layouts depend on the sizes.) Raises ValueError as :func:`estimate`.
 
     Args:
-      experiment, devices, kind, state: as for :func:`estimate`.
       final: traces what is compiled for this mesh, and may be right for no other: gradients
         are reduced, and weights gathered, once per step.
-
-    Raises:
-      ValueError: as :func:`estimate`.
     """
     state = abstract_state(experiment, devices, kind=kind) if state is None else state
     mesh = state.step.sharding.mesh
@@ -238,11 +228,9 @@ def abstract_mesh(
     """Makes the mesh that :func:`jaxtrain.make_mesh` would, without devices.
 
     What is traced on it takes the forms that it takes on chips of that kind, ``"tpu"``, ``"gpu"``
-    or ``"cpu"``; None takes those of JAX's default backend.
-
-    Raises:
-      ValueError: where the sizes do not multiply to the number of devices, or ``dcn_data`` (or that
-        of another axis) does not divide its axis.
+    or ``"cpu"``; None takes those of JAX's default backend. Raises ValueError where the sizes do
+    not multiply to the number of devices, or ``dcn_data`` (or that of another axis) does not divide
+    its axis.
 
     >>> abstract_mesh({"data": -1, "tensor": 2}, 8).shape["data"]
     4

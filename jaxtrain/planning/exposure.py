@@ -33,17 +33,14 @@ def exposed_seconds(
     others: float,
     seconds: Callable[[Collective], tuple[float, float]],
 ) -> Mapping[str, float] | None:
-    """Says for which axes' collectives a device waits, and how long, per call of a program.
+    """Says for which axes' collectives a device waits, and how long, per call of a program. Returns
+    seconds by mesh axes joined with ``+``; None where the program is not scheduled, or has a loop
+    of unknown length.
 
     Args:
-      program: what was read from its text (:func:`.hlo.read_program`).
       products, others: seconds that instructions with products, and without, take together.
       seconds: how long one execution of a collective takes by itself of the fast links, and of the
         network (:func:`.roofline.wire_seconds`).
-
-    Returns:
-      Seconds by mesh axes joined with ``+``; None where the program is not scheduled, or has a loop
-      of unknown length.
     """
     if not program.scheduled or None in program.loops:
         return None
@@ -63,7 +60,6 @@ class _Timeline:
     """One device's clock as it runs a program.
 
     Args:
-      program, seconds: as for :func:`exposed_seconds`.
       per_product, per_byte: seconds of a product, and of a byte that is read or written by what
         multiplies nothing.
       now: when the device is where it is.

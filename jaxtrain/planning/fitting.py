@@ -60,10 +60,7 @@ class Estimator:
 
     def outline(self, layout: Layout) -> tuple[Experiment, TrainState]:
         """Builds a layout's experiment, and the shapes of its state, which no ``remat`` changes.
-
-        Raises:
-          ValueError: for one that cannot be trained.
-        """
+        Raises ValueError for one that cannot be trained."""
         experiment = self._build(layout)
         key = layout.with_({"remat": None, "gather": None, "sequence_parallel": True})
         if key not in self.states:
@@ -234,9 +231,7 @@ def walk_mesh(estimator: Estimator, layouts: Sequence[Layout], rejections: Rejec
     walked (a pipeline has a smaller bubble with more: its largest number is). With as many
     microbatches, rematerialisation is only walked where less of it does not fit. All of that is
     done for each way to gather weights. The stream is whole over tensor only in what fits split.
-
-    Returns:
-      Those that fit.
+    Returns those that fit.
     """
     limit = estimator.target.chip.memory_bytes or math.inf
     rows: list[Row] = []

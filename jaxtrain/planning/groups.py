@@ -31,10 +31,8 @@ class Grid:
 def make_grid(mesh: Mesh, partitions: int | None = None) -> Grid:
     """The grid of a mesh, by where its devices are.
 
-    Args:
-      mesh: of devices.
-      partitions: of the program; fewer than there are devices where it is written for one TPU slice
-        (what crosses is then handed to the host, see :mod:`.hlo`).
+    A program of fewer ``partitions`` than there are devices is written for one TPU slice: what
+    crosses is then handed to the host, see :mod:`.hlo`.
 
     >>> import jax
     >>> make_grid(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])).shape
@@ -51,9 +49,8 @@ def make_grid(mesh: Mesh, partitions: int | None = None) -> Grid:
 def parse_groups(attributes: str, partitions: int) -> list[tuple[int, ...]] | None:
     """Reads which devices take part together; None where it is written in an unknown way.
 
-    Args:
-      attributes: what follows an instruction's operands.
-      partitions: devices of the program.
+    That is in the attributes, which follow an instruction's operands; the partitions are the
+    devices of the program.
 
     >>> parse_groups("replica_groups=[2,2]<=[2,2]T(1,0), x=1", 4)
     [(0, 2), (1, 3)]
@@ -78,10 +75,8 @@ def parse_slices(attributes: str, mesh: Mesh | None) -> list[tuple[int, ...]] | 
     """Reads which devices of a mesh of TPU slices take part in a transfer together.
 
     That is written as lists of device ids, as ``id->id``, or as ``{slices}x{devices of each}``,
-    where slices count from 1.
-
-    Returns:
-      Positions in ``mesh.devices.flat``, or None where it is written in an unknown way.
+    where slices count from 1. Returns positions in ``mesh.devices.flat``, or None where it is
+    written in an unknown way.
     """
     found = re.search(r'_xla_megascale_target="?(\{.*?)"?,_xla_megascale', attributes)
     if not found or mesh is None:
@@ -152,11 +147,9 @@ def group_axes(
 ) -> tuple[tuple[str, ...], int]:
     """Names the mesh axes along which groups of devices, as positions in the grid, extend.
 
-    ``pairs`` are (source, target): axes along which anything moves.
-
-    Returns:
-      Axes, outermost first, and in how many parts of the slow network a group lies; ``("?",)`` and
-      that of all devices where the groups are not whole dimensions.
+    ``pairs`` are (source, target): axes along which anything moves. Returns axes, outermost first,
+    and in how many parts of the slow network a group lies; ``("?",)`` and that of all devices where
+    the groups are not whole dimensions.
     """
     if grid is None:
         return (UNKNOWN,), 1

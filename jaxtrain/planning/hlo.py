@@ -24,13 +24,8 @@ from jaxtrain.planning.hlo_text import (
 from jaxtrain.planning.roofline import network_share, ring_share
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 
 
@@ -84,7 +79,6 @@ class Program:
       trips: trip counts by the loop's instruction; None where it is not known (and counted as 1).
       branches: the computations of a conditional, by its instruction.
       computations: its text, computation by computation.
-      entry: the name of the computation it starts with.
       scheduled: whether instructions run in the order of the text.
     """
 
@@ -113,10 +107,7 @@ class Program:
 
 def read_program(text: str, mesh: Mesh | None = None) -> Program:
     """Reads ``compiled.as_text()`` of a scheduled module; the axes of collectives are the mesh's.
-
-    Raises:
-      ValueError: for a text that is no program.
-    """
+    Raises ValueError for a text that is no program."""
     parsed, scheduled = parse(text), "is_scheduled=true" in text[: text.find("\n")]
     reader = _Reader(parsed, partitions_of(text), mesh)
     return Program(tuple(reader.collectives), reader.trips, reader.branches, *parsed, scheduled)
@@ -162,7 +153,7 @@ class _Reader:
             elif kind := _collective_kind(instruction):
                 self._add(instruction, kind, times, conditional)
             elif op == "send" and (kind := _between_slices(instruction)):
-                self._add_between_slices(instruction, kind, times, conditional)
+                self._add(instruction, kind, times, conditional, between_slices=True)
             elif op in ("call", "async-start", "custom-call"):
                 for called in self._called(instruction, "calls", "to_apply", "called_computations"):
                     self._walk(called, times, conditional)
@@ -184,53 +175,37 @@ class _Reader:
                 kind = "reduce-scatter"
             self._add(instruction, kind, times, conditional, scattered=kind == "reduce-scatter")
 
-    def _add(self, instruction, kind, times, conditional, *, scattered: bool = False) -> None:
-        groups = parse_groups(instruction.attributes, self.partitions)
+    def _add(
+        self, instruction, kind, times, conditional, *, scattered=False, between_slices=False
+    ) -> None:
+        """Adds a collective; one between TPU slices goes by way of the host, with the network."""
+        if between_slices:
+            groups, grid = parse_slices(instruction.attributes, self.mesh), self.mesh
+            grid, source = grid and make_grid(grid), "between slices"
+            # What is gathered is written as what goes in.
+            types, is_part = split_tuple(instruction.type)[:1], kind == "all-gather"
+        else:
+            groups, grid = parse_groups(instruction.attributes, self.partitions), self.grid
+            found = re.search(r'op_name="([^"]*)"', instruction.attributes)
+            source, types = found[1] if found else "", _payload_types(instruction, kind)
+            # The result of a reduce-scatter is one part of what went in.
+            is_part = instruction.op == "reduce-scatter" and not scattered
         pairs = kind == "collective-permute"
-        group = 2 if pairs else max((len(g) for g in groups), default=1) if groups else 0
-        if groups is not None and group < 2:
+        group = 2 if pairs else max(map(len, groups or [()]))
+        if groups is not None and group < 2 and not between_slices:
             return
-        types = _payload_types(instruction, kind)
-        # The result of a reduce-scatter is one part of what went in.
-        times_more = group if instruction.op == "reduce-scatter" and not scattered else 1
-        found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-        self._append(
-            kind,
-            group_axes(groups, self.grid, pairs=pairs),
-            group,
-            times,
-            types,
-            conditional,
-            found[1] if found else "",
-            parts=max(1, times_more),
-            name=instruction.name,
-        )
-
-    def _append(self, kind, where, group, times, types, conditional, source, *, name, parts=1):
-        axes, islands = where
+        axes, islands = group_axes(groups, grid, pairs=pairs)
+        payload = sum(map(type_bytes, types)) * (max(1, group) if is_part else 1)
         shapes = [
             f"{dtype}[{','.join(map(str, dims))}]" for t in types for dtype, dims in arrays(t)
         ]
-        payload = parts * sum(map(type_bytes, types))
         self.collectives.append(
             Collective(
                 *(kind, axes, group, times, payload, conditional, source, tuple(shapes)),
                 islands=islands,
-                name=name,
+                name=instruction.name,
             )
         )
-
-    def _add_between_slices(self, instruction, kind, times, conditional) -> None:
-        """A collective between TPU slices: handed to the host, which has the network."""
-        groups = parse_slices(instruction.attributes, self.mesh)
-        pairs = kind == "collective-permute"
-        where = group_axes(groups, self.mesh and make_grid(self.mesh), pairs=pairs)
-        group = 2 if pairs else max(map(len, groups or [()]))
-        sent = split_tuple(instruction.type)[:1]
-        # What is gathered is written as what goes in.
-        parts = max(1, group) if kind == "all-gather" else 1
-        source, name = "between slices", instruction.name
-        self._append(kind, where, group, times, sent, conditional, source, name=name, parts=parts)
 
     def _called(self, instruction: Instruction, *attributes: str) -> list[Computation]:
         names = [instruction.attribute(name) for name in attributes]

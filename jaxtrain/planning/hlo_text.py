@@ -50,11 +50,8 @@ _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+[a-z0-9]*|token|opaque)\[([\d,<=]*)\
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns a program's computations by name, and the name of the one that it starts with.
-
-    Raises:
-      ValueError: where there is none.
-    """
+    """Returns a program's computations by name, and the name of the one that it starts with. Raises
+    ValueError where there is none."""
     computations: dict[str, Computation] = {}
     entry = ""
     current: dict[str, Instruction] | None = None

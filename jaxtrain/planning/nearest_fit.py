@@ -17,17 +17,12 @@ TRIES = 6
 
 
 def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | None:
-    """Looks for the nearest layout that fits.
+    """Looks for the nearest layout of an experiment that fits a target.
 
     First what costs no time on the device (more microbatches), then what costs some (gathering
     parameters, recomputation), all of it together, and then more devices. A layout under which the
-    state and the gradients alone exceed the memory is passed over; any other is compiled.
-
-    Args:
-      experiment, target: what does not fit, and where.
-
-    Returns:
-      The flags that change and the plan, or None where none of those tried fits.
+    state and the gradients alone exceed the memory is passed over; any other is compiled. Returns
+    the flags that change and the plan, or None where none of those tried fits.
     """
     tries = TRIES
     for changes, where in _changes(experiment, target):
@@ -38,7 +33,9 @@ def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | No
             continue
         try:
             other = experiment.with_(layout=layout)
-            if least_bytes(other, where) > where.chip.memory_bytes:
+            state = make_abstract_state(other, make_experiment_mesh(other, where.devices()))
+            # No schedule can do without the state, and gradients in the parameters' shards.
+            if local_bytes(state) + local_bytes(state.params) > where.chip.memory_bytes:
                 continue
             tries -= 1
             plan = plan_experiment(other, where)
@@ -56,13 +53,6 @@ def describe(found: tuple[str, Plan] | None) -> str:
         return "none was found; use more devices, or a smaller model or batch"
     change, plan = found
     return f"{change} (compiled: {human_bytes(plan.memory.needed)} per device)"
-
-
-def least_bytes(experiment: Experiment, target: Target) -> int:
-    """Bytes that no schedule can do without: the state, and gradients in the parameters' shards."""
-    mesh = make_experiment_mesh(experiment, target.devices())
-    state = make_abstract_state(experiment, mesh)
-    return local_bytes(state) + local_bytes(state.params)
 
 
 def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str, object], Target]]:

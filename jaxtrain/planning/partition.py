@@ -88,14 +88,11 @@ class Value:
 
 
 class Partitioner:
-    """Specs, sizes and traffic on one mesh.
+    """Specs, sizes and traffic on one mesh; ``cost`` is what has been sent so far, and what else is
+    counted.
 
     Args:
-      mesh: sizes of mesh axes.
       parameters: spec by shape, of parameters and of their layers: how gradients will lie.
-
-    Attributes:
-      cost: what has been sent so far, and what else is counted.
     """
 
     def __init__(self, mesh: Mapping[str, int], parameters: Mapping[tuple, Spec]):
@@ -167,10 +164,8 @@ class Partitioner:
     ) -> tuple[Spec, int]:
         """Adds up partial results over mesh axes.
 
-        A gradient is scattered over those of them that split its parameter.
-
-        Returns:
-          How the sum lies, and the bytes of the whole where only a part of it stays.
+        A gradient is scattered over those of them that split its parameter. Returns how the sum
+        lies, and the bytes of the whole where only a part of it stays.
         """
         if not partial:
             return spec, 0
@@ -195,11 +190,8 @@ class Partitioner:
 
         An axis splits one thing: the smaller operand (or a weight) is gathered along axes that
         split the other one's own rows, and its own rows are along axes that the other is contracted
-        over.
-
-        Returns:
-          How the result lies, the axes that split the work, and bytes needed meanwhile: gathered
-          copies, and a sum of which a part stays.
+        over. Returns how the result lies, the axes that split the work, and bytes needed meanwhile:
+        gathered copies, and a sum of which a part stays.
         """
         (left_rows, right_rows), (lc, rc), (lb, rb), groups = dimensions
         left, right = list(lhs.spec), list(rhs.spec)

@@ -24,7 +24,6 @@ class Row:
       layout: the layout, and ``flags`` that make it of the search's own.
       estimated_bytes: of one device at its peak, by :mod:`jaxtrain.planning.estimate`.
       prediction: seconds, and what bounds them, by the estimate.
-      bubble: of a pipeline.
       mfu: model FLOPs over peak FLOPs in the time of a step; None where either is unknown.
       tokens_per_s: what a step holds (``Data.item``) per second, over all devices.
       plan: by the compiler; None where it was not asked, or failed.
@@ -107,8 +106,6 @@ class SearchResult:
     """Result of a search.
 
     Args:
-      target: its name.
-      devices: how many it has.
       assumed: bandwidths and efficiencies, in words.
       memory_bytes: of one device; None where nothing limits it.
       considered: layouts in all; of those that fit, every way to cross the slow network.
@@ -152,11 +149,9 @@ def cost(
 ) -> dict[str, float]:
     """Returns the cost of training with the first row; empty if the tokens of a step are unknown.
 
-    ``price`` is that of a chip (a device of the target) for an hour.
-
-    Returns:
-      ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all
-      tokens, ``price_per_billion`` and ``price`` of all.
+    That is ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for
+    all tokens, ``price_per_billion`` and ``price`` of all. The argument ``price`` is that of a chip
+    (a device of the target) for an hour.
     """
     rate = result.rows[0].tokens_per_s if result.rows else 0
     if not rate:

@@ -29,7 +29,6 @@ class Memory:
       activations: what loops over layers stack in the forward pass for the backward pass to read,
         by the traced step. Of layers that are not in a loop, what is kept counts as temporaries.
       temporaries: the rest of the peak: gradients, and what comes and goes.
-      program: the compiled code.
       peak: all of the above except the program, at the fullest moment.
       limit: what the device has; None where it is not known.
       host: bytes in the memory of the host that belong to this device's part of the state.

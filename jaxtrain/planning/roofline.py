@@ -146,7 +146,6 @@ def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[f
     all NVLinks. A permutation sends its payload over one link. Latency is not counted.
 
     Args:
-      kind, chip: of the collective, and the chip, whose peaks must be known.
       sent: bytes that one device sends in a ring (:func:`ring_share`).
       crossing: those of them that cross the slow network (:func:`network_share`).
     """

@@ -65,7 +65,8 @@ def search(
     progress: Callable[[str], None] = lambda line: None,
     watch: Callable[[Callable[[], SearchResult]], None] = lambda so_far: None,
 ) -> SearchResult:
-    """Ranks the layouts of an experiment on a target.
+    """Ranks the layouts of an experiment on a target. Raises ValueError for a config without a
+    mesh, a chip without published peaks, or a compiler that is not installed.
 
     Args:
       build: ``config -> Experiment``, called once per layout: an outline that reads no data.
@@ -83,10 +84,6 @@ def search(
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.
-
-    Raises:
-      ValueError: for a config without a mesh, a chip without published peaks, or a compiler that is
-        not installed.
     """
     if not isinstance(getattr(config, "layout", None), Layout):
         raise ValueError(
@@ -171,15 +168,10 @@ def compile_rows(
 ) -> bool:
     """Compiles the first rows, in their place, until ``count`` of them fit or time is over.
 
-    Args:
-      estimator, rows: the layouts, the fastest by prediction first.
-      progress: as for :func:`search`.
-      count: how many; with None, as many as :data:`COMPILE_SECONDS` hold, and at least one.
-      deadline: by ``time.perf_counter()``. The compiler, which nothing can stop, runs on, and its
-        row says that it has no answer.
-
-    Returns:
-      Whether that was before the deadline.
+    The rows are sorted, the fastest by prediction first. A ``count`` of None compiles as many as
+    :data:`COMPILE_SECONDS` hold, and at least one. The compiler, which nothing can stop, runs on
+    after the ``deadline`` (by ``time.perf_counter()``), and its row says that it has no answer.
+    Returns whether that was before the deadline.
     """
     good = bad = 0
     start = time.perf_counter()
@@ -201,11 +193,8 @@ def compile_rows(
 
 
 def within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function in a thread, and leaves it to itself after so many seconds.
-
-    Raises:
-      TimeoutError: where it has not returned by then.
-    """
+    """Calls a function in a thread, and leaves it to itself after so many seconds. Raises
+    TimeoutError where it has not returned by then."""
     future: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
@@ -247,15 +236,10 @@ def run_search(
     as_json: bool = False,
     **given: Any,
 ) -> SearchResult:
-    """Searches with progress on standard error, and prints the result.
+    """Searches with progress on standard error, and prints the result, ``as_json`` or as tables.
 
-    A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number.
-
-    Args:
-      build, config, target, compile_best: as for :func:`search`.
-      tokens, price: as for :func:`cost`.
-      as_json: prints one JSON object instead of tables.
-      **given: other arguments of :func:`search`.
+    A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number. The
+    other arguments are those of :func:`search` and :func:`cost`.
     """
     console = Console(width=WIDTH, highlight=False)
     errors = Console(stderr=True, highlight=False)

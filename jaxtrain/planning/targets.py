@@ -45,8 +45,6 @@ class Target:
     """Devices to compile for.
 
     Args:
-      name: as it is written, such as ``"v5e:4x4"``.
-      chip: which chip.
       topology: TPU: chips along each axis of one slice. GPU: (hosts, GPUs per host). CPU:
         (devices,).
       slices: TPU slices, joined by the network between hosts.
@@ -85,11 +83,8 @@ class Target:
         return self.size // self.devices_per_island
 
     def devices(self) -> list[jax.Device]:
-        """Returns the devices: real ones for CPU, descriptions that compile for the others.
-
-        Raises:
-          ValueError: where the compiler is not installed, or does not know the topology.
-        """
+        """Returns the devices: real ones for CPU, descriptions that compile for the others. Raises
+        ValueError where the compiler is not installed, or does not know the topology."""
         return list(_devices(self))
 
     def __str__(self) -> str:
@@ -98,16 +93,13 @@ class Target:
 
 
 def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -> Target:
-    """Reads a target.
+    """Reads a target. Raises ValueError for a name that is not known or a topology that cannot be,
+    naming what can, and for a network without speed.
 
     Args:
       text: ``"v5e:4x4"``, ``"h100:4x8"``, ``"cpu:8"``.
       slices: TPU slices of that topology.
       dcn_gbps: a device's share of its host's network in Gb/s, where that is not the chip's usual.
-
-    Raises:
-      ValueError: for a name that is not known or a topology that cannot be, naming what can, and
-        for a network without speed.
 
     >>> parse_target("v5e:4x4").size, parse_target("h100:4x8").hosts, parse_target("7x:2x2x1").size
     (16, 4, 8)

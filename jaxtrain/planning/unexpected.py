@@ -27,7 +27,6 @@ def unexpected_gathers(
     design, but those of a stack of layers one layer at a time.
 
     Args:
-      program, params, mesh: what was compiled, for parameters, or shapes, with shardings.
       layers: the path of the subtree whose leading axis is the layer.
       once: whether all layers are gathered together on purpose, once per step.
     """

@@ -90,7 +90,6 @@ def walk_step(
     Args:
       jaxpr: a closed jaxpr, ``jax.make_jaxpr(step)(state, batch)``.
       specs: mesh axes per dimension of each argument.
-      mesh: sizes of mesh axes.
       parameters: spec by shape, of parameters and of their layers: how gradients will lie.
       stored: how many of the arguments, from the first on, are the state.
       rounds: whether float32 arrays that a loop leaves for products of default precision alone are
@@ -135,10 +134,8 @@ class Walk(Partitioner):
     ) -> tuple[list[Value], int]:
         """Walks one jaxpr: a step, which is ``top``, a loop's body, or a branch.
 
-        ``carry`` are those of the arguments that its results are written over.
-
-        Returns:
-          Its results, and the most bytes that are alive at once besides its arguments.
+        ``carry`` are those of the arguments that its results are written over. Returns its results,
+        and the most bytes that are alive at once besides its arguments.
         """
         liveness = Liveness()
         for value in carry:

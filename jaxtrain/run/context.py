@@ -27,12 +27,8 @@ class Run:
       mfu: the utilisation of the devices by a step of so many seconds, None where unknown.
       owner: the claim to the run's folder, ``owner.path``.
       peers: joins the processes.
-      watchdog: is notified of everything that has ended.
-      log: takes values of steps.
       journal: takes what happens, and knows where the time goes.
       alerts: check the logged values, and request actions.
-      progress: the line of progress, and notes above it.
-      rate: times the steps.
     """
 
     data: Data

@@ -87,12 +87,9 @@ class Ownership:
         return f"the run's folder {self.path} has been moved or deleted while the run goes on"
 
     def check(self) -> None:
-        """Called by all processes alike before something is written.
-
-        Raises:
-          Superseded: another start has claimed the folder.
-          StorageError: the folder has gone, and is not to be made anew.
-        """
+        """Called by all processes alike before something is written. Raises Superseded where
+        another start has claimed the folder, and StorageError where the folder has gone, and is not
+        to be made anew."""
         taken, there = distributed.from_first_process(lambda: (self.taken_by(), self.is_there()))
         if taken:
             error = Superseded(
@@ -117,15 +114,10 @@ def find_run_dir(
 ) -> tuple[epath.Path, bool]:
     """Finds the folder of a run, the same one in all processes, and changes nothing.
 
-    Args:
-      name: the experiment's; it names folders under runs/.
-      run_dir: the folder; None for the next free number, or with ``resume`` the newest.
-      resume: it must hold a run.
-      auto_resume: where it holds a run, that is resumed.
-      overwrite: the run that it holds will be deleted.
-
-    Returns:
-      The folder, and whether it holds a run to resume.
+    Where ``run_dir`` is None, that is the experiment's next free number under runs/, or with
+    ``resume`` the newest. With ``resume`` it must hold a run; with ``auto_resume`` a run that it
+    holds is resumed, and with ``overwrite`` it will be deleted. Returns the folder, and whether it
+    holds a run to resume.
 
     Raises:
       FileExistsError: where it holds a run, and none of the three is set, or something else.
@@ -197,19 +189,15 @@ def claim_run_dir(
 ) -> Ownership:
     """Makes the folder that :func:`find_run_dir` has found this start's own.
 
-    Of two that begin a run in one folder, one gets it. A start that resumes or overwrites takes
-    the folder from whoever had it. A bucket has no such thing as a file that only one can make:
-    there the one that comes last has it, and the other stops before it saves anything.
+    Of two that begin a run in one folder, one gets it. A start that resumes or overwrites takes the
+    folder from whoever had it. A bucket has no such thing as a file that only one can make: there
+    the one that comes last has it, and the other stops before it saves anything. Raises
+    FileExistsError where another start was faster.
 
     Args:
       name: the experiment's, where the folder was numbered: if another start has taken that number
         since, the next free one is made.
-      resumes: it holds a run to resume.
       overwrite: what a run has written there is deleted, and nothing else, unless it resumes.
-      files: names of the experiment's own files.
-
-    Raises:
-      FileExistsError: another start was faster.
     """
     path, token = run_dir, secrets.token_hex(8)
     made = created = False  # by a try before, which storage failed

@@ -85,11 +85,8 @@ def run_launch(
     options: LaunchOptions, command: list[str], *, sleep: Callable[[float], None] = time.sleep
 ) -> int:
     """Runs the command until it is over; returns the exit status, by
-    :func:`jaxtrain.host.exit_codes.of_run`.
-
-    Raises:
-      ValueError: for options that do not fit each other or this host.
-    """
+    :func:`jaxtrain.host.exit_codes.of_run`. Raises ValueError for options that do not fit each
+    other or this host."""
     check(options, command)
     count, newest, first = 0, None, options.host_index * options.processes
     environ = {distributed.START: secrets.token_hex(8)} | os.environ
@@ -146,11 +143,8 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
 
 
 def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the variables that each process of this host gets besides the launcher's own.
-
-    Raises:
-      ValueError: where this host's GPUs are too few or cannot be dealt evenly.
-    """
+    """Returns the variables that each process of this host gets besides the launcher's own. Raises
+    ValueError where this host's GPUs are too few or cannot be dealt evenly."""
     coordinator = options.coordinator or f"127.0.0.1:{free_port()}"
     common = {
         distributed.COORDINATOR: coordinator,
@@ -237,12 +231,8 @@ class _Signals:
 
 
 class Group:
-    """Processes that live and end together, and end with this one, however that ends.
-
-    Args:
-      command: what each runs.
-      environments: the whole environment of each.
-      first_index: the number of the first, for the prefix of its output.
+    """Processes of one command that live and end together, and end with this one, however that
+    ends.
 
     Attributes:
       codes: what those have ended with that did so by themselves; -n by signal n.
@@ -327,10 +317,8 @@ class Group:
         Those that were preempted, or asked to end, are saving: they have ``grace_seconds`` to
         follow, and as long again after SIGTERM. A failure that may be restarted, of a process that
         is lost, is noticed by the others, or never will be: one that is stopped, or waits in a
-        collective, answers no signal. After an error the others are told at once.
-
-        Returns:
-          The code of the run, from the processes that ended by themselves.
+        collective, answers no signal. After an error the others are told at once. Returns the code
+        of the run, from the processes that ended by themselves.
         """
         codes = self.codes
         sent: list[int] = []

@@ -17,35 +17,16 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.build import (
-    call_end,
-    compile_loop,
-    depends_on_microbatches,
-    make_abstract_state,
-    make_experiment_mesh,
-    make_state,
-    restore_evaluated,
-    restore_state,
-)
+from jaxtrain import build
 from jaxtrain.experiment import Experiment, Metadata
 from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
 from jaxtrain.planning.comparison import compare_with_run
-from jaxtrain.run import provenance
+from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
-from jaxtrain.run.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    STOPPED,
-    Ownership,
-    claim_run_dir,
-    find_run_dir,
-    has_checkpoint,
-    write_text,
-)
 from jaxtrain.run.hook import Ending, Hook, Value, as_value
 from jaxtrain.run.hooks.early_stopping import EarlyStopping
 from jaxtrain.run.hooks.evaluation import Evaluation, Interrupted, check_best_metric
@@ -124,7 +105,7 @@ def train_loop(
     ends = ends or (lambda step: any([hook.stops(step) for hook in hooks]))
     done, batches = int(state.step), iter(batches)
     while done < steps:
-        numbers = range(done + 1, call_end(done, steps, steps_per_call) + 1)
+        numbers = range(done + 1, build.call_end(done, steps, steps_per_call) + 1)
         given = list(itertools.islice(batches, len(numbers)))
         if len(given) < len(numbers):
             read()
@@ -213,7 +194,13 @@ def fit(
     """
     options = options or RunOptions()
     _check_plugs(hooks, writers)
-    _check_calls(experiment.layout.steps_per_call, options)
+    calls = experiment.layout.steps_per_call
+    for name in ("eval_every", "save_every"):
+        if (every := getattr(options, name)) % calls:
+            raise ValueError(
+                f"`{name}` is {every} and `steps_per_call` {calls}: a state is there between calls "
+                f"only, so give a multiple of {calls}"
+            )
     if (metric := options.best_metric) is not None:
         experiment = experiment.with_(best_metric=metric, best_mode=options.best_mode)
     if options.profiled and options.profiled[0] > (steps := experiment.steps):
@@ -248,17 +235,17 @@ def _fit(
         # Before anything that takes long, as what comes before the loop does for a large model.
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_peer_group(connect=options.watch_peers))
-        mesh = make_experiment_mesh(experiment)
+        mesh = build.make_experiment_mesh(experiment)
         if mesh.devices.flat[0].platform != "cpu":
             journal.costs["chips"] = mesh.size
             journal.costs |= {} if options.price is None else {"price": options.price}
-        abstract = make_abstract_state(experiment, mesh)
+        abstract = build.make_abstract_state(experiment, mesh)
         if options.best_metric is not None:
             check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = experiment.with_(config=record)
         name, data, metadata = experiment.name, experiment.data, experiment.metadata
-        run_dir, resume = find_run_dir(
+        run_dir, resume = folder.find_run_dir(
             name,
             options.run_dir,
             resume=options.resume,
@@ -266,7 +253,7 @@ def _fit(
             overwrite=options.overwrite,
         )
         claim = functools.partial(
-            claim_run_dir,
+            folder.claim_run_dir,
             run_dir,
             name=name if options.run_dir is None else None,
             resumes=resume,
@@ -275,7 +262,7 @@ def _fit(
         )
         checkpoints = _open_checkpoints(metadata, options, run_dir)
         # Once, for the check of what has changed and for the restoration.
-        saved = resume and has_checkpoint(run_dir / CHECKPOINTS)
+        saved = resume and folder.has_checkpoint(run_dir / folder.CHECKPOINTS)
         changes, owner = [], None
         if resume:
             changes = _changes(experiment, abstract, checkpoints, run_dir, options, saved)
@@ -286,16 +273,16 @@ def _fit(
             _check_unsaved(run_dir, journal)
         if saved:
             with ledger.during("restore"):
-                state = restore_state(experiment, abstract, checkpoints.restore)
+                state = build.restore_state(experiment, abstract, checkpoints.restore)
         else:
-            state = make_state(experiment, mesh)
+            state = build.make_state(experiment, mesh)
         start = int(state.step)
         go_on = bool({"stopped", "all"} & set(options.accept_changes))
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = experiment.with_(steps=start)
         with ledger.during("compile"):
-            train, programs = compile_loop(experiment, state, mesh, start, experiment.steps)
+            train, programs = build.compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
             owner = claim()
             journal.open(owner)
@@ -306,11 +293,11 @@ def _fit(
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
         journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
-        texts = {CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
+        texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)
             storage.retrying(write, f"the file {run_dir / file}")
-        check_shared(run_dir / CONFIG)
+        check_shared(run_dir / folder.CONFIG)
         provenance.note_changes(run_dir, changes, metadata.config, from_step=start)
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
@@ -345,7 +332,7 @@ def _fit(
             if options.saves_best and best.step != int(state.step):
                 run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
                 with ledger.during("restore"):
-                    found = restore_evaluated(experiment, abstract, checkpoints, best.step)
+                    found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
     if compared := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
         terminal.print_lines(compared)
@@ -359,7 +346,7 @@ def _opened(
     experiment: Experiment,
     options: RunOptions,
     mesh: Mesh,
-    owner: Ownership,
+    owner: folder.Ownership,
     peers: PeerGroup,
     writers: Sequence[Writer],
     journal: Journal,
@@ -469,17 +456,14 @@ def _finish(
     run: Run, state: TrainState, end: Ending | None, evaluation: Evaluation, saving: Saving
 ) -> dict[str, Value]:
     """Evaluates and saves the last state; returns its means. ``end`` is how the run ends before its
-    last step, None where it has come to that.
-
-    Raises:
-      Preempted, Diverged: the run was interrupted.
-    """
+    last step, None where it has come to that. Raises Preempted or Diverged where the run was
+    interrupted."""
     run_dir, last = run.owner.path, int(state.step)
     end, means = end or Ending(DONE, last), {}
     if end.reason is not None:
         run.owner.check()
         stop = {"step": last, "reason": end.reason, "code": end.code}
-        write_text(run_dir / STOPPED, json.dumps(stop) + "\n")
+        folder.write_text(run_dir / folder.STOPPED, json.dumps(stop) + "\n")
         early = f"stopped on purpose after step {last} of {run.steps}: {end.reason}"
         run.progress.note(early)
     on_purpose = end.code in (DONE, ALERTED)
@@ -509,12 +493,12 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
         return None
     means = {name.removeprefix("eval/"): x for name, x in checkpoints.metrics(step).items()}
     read = functools.partial(checkpoints.restore, step=step)
-    return Best(step, means, functools.partial(restore_state, experiment, abstract, read))
+    return Best(step, means, functools.partial(build.restore_state, experiment, abstract, read))
 
 
 def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Path) -> Checkpointer:
     return Checkpointer(
-        run_dir / CHECKPOINTS,
+        run_dir / folder.CHECKPOINTS,
         keep=options.keep,
         keep_best=options.keep_best,
         best_metric=f"eval/{metadata.best_metric}",
@@ -524,14 +508,14 @@ def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Pa
 
 def _write_file(path: epath.Path, text: str, *, keep: bool) -> None:
     if not (keep and exists(path)):
-        write_text(path, text)
+        folder.write_text(path, text)
 
 
 def _check_unsaved(run_dir: epath.Path, journal: Journal) -> None:
     """Raises StorageError where a claimed run that had no checkpoint has one by now, or its journal
     tells of some, which are not seen."""
     told = distributed.from_first_process(lambda: "run/checkpoint_age_seconds" in journal.counts())
-    if told or has_checkpoint(run_dir / CHECKPOINTS):
+    if told or folder.has_checkpoint(run_dir / folder.CHECKPOINTS):
         raise storage.StorageError(
             f"the checkpoints of {run_dir} are not seen, though it has saved some: start it again "
             "or, where they are lost, begin anew with `overwrite`"
@@ -546,11 +530,8 @@ def _changes(
     options: RunOptions,
     saved: bool,
 ) -> list[provenance.Change]:
-    """Prints and returns the settings of a resumed run that have changed.
-
-    Raises:
-      ValueError: a change makes it a different run, and is not accepted.
-    """
+    """Prints and returns the settings of a resumed run that have changed. Raises ValueError where a
+    change makes it a different run, and is not accepted."""
     read = functools.partial(provenance.read_record, run_dir)
     what = f"the record of {run_dir}"
     then = distributed.from_first_process(lambda: storage.retrying(read, what)) or {}
@@ -561,7 +542,7 @@ def _changes(
     step = checkpoints.latest_step() or 0
     may_change, both = dict(metadata.may_change), (then, metadata.config)
     before, now = (record.get("provenance", {}).get("microbatches") for record in both)
-    if before not in (None, now) and depends_on_microbatches(experiment, state):
+    if before not in (None, now) and build.depends_on_microbatches(experiment, state):
         may_change |= dict.fromkeys(("microbatches", *provenance.MICROBATCHES))
     changes = provenance.compare(*both, may_change, step=step)
     if saved:
@@ -582,13 +563,3 @@ def _check_plugs(hooks: Sequence[Hook], writers: Sequence[Writer]) -> None:
         for i, plug in enumerate(plugs):
             if not isinstance(plug, kind):
                 raise ValueError(f"{name}[{i}] is {plug!r}: give {wanted}")
-
-
-def _check_calls(steps_per_call: int, options: RunOptions) -> None:
-    for name in ("eval_every", "save_every"):
-        every = getattr(options, name)
-        if every % steps_per_call:
-            raise ValueError(
-                f"`{name}` is {every} and `steps_per_call` {steps_per_call}: a state is there "
-                f"between calls only, so give a multiple of {steps_per_call}"
-            )

@@ -27,27 +27,12 @@ from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.precision import POLICIES, Policy
+from jaxtrain.run import options, provenance
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
-from jaxtrain.run.options import (
-    MAY_CHANGE,
-    LayoutFlags,
-    OptimizerOptions,
-    ProcessOptions,
-    RunOptions,
-    make_optimizer,
-)
-from jaxtrain.run.provenance import (
-    OF_START,
-    flags_of,
-    from_plain,
-    known_fields,
-    nested,
-    read_record,
-)
 from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
@@ -61,9 +46,11 @@ Flat = tyro.conf.OmitArgPrefixes
 class Config:
     """The flags that every experiment has; a subclass adds those of its model and its data."""
 
-    run: Flat[RunOptions] = dataclasses.field(default_factory=RunOptions)
-    layout: LayoutFlags = dataclasses.field(default_factory=Layout)
-    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    run: Flat[options.RunOptions] = dataclasses.field(default_factory=options.RunOptions)
+    layout: options.LayoutFlags = dataclasses.field(default_factory=Layout)
+    optimizer: options.OptimizerOptions = dataclasses.field(
+        default_factory=options.OptimizerOptions
+    )
 
     steps: int = 1000
     """Train steps."""
@@ -82,13 +69,15 @@ class Config:
     """Run on this many simulated CPU devices; 0 on the real ones."""
     devices: tuple[int, ...] = ()
     """Numbers of the GPUs of this host to use, such as 0 1; others stay untouched. Default: all."""
-    distributed: Flat[ProcessOptions] = dataclasses.field(default_factory=ProcessOptions)
+    distributed: Flat[options.ProcessOptions] = dataclasses.field(
+        default_factory=options.ProcessOptions
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         flat = {
             f.name
-            for kind in (RunOptions, ProcessOptions, Layout)
+            for kind in (options.RunOptions, options.ProcessOptions, Layout)
             for f in dataclasses.fields(kind)
         }
         taken = flat | {"experiment", "batches_of", "of_rows"}
@@ -136,18 +125,20 @@ class Config:
                 )
             self = counted
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
-        may_change = self.layout.may_change() | MAY_CHANGE | given.pop("may_change", {})
+        may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": Effect.SAME} if constant else {}
         record = {"experiment": name, "module": module_name(type(self))}
-        record |= {"flags": flags_of(self)} | given.pop("config", {})
+        record |= {"flags": provenance.flags_of(self)} | given.pop("config", {})
         if "optimizer" not in given:
             sure = given.get("stages") is not None
 
             def optimizer_of(stack: Stack) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
                 rows = {"global_batch": self.global_batch, "default_rates": rates}
-                return make_optimizer(self.optimizer, steps=self.steps, stacked=found, **rows)
+                return options.make_optimizer(
+                    self.optimizer, steps=self.steps, stacked=found, **rows
+                )
 
             given["optimizer"] = optimizer_of
         policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
@@ -255,7 +246,7 @@ def main(
     with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
         config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
         use_compilation_cache()
-        processes = getattr(config, "distributed", ProcessOptions())
+        processes = getattr(config, "distributed", options.ProcessOptions())
         handle = config.run.handle_signals
         stack.enter_context(ending_at_sigterm(handle_signals=handle, sigint=True))
         distributed.initialize(**dataclasses.asdict(processes))
@@ -263,7 +254,9 @@ def main(
             raise ValueError("`devices` chooses among GPUs, and JAX has found none: leave it out")
         quiet.start()
         experiment = build(config)
-        may_change = experiment.metadata.may_change or experiment.layout.may_change() | MAY_CHANGE
+        may_change = (
+            experiment.metadata.may_change or experiment.layout.may_change() | options.MAY_CHANGE
+        )
         experiment = experiment.with_(may_change=may_change)
         try:
             given = {"hooks": hooks, "writers": writers, "began": process_began()}
@@ -301,13 +294,15 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     """Returns the config of the run that the flags resume, as last started; None for a new run.
 
     What is of a start and not of the run (how it is resumed, which process this is) is as if left
-    out. Flags that this version lacks are left out too, and shown as changes later.
-
-    Raises:
-      ValueError: the run's folder holds flags that cannot be.
+    out. Flags that this version lacks are left out too, and shown as changes later. Raises
+    ValueError where the run's folder holds flags that cannot be.
     """
     start, _ = tyro.cli(
-        RunOptions, args=arguments, prog=program_name(), return_unknown_args=True, add_help=False
+        options.RunOptions,
+        args=arguments,
+        prog=program_name(),
+        return_unknown_args=True,
+        add_help=False,
     )
     if not (start.resume or start.auto_resume):
         return None
@@ -315,7 +310,7 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     numbered = functools.partial(storage.retrying, lambda: list(runs()), "the folder of runs")
     for path in numbered() if start.run_dir is None else [as_path(start.run_dir)]:
         half = storage.retrying(functools.partial(is_half_deleted, path), f"the run {path}")
-        read = functools.partial(read_record, path)
+        read = functools.partial(provenance.read_record, path)
         record = (None if half else storage.retrying(read, f"the run {path}")) or {}
         if start.run_dir is not None or record.get("module") == module:
             break
@@ -327,9 +322,10 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     # What follows from its epochs is found again.
     not_its_own = {"distributed"} | ({"steps"} if flags.get("epochs") else set())
     flags = {name: value for name, value in flags.items() if name not in not_its_own}
-    run = {name: value for name, value in flags["run"].items() if name not in OF_START}
+    run = {name: value for name, value in flags["run"].items() if name not in provenance.OF_START}
     flags["run"] = run | {"run_dir": str(path)}
-    return from_plain(config_type, known_fields(config_type, nested(config_type, flags)))
+    fields = provenance.nested(config_type, flags)
+    return provenance.from_plain(config_type, provenance.known_fields(config_type, fields))
 
 
 def experiment_module(name: str) -> types.ModuleType:
@@ -356,13 +352,8 @@ def experiment_module(name: str) -> types.ModuleType:
 def load_experiment(module_name: str, flags: Sequence[str], *, command: str) -> Experiment:
     """Imports an experiment's module and builds the experiment that the flags describe.
 
-    Args:
-      module_name: a module with ``Config`` (a dataclass) and ``build(config) -> Experiment``.
-      flags: those of ``Config``.
-      command: who asks, for the help.
-
-    Raises:
-      ValueError: where there is no such module or it is no experiment, and what ``build`` raises.
+    The help names the ``command`` that asks. Raises ValueError where there is no such module, where
+    it is no experiment, and what ``build`` raises.
     """
     return build_experiment(*load_config(module_name, flags, command=command))
 
@@ -381,8 +372,8 @@ def build_experiment(module: Any, config: Any, *, outline: bool = False) -> Expe
 
 
 def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
-    """Imports an experiment's module and reads its config from the flags; the arguments are those
-    of :func:`load_experiment`."""
+    """Imports an experiment's module and reads its config from the flags, as
+    :func:`load_experiment`."""
     module = experiment_module(module_name)
     refuse_aliases(module.Config, flags)
     config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")

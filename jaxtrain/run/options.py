@@ -252,14 +252,11 @@ def make_optimizer(
     default_rates: Mapping[str, float] = {},
     **more,
 ):
-    """Makes the optax chain that the flags describe.
+    """Makes the optax chain that the flags describe, for so many calls of the train step.
 
-    Args:
-      options: the flags.
-      steps: calls of the train step in all.
-      global_batch: rows of a step, where the rate is to follow them.
-      default_rates: peak learning rate by optimizer name, where it is not the rule's own.
-      **more: passed on to :func:`jaxtrain.make_optimizer`.
+    ``global_batch`` is the rows of a step, where the rate is to follow them; ``default_rates`` are
+    peak learning rates by optimizer name that are not the rule's own. The rest is passed on to
+    :func:`jaxtrain.make_optimizer`.
     """
     for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
         if not 1 <= value < 2**31:

@@ -106,10 +106,7 @@ def commit(path: str) -> str | None:
 
 def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> Any:
     """Reads what a run went on with last, or with which it came to a step: the last line of its
-    changes, or else its config; None where there is neither.
-
-    Raises:
-      ValueError: it is damaged.
+    changes, or else its config; None where there is neither. Raises ValueError where it is damaged.
     """
     folder = epath.Path(run_dir)
     try:
@@ -134,12 +131,10 @@ def read_record(run_dir: epath.PathLike, *, before_step: int | None = None) -> A
 def compare(
     then: Any, now: Any, may_change: Mapping[str, Effect], *, step: int = 0
 ) -> list[Change]:
-    """Lists what differs between the record of a run and that of its resumption.
+    """Lists what differs between the record of a run and that of its resumption at a step.
 
-    Args:
-      then, now: from :func:`make_record`, as JSON.
-      may_change: what a change means (:attr:`jaxtrain.Metadata.may_change`).
-      step: at which it is resumed.
+    Both are from :func:`make_record`, as JSON; ``may_change`` says what a change means
+    (:attr:`jaxtrain.Metadata.may_change`).
     """
     meanings = _OF_ANY_RUN | dict(may_change)
     changes = []
@@ -259,10 +254,8 @@ def known_fields(kind: Any, value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """Turns what ``dataclasses.asdict`` and JSON made of a dataclass back into one.
-
-    Raises:
-      ValueError: where a field is missing there or here, or has a value of another type.
+    """Turns what ``dataclasses.asdict`` and JSON made of a dataclass back into one. Raises
+    ValueError where a field is missing there or here, or has a value of another type.
 
     >>> @dataclasses.dataclass
     ... class Pair:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import traceback
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxtrain.host import exit_codes, storage
 
@@ -65,11 +65,9 @@ _STARTING = {
 def refusing(*config_types: type) -> Iterator[None]:
     """Ends the program with a sentence where its body raises an error of the user's making.
 
-    Args:
-      *config_types: dataclasses whose fields are the program's flags; sentences name those.
-
     Those are ``ValueError`` (and its kinds: what is no JSON, no UTF-8, another model's or a damaged
     checkpoint), ``OSError`` (files, folders, disks), and ``ImportError`` for an optional package.
+    The sentence names the program's flags, which are the fields of the given dataclasses.
     """
     try:
         yield
@@ -90,13 +88,10 @@ def called_back(error: BaseException) -> bool:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] == "jaxtrain":
             return foreign and module not in _STARTING
-        foreign = foreign or not _is_library(frame.f_code.co_filename)
+        filename = frame.f_code.co_filename
+        stdlib = filename.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+        foreign = foreign or not (stdlib or "-packages" in filename)
     return False
-
-
-def _is_library(filename: str) -> bool:
-    stdlib = filename.startswith((sysconfig.get_path("stdlib"), "<frozen"))
-    return stdlib or "-packages" in filename
 
 
 def refuse(error: Exception, *config_types: type) -> SystemExit:
@@ -137,11 +132,9 @@ def sentence(error: Exception) -> str:
 
 
 def with_flags(text: str, *config_types: type) -> str:
-    """Names the arguments that a text speaks of as the flags of a program.
+    """Names the arguments that a text has in backticks as the flags of a program.
 
-    Args:
-      text: in which arguments stand in backticks.
-      *config_types: dataclasses whose fields are the flags; an annotated group of them is flat.
+    Flags are the fields of the given dataclasses; an annotated group of them is flat.
 
     >>> @dataclasses.dataclass
     ... class Optimizer:
@@ -156,19 +149,16 @@ def with_flags(text: str, *config_types: type) -> str:
     >>> with_flags("`clip_norm` is 0; `resume=False`", Config)
     '--optimizer.clip-norm is 0; --no-resume'
     """
-    flags = {name: flag for kind in config_types for name, flag in _flags(kind).items()}
+    flags = {}
+    for kind in config_types:  # where two fields have one name, it is the outer one's
+        found = sorted(_all_flags(kind), key=lambda each: each[0])
+        flags |= {name: flag for _, name, flag in reversed(found)}
 
     def flag(found: re.Match[str]) -> str:
         name = flags.get(found[1])
         return f"--{'no-' if found[2] else ''}{name}" if name else found[0]
 
     return _ARGUMENT.sub(flag, text)
-
-
-def _flags(config_type: type) -> Mapping[str, str]:
-    """Flags by the names of fields; where two have one name, it is the outer one's."""
-    outer_last = reversed(sorted(_all_flags(config_type), key=lambda found: found[0]))
-    return {name: flag for _, name, flag in outer_last}
 
 
 def _all_flags(

@@ -11,13 +11,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.build import (
-    compile_loop,
-    make_abstract_state,
-    make_experiment_mesh,
-    make_state,
-    restore_state,
-)
+from jaxtrain import build
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, CONFIG
@@ -41,15 +35,14 @@ def load_run(
 ) -> Experiment:
     """Rebuilds the experiment of a run from the flags that are stored with it.
 
+    Flags of the command line, such as another mesh's, come in their place. Raises FileNotFoundError
+    where the folder holds no run, and ValueError where no module is given, there is no such
+    experiment, or the flags do not fit it.
+
     Args:
       module: what holds its ``Config`` and ``build(config)``. The folder names it too, and does not
         decide: what is imported is for the caller to say.
       step: as the run came to this step; None for its last start.
-      flags: of the command line, in place of those that are stored, such as another mesh's.
-
-    Raises:
-      FileNotFoundError: where the folder holds no run.
-      ValueError: where no module is given, there is no such experiment, or the flags do not fit it.
     """
     stored = read_record(run_dir, before_step=step)
     if stored is None:
@@ -74,24 +67,20 @@ def load_run(
 
 def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnosis:
     """Runs a run up to a step, from 1, and examines that step; nothing in its folder changes. The
-    module is its experiment's, as for :func:`load_run`.
-
-    Raises:
-      ValueError: for a step that the run does not have, and as :func:`load_run`.
-      FileNotFoundError: where the folder holds no run.
-    """
+    module is its experiment's, as for :func:`load_run`. Raises ValueError for a step that the run
+    does not have, and as :func:`load_run`, and FileNotFoundError where the folder holds no run."""
     experiment = load_run(run_dir, module, step=step)
     if not 1 <= step <= (last := experiment.steps):
         raise ValueError(f"`step` is {step}: the run has steps 1 to {last}")
-    mesh = make_experiment_mesh(experiment)
+    mesh = build.make_experiment_mesh(experiment)
     checkpoints = Checkpointer(epath.Path(run_dir) / CHECKPOINTS)
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)
     if from_step is None:
-        state = make_state(experiment, mesh)
+        state = build.make_state(experiment, mesh)
     else:
-        state = restore_state(
+        state = build.restore_state(
             experiment,
-            make_abstract_state(experiment, mesh),
+            build.make_abstract_state(experiment, mesh),
             functools.partial(checkpoints.restore, step=from_step),
         )
     start = int(state.step)
@@ -99,7 +88,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
     with experiment.data.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
-            train, _ = compile_loop(experiment, state, mesh, start, step - 1)
+            train, _ = build.compile_loop(experiment, state, mesh, start, step - 1)
             calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}
             state = train_loop(train, state, batches, **calls)
         return diagnose(experiment, mesh, state, next(batches))

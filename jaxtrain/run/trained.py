@@ -39,15 +39,12 @@ Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
-    """Reads a run's model, parameters and tokenizer, which a model of images has not.
+    """Reads a run's model, parameters and tokenizer, which a model of images has not. Raises
+    FileNotFoundError where there is no checkpoint, and ValueError where a parameter does not fit
+    the mesh.
 
     Args:
-      step: which checkpoint; by default the best one.
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
-
-    Raises:
-      FileNotFoundError: where there is no checkpoint.
-      ValueError: a parameter does not fit the mesh.
     """
     folder = as_path(run)
     with open_checkpoints(run) as checkpoints:

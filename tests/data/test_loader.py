@@ -4,11 +4,9 @@ import collections
 import errno
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import grain
 import jax
@@ -32,7 +30,7 @@ from jaxtrain.data import (
 from jaxtrain.data.loader import addressable_rows, shuffled
 from jaxtrain.host import storage
 from jaxtrain.host.storage import StorageError
-from tests.run.survive.processes import free_port
+from tests.run.survive.processes import free_port, together
 
 
 class Rows:
@@ -253,8 +251,7 @@ def test_half_of_the_devices_need_half_of_the_rows(mesh):
 PROCESS = """
 import sys, collections
 import jax, numpy as np
-rank, port, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path[:0] = [root]
+rank, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -289,28 +286,10 @@ print("eval", *sum(evaluated, []), flush=True)
 """
 
 
-def test_two_processes_make_the_batch_of_one(tmp_path):
-    port = str(free_port())
-    script = tmp_path / "process.py"
-    script.write_text(PROCESS)
-    root = str(Path(__file__).parents[2])
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), port, root],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=120) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, errors) in zip(running, results, strict=True):
-        assert process.returncode == 0, errors
-    lines = [[line.split() for line in out.splitlines()] for out, _ in results]
+def test_two_processes_make_the_batch_of_one():
+    command, port = [sys.executable, "-c", PROCESS], str(free_port())
+    results = together([[*command, rank, port] for rank in "01"])
+    lines = [[line.split() for line in out.splitlines()] for out in results]
     got = [None] * 8
     for line in lines[0] + lines[1]:
         if line[0] == "rows":

@@ -5,8 +5,13 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import jax
 import numpy as np
+import optax
 import pytest
+
+import jaxtrain as jt
+from jaxtrain import hf
 
 SIZES = dict(
     vocab_size=61,
@@ -138,6 +143,36 @@ def opened(folder):
 
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return transformers().AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def differing(folder, again):
+    """Fields of config.json, as transformers reads it, that are others in a second folder."""
+    read = transformers().AutoConfig.from_pretrained
+    fields, others = (read(path).to_dict() for path in (folder, again))
+    return {key for key in fields if fields[key] != others.get(key)} - {"_name_or_path"}
+
+
+def check_bits(folder, tmp_path, **given):
+    """A folder is loaded and saved with the same bits; returns the fields that differ, and files.
+
+    Twice: a parameter is an array once, and read from the files the other time.
+    """
+    config, arrays, shards = hf.read_config(folder), tmp_path / "arrays", tmp_path / "shards"
+    hf.save(arrays, config, hf.load(hf.open_weights(folder)), **given)
+    hf.save(shards, config, hf.open_weights(arrays), max_shard_bytes=10_000, **given)
+    for saved in (arrays, shards):
+        assert tensors(saved) == tensors(folder)
+        assert hf.read_config(saved) == config
+    assert all(found.equal for found in hf.check(shards))
+    return differing(folder, shards), list(shards.glob("*.safetensors"))
+
+
+def step(module, config, params, batch, jit=jax.jit):
+    """The state of a model after one step from some parameters."""
+    optimizer = optax.sgd(0.1)
+    init = functools.partial(module.init, config)
+    state = jt.init_state(init, optimizer, jax.random.key(0), params=params)
+    return jit(jt.build_train_step(module.loss_fn(config), optimizer))(state, batch)[0]
 
 
 def tensors(folder):

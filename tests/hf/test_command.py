@@ -20,23 +20,12 @@ from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main, parse
 from jaxtrain.tree import named_leaves
+from tests import forms
 from tests.commands import run
 from tests.hf import models
 
 MISTRAL = decoder.DecoderConfig(
-    vocab_size=300,
-    seq_len=16,
-    layers=4,
-    width=16,
-    heads=4,
-    kv_heads=2,
-    mlp_width=24,
-    window=6,
-    positions="rope",
-    norm="rmsnorm",
-    mlp="swiglu",
-    bias=False,
-    tied=False,
+    vocab_size=300, seq_len=16, layers=4, width=16, heads=4, mlp_width=24, window=6, **forms.LLAMA
 )
 # Of a model that has learned to end its turns too.
 SPECIAL = {"bos_token_id": 5, "eos_token_id": [7, 0], "pad_token_id": 0}

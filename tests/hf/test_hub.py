@@ -5,7 +5,6 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 
@@ -18,6 +17,7 @@ from jaxtrain import hf
 from jaxtrain.hf import hub
 from jaxtrain.models import decoder
 from tests.commands import run
+from tests.run.survive.processes import together
 
 CONFIG = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=1, width=8, heads=2)
 OLD, NEW = "a" * 40, "b" * 40  # commits; main is the new one
@@ -153,12 +153,7 @@ def test_what_the_hub_does_not_give_is_one_sentence(server, name, message, monke
 def test_processes_of_a_host_download_once(server, tmp_path):
     code = "from jaxtrain.hf import hub; print(hub.local_folder('acme/tiny'))"
     env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    found = {process.communicate(timeout=120)[0].strip() for process in started}
-    assert [process.returncode for process in started] == [0, 0, 0]
+    found = {out.strip() for out in together(3 * [[sys.executable, "-c", code]], env=env)}
     assert len(found) == 1
     assert hf.read_config(found.pop()).width == 8
     taken = [each for each in server if each[0] == "GET"]

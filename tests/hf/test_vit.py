@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import jaxtrain as jt
@@ -113,15 +112,9 @@ def test_outputs_loss_gradients_and_bits_are_those_of_transformers(name, folder_
 
 @pytest.mark.slow
 def test_a_trained_step_comes_back(folder_of, tmp_path):
-    config, optimizer = hf.read_config(folder_of("classes")), optax.sgd(0.1)
-    rows = batch(config.image)
-    state = jt.init_state(
-        functools.partial(vit.init, config),
-        optimizer,
-        jax.random.key(0),
-        params=hf.open_weights(folder_of("classes")),
-    )
-    state, _ = quick_jit(jt.build_train_step(vit.loss_fn(config), optimizer))(state, rows)
+    config = hf.read_config(folder_of("classes"))
+    rows, weights = batch(config.image), hf.open_weights(folder_of("classes"))
+    state = models.step(vit, config, weights, rows, quick_jit)
     hf.save(tmp_path / "out", config, state.params)
     after, before = (
         theirs("classes", path, rows)[0] for path in (tmp_path / "out", folder_of("classes"))

@@ -1,30 +1,26 @@
 """A small decoder's step on a mesh, compiled fast: what the golden tests read."""
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from experiments import gpt
 from jaxtrain.models import decoder
 from jaxtrain.planning.hlo import read_program
+from jaxtrain.run.options import OptimizerOptions
 from jaxtrain.sharding.rules import Rules
+from tests import forms
 
 LAYERS = 3
 # No two sizes alike, so that a shape says what it is of.
+FORM = forms.LLAMA | {"kv_heads": None}
 CONFIG = decoder.DecoderConfig(
-    vocab_size=320,
-    seq_len=24,
-    layers=LAYERS,
-    width=64,
-    heads=8,
-    mlp_width=176,
-    positions="rope",
-    norm="rmsnorm",
-    mlp="swiglu",
-    bias=False,
-    tied=False,
+    vocab_size=320, seq_len=24, layers=LAYERS, width=64, heads=8, mlp_width=176, **FORM
 )
 ROWS = 16
 FAST = {"xla_backend_optimization_level": 0}
@@ -56,14 +52,7 @@ def compile_gpt(
     policy = policy or jt.Policy.f32()
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=clip_norm, stacked=jt.Stack().axes)
     rules = Rules(decoder.RULES, axes=logical or {})
-    state = jt.abstract_state(
-        lambda rng: decoder.init(config, rng),
-        optimizer,
-        mesh=mesh,
-        rules=rules,
-        zero=zero,
-        policy=policy,
-    )
+    state = state_of(config, optimizer, mesh, rules=rules, zero=zero, policy=policy)
     loss_fn = decoder.loss_fn(config)
     step = jt.build_train_step(
         loss(loss_fn) if loss else loss_fn,
@@ -79,10 +68,22 @@ def compile_gpt(
     return train, state, mesh
 
 
-def batch_shapes(rows, seq_len):
+def gpt_config(**sizes):
+    """Flags of ``experiments.gpt`` for a small decoder in bfloat16."""
+    return gpt.Config(optimizer=OptimizerOptions(name="adamw"), precision="bf16", **sizes)
+
+
+def state_of(config, optimizer, mesh, **given):
+    """The shapes of a decoder's state; ``given`` is for ``jt.abstract_state``."""
+    init = functools.partial(decoder.init, config)
+    return jt.abstract_state(init, optimizer, mesh=mesh, **{"rules": decoder.RULES} | given)
+
+
+def batch_shapes(rows, seq_len, *more):
+    """The shapes of a batch, with ``more`` arrays of integers."""
     tokens = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
     mask = jax.ShapeDtypeStruct((rows, seq_len), jnp.float32)
-    return {"tokens": tokens, "targets": tokens, "mask": mask}
+    return dict.fromkeys(("tokens", "targets", *more), tokens) | {"mask": mask}
 
 
 def collectives(train, mesh, *, least=64):
@@ -97,9 +98,7 @@ def with_constraint(sharding, *path):
 
     def change(loss_fn):
         def loss(params, batch, rng):
-            leaf = params
-            for name in path:
-                leaf = leaf[name]
+            leaf = functools.reduce(operator.getitem, path, params)
             pinned = jax.lax.with_sharding_constraint(leaf, sharding)
             return loss_fn(_replaced(params, path, pinned), batch, rng)
 
@@ -116,9 +115,7 @@ def needing_whole(*path):
 
     def change(loss_fn):
         def loss(params, batch, rng):
-            leaf = params
-            for name in path:
-                leaf = leaf[name]
+            leaf = functools.reduce(operator.getitem, path, params)
             whole = jax.lax.with_sharding_constraint(leaf, P())
             ranked = jax.lax.with_sharding_constraint(jnp.sort(whole.reshape(-1)), P())
             found = loss_fn(params, batch, rng)

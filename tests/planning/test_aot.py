@@ -34,27 +34,27 @@ GPT2 = decoder.DecoderConfig(vocab_size=257, seq_len=128, layers=2, width=256, h
 LLAMA = dataclasses.replace(GPT2, **forms.LLAMA)
 
 
+def devices_of(target, **given):
+    compiler = {"v5e": "libtpu", "h100": "jax_cuda12_plugin"}[target.split(":")[0]]
+    if importlib.util.find_spec(compiler) is None:
+        pytest.skip(f"needs the compiler {compiler}: pip install 'jaxtrain[aot]'")
+    return parse_target(target, **given).devices()
+
+
 def tpu():
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
-    return parse_target("v5e:2x4").devices()
+    return devices_of("v5e:2x4")
 
 
 def two_slices():
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs the TPU compiler: pip install 'jaxtrain[aot]'")
-    return parse_target("v5e:2x2", slices=2).devices()
+    return devices_of("v5e:2x2", slices=2)
 
 
 def two_hosts():
-    gpu()
-    return parse_target("h100:2x4").devices()
+    return devices_of("h100:2x4")
 
 
 def gpu():
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("needs the GPU compiler: pip install 'jaxtrain[aot]'")
-    return parse_target("h100:1x8").devices()
+    return devices_of("h100:1x8")
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,8 @@ def test_a_bf16_step_on_data_fsdp_and_tensor_compiles_and_keeps_its_promises(tar
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=target())
     optimizer = jt.make_optimizer("lamb", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes)
     policy = jt.Policy.bf16()
-    state = jt.abstract_state(
-        lambda rng: decoder.init(config, rng),
-        optimizer,
-        mesh=mesh,
-        rules=decoder.RULES,
-        policy=policy,
-    )
-    tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    state = steps.state_of(config, optimizer, mesh, policy=policy)
+    batch = steps.batch_shapes(16, config.seq_len, "segments", "positions")
     step = jt.build_train_step(
         decoder.loss_fn(config),
         optimizer,
@@ -195,12 +187,9 @@ def test_branches_gather_rows_and_scatter_their_sums_over_tensor(target):
 def test_weights_are_gathered_and_gradients_reduced_once_per_step(target, axes):
     mesh = jt.make_mesh(**axes, fsdp=2, tensor=2, devices=target())
     given, optimizer = {"policy": "bf16", "gather": "step"}, optax.sgd(1e-3)
-    init = functools.partial(decoder.init, GPT2)
-    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=decoder.RULES, policy="bf16")
+    state = steps.state_of(GPT2, optimizer, mesh, policy="bf16")
     given["gradient_shardings"] = jt.gradient_shardings(state)
-    tokens = jax.ShapeDtypeStruct((32, GPT2.seq_len), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    batch = steps.batch_shapes(32, GPT2.seq_len)
     if "pipe" in axes:
         engine = jt.pipeline(decoder.stages(GPT2), mesh=mesh, microbatches=4, **given)
         step = build_update(engine, optimizer, policy="bf16")
@@ -252,12 +241,8 @@ def test_a_step_on_two_slices_gathers_weights_inside_each():
     devices = two_slices()
     mesh = jt.make_mesh(data=2, fsdp=4, dcn_data=2, devices=devices)
     optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0)
-    state = jt.abstract_state(
-        lambda rng: decoder.init(LLAMA, rng), optimizer, mesh=mesh, rules=decoder.RULES
-    )
-    tokens = jax.ShapeDtypeStruct((16, LLAMA.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    state = steps.state_of(LLAMA, optimizer, mesh)
+    batch = steps.batch_shapes(16, LLAMA.seq_len, "segments", "positions")
     step = jt.build_train_step(
         decoder.loss_fn(LLAMA), optimizer, gradient_shardings=jt.gradient_shardings(state)
     )
@@ -278,12 +263,8 @@ def test_what_crosses_slices_or_hosts_is_a_share_of_the_gradients(slow, devices)
     sizes = sizes.get(slow, {"pipe": 2, "fsdp": 4})
     mesh = jt.make_mesh(**sizes, **{f"dcn_{slow}": 2}, devices=devices())
     config, optimizer = dataclasses.replace(LLAMA, layers=4), jt.make_optimizer("adamw", 1e-3)
-    state = jt.abstract_state(
-        lambda rng: decoder.init(config, rng), optimizer, mesh=mesh, rules=decoder.RULES
-    )
-    tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets"), tokens)
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    state = steps.state_of(config, optimizer, mesh)
+    batch = steps.batch_shapes(64, config.seq_len)
     how = {"gradient_shardings": jt.gradient_shardings(state), "gather": "step"}
     if slow == "pipe":
         engine = jt.pipeline(decoder.stages(config), mesh=mesh, microbatches=8, **how)
@@ -342,16 +323,8 @@ def test_offload_moves_what_is_kept_to_the_host():
         config = dataclasses.replace(GPT2, layers=4, seq_len=512, remat=remat)
         mesh = jt.make_mesh(**axes, devices=devices)
         optimizer, policy = jt.make_optimizer("adamw", 1e-3), jt.Policy.bf16()
-        state = jt.abstract_state(
-            lambda rng: decoder.init(config, rng),
-            optimizer,
-            mesh=mesh,
-            rules=decoder.RULES,
-            policy=policy,
-        )
-        tokens = jax.ShapeDtypeStruct((16, config.seq_len), jnp.int32)
-        batch = dict.fromkeys(("tokens", "targets"), tokens)
-        batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+        state = steps.state_of(config, optimizer, mesh, policy=policy)
+        batch = steps.batch_shapes(16, config.seq_len)
         step = jt.build_train_step(decoder.loss_fn(config), optimizer, policy=policy)
         return jt.compile_step(step, state, batch, mesh=mesh).compiled.memory_analysis()
 
@@ -390,9 +363,7 @@ def working_bytes(target, schedule, microbatches, remat="full", counts=None):
         rules=jt.Rules(decoder.RULES, stacked=stack),
         policy=policy,
     )
-    tokens = jax.ShapeDtypeStruct((16 * microbatches, config.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    batch = steps.batch_shapes(16 * microbatches, config.seq_len, "segments", "positions")
     shardings = jt.gradient_shardings(state)
     engine = jt.pipeline(
         dataclasses.replace(decoder.stages(config), stacked=stack),
@@ -498,12 +469,8 @@ def test_an_encoder_and_a_decoder_exchange_as_one_stack_does(target, stack):
 def test_an_evaluation_sends_activations_forward_and_sums_in_the_end(target):
     mesh = jt.make_mesh(pipe=2, data=2, tensor=2, devices=target())
     config = dataclasses.replace(LLAMA, layers=4)
-    state = jt.abstract_state(
-        lambda rng: decoder.init(config, rng), optax.sgd(1.0), mesh=mesh, rules=decoder.RULES
-    )
-    tokens = jax.ShapeDtypeStruct((64, config.seq_len), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), tokens)
-    batch["mask"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    state = steps.state_of(config, optax.sgd(1.0), mesh)
+    batch = steps.batch_shapes(64, config.seq_len, "segments", "positions")
     step = jt.pipeline_eval_step(
         decoder.stages(config), mesh=mesh, microbatches=8, policy="bf16", gather="model"
     )

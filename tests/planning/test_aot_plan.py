@@ -183,16 +183,20 @@ def test_seven_billion_parameters_on_256_chips(capsys):
     assert plan["flops_formula"][0] < plan["flops"]["by_dtype"]["bfloat16"]
 
 
+def plan_hiding_or_not(flags, target):
+    """The plan of flags of ``experiments.gpt``, and that without our options of the compiler."""
+    config = tyro.cli(gpt.Config, args=flags.split())
+    alone = dataclasses.replace(config, layout=config.layout.with_({"hide_communication": False}))
+    return [plan_experiment(gpt.outline(each), target) for each in (config, alone)]
+
+
 @pytest.mark.slow
 def test_options_for_gpu_hosts_hide_more_than_those_of_xla():
     need("h100:1x8")
     target = parse_target("h100:4x8")
     flags = "--model llama-7b --layers 8 --global-batch 32 --mesh.fsdp 32 --mesh.data 1"
     flags += " --remat dots --precision bf16 --tokenizer 32000 --optimizer.name adamw"
-    config = tyro.cli(gpt.Config, args=flags.split())
-    ours = plan_experiment(gpt.outline(config), target)
-    config = dataclasses.replace(config, layout=config.layout.with_({"hide_communication": False}))
-    alone = plan_experiment(gpt.outline(config), target)
+    ours, alone = plan_hiding_or_not(flags, target)
     links = [(plan.roofline.interconnect, plan.roofline.network) for plan in (ours, alone)]
     sent = [inside["fsdp"] + across["fsdp"] for inside, across in links]
     waits = [plan.roofline.waits["fsdp"] for plan in (ours, alone)]
@@ -221,9 +225,6 @@ def test_options_for_v5p_hide_more_than_those_of_its_compiler():
     target = parse_target("v5p:4x4x4")
     flags = "--model llama-7b --layers 4 --global-batch 32 --mesh.fsdp 32 --mesh.tensor 2"
     flags += " --mesh.data 1 --remat dots --precision bf16 --tokenizer 32000"
-    config = tyro.cli(gpt.Config, args=[*flags.split(), "--optimizer.name", "adamw"])
-    ours = plan_experiment(gpt.outline(config), target)
-    config = dataclasses.replace(config, layout=config.layout.with_({"hide_communication": False}))
-    alone = plan_experiment(gpt.outline(config), target)
-    exposed = [plan.roofline.exposed for plan in (ours, alone)]
+    plans = plan_hiding_or_not(f"{flags} --optimizer.name adamw", target)
+    exposed = [plan.roofline.exposed for plan in plans]
     assert exposed[0] < 0.8 * exposed[1]

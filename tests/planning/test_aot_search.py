@@ -16,9 +16,9 @@ from jaxtrain.ops.attention import AheadOfTimeWarning
 from jaxtrain.planning.estimate import estimate
 from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
-from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
 from tests import problems
+from tests.planning import steps
 
 # What the search promises.
 TOLERANCE = 0.15
@@ -146,15 +146,7 @@ def test_memory_is_within_15_percent_of_the_gpu_compilers(case):
 
 def test_a_search_compiles_its_best_and_shows_the_error():
     needs("jax_cuda12_plugin", "GPU")
-    config = experiment_gpt.Config(
-        optimizer=options.OptimizerOptions(name="adamw"),
-        layers=2,
-        width=256,
-        heads=2,
-        seq_len=256,
-        global_batch=64,
-        precision="bf16",
-    )
+    config = steps.gpt_config(layers=2, width=256, heads=2, seq_len=256, global_batch=64)
     found = search(experiment_gpt.outline, config, parse_target("h100:1x2"), compile_best=2)
     assert len(found.rows) == 2
     for row in found.rows:

@@ -5,16 +5,15 @@ import io
 
 import jax
 import jax.numpy as jnp
-import pytest
 from rich.console import Console
 
 import jaxtrain as jt
-from jaxtrain import cli
 from jaxtrain.experiment import Experiment
 from jaxtrain.models import decoder
 from jaxtrain.planning import by_layer, estimate
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
+from tests.commands import refused
 
 L, B, D, F = 6, 32, 16, 64
 
@@ -102,6 +101,6 @@ def test_what_a_layer_keeps_is_told_with_the_scope_that_makes_it():
 
 
 def test_a_search_is_of_several_layouts(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "experiments.gpt", "--target", "cpu:2", "--search", "--by-layer"])
-    assert "--by-layer is of one layout" in capsys.readouterr().err
+    assert "--by-layer is of one layout" in refused(
+        capsys, "plan", "experiments.gpt", "--target", "cpu:2", "--search", "--by-layer"
+    )

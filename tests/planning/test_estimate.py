@@ -32,21 +32,13 @@ from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.roofline import crossing_bytes, slow_of, wire_seconds
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.planning.walk import walk_step
-from jaxtrain.run import options
 from jaxtrain.state import local_bytes
 from tests import problems
+from tests.planning import steps
 
 MATMUL = ("matmul", "float32")
 
-TINY = experiment_gpt.Config(
-    optimizer=options.OptimizerOptions(name="adamw"),
-    layers=4,
-    width=64,
-    heads=4,
-    seq_len=64,
-    global_batch=32,
-    precision="bf16",
-)
+TINY = steps.gpt_config(layers=4, width=64, heads=4, seq_len=64, global_batch=32)
 
 
 def tiny(mesh=None, **changes):

@@ -21,7 +21,7 @@ from experiments import gpt as experiment_gpt
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import chips
 from jaxtrain.layout import Layout, MeshShape
-from jaxtrain.planning import ahead_of_time, comparison, nearest_fit, targets
+from jaxtrain.planning import ahead_of_time, comparison, estimate, nearest_fit, targets
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.options import OptimizerOptions
@@ -354,7 +354,7 @@ def test_a_verdict_is_never_lost_to_a_text_or_a_trace_that_is_new(monkeypatch):
     def fail(*_, **__):
         raise KeyError("new_axes")
 
-    monkeypatch.setattr(ahead_of_time, "estimate_traced", fail)
+    monkeypatch.setattr(estimate, "estimate_traced", fail)
     plan = plan_experiment(small(), targets.parse_target("cpu:8"))
     assert (plan.fits, plan.roofline, plan.traffic) == (True, None, None)
     report = " ".join(plan.report().split())

@@ -50,19 +50,11 @@ from jaxtrain.planning.fitting import (
 from jaxtrain.planning.ranking import Family, cost, print_search, rank
 from jaxtrain.planning.search import search
 from jaxtrain.planning.targets import parse_target
-from jaxtrain.run import options
 from jaxtrain.sharding.mesh import simulated_hosts, slow_parts
 from jaxtrain.state import local_bytes
+from tests.planning import steps
 
-CONFIG = gpt.Config(
-    optimizer=options.OptimizerOptions(name="adamw"),
-    layers=2,
-    width=64,
-    heads=2,
-    seq_len=64,
-    global_batch=16,
-    precision="bf16",
-)
+CONFIG = steps.gpt_config(layers=2, width=64, heads=2, seq_len=64, global_batch=16)
 
 
 def laid(text, **changes):

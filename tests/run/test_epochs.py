@@ -16,6 +16,7 @@ from jaxtrain.run.main import main, parse, run_to_resume
 from jaxtrain.run.options import OptimizerOptions, make_optimizer
 from jaxtrain.run.provenance import flags_of
 from tests import small
+from tests.run.test_loop import lines
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30, 32, 33])
@@ -25,10 +26,6 @@ def test_the_steps_are_the_fewest_that_read_every_row_so_often(rows, epochs):
     found = jt.Config(epochs=epochs, global_batch=3).of_rows(source).steps
     assert 3 * found >= wanted > 3 * (found - 1)
     assert jt.Config(global_batch=3).of_rows(source).steps == jt.Config.steps
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def test_a_run_of_epochs_has_their_steps_in_schedule_record_and_logs(tmp_path, capsys):

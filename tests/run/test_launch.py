@@ -12,6 +12,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.run import launch
 from jaxtrain.run.launch import Group, LaunchOptions, process_settings, run_launch
+from tests.commands import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Says who it is, and does what its arguments tell it: INDEX STATUS SECONDS ...
@@ -334,18 +335,16 @@ time.sleep(60)
     ],
 )
 def test_what_cannot_be_launched_is_one_sentence(flags, message, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["launch", *flags])
-    error = capsys.readouterr().err
+    error = refused(capsys, "launch", *flags)
     assert message in error
     assert "Traceback" not in error
 
 
 def test_gpus_that_cannot_be_dealt_evenly_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["launch", "--processes", "2", "--", "true"])
-    assert "3 GPUs cannot be dealt evenly to 2 processes" in capsys.readouterr().err
+    assert "3 GPUs cannot be dealt evenly to 2 processes" in refused(
+        capsys, "launch", "--processes", "2", "--", "true"
+    )
 
 
 def test_flags_after_the_dashes_belong_to_the_command():

@@ -62,7 +62,13 @@ def make_experiment(steps=12, **changes):
 
 
 def lines(run_dir):
+    """The lines of a run's log."""
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir):
+    """The training losses in a run's log, by step."""
+    return {x["step"]: x["train/loss"] for x in lines(run_dir) if "train/loss" in x}
 
 
 def test_the_loop_dispatches_a_step_before_it_reads_the_metrics_of_the_one_before():

@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import shutil
 import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,8 @@ from tests.run.observe.test_writers import read_curves
 from tests.run.storage_faults import Faults, HttpError
 from tests.run.streams import during
 from tests.run.survive.processes import PATIENCE, ROOT, Process, free_port
-from tests.run.test_loop import Rows, make_experiment
+from tests.run.test_loop import Rows, lines, make_experiment
+from tests.waiting import eventually
 
 # What TensorStore says of a disk and of a bucket.
 DISK = "Error reading local file: os_error_code='5' [tensorstore_spec='...']"
@@ -296,17 +295,9 @@ def unevaluated():
     return make_experiment(eval_batches=None)
 
 
-def until(path):
-    """Waits for a checkpoint that is being written."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def check_logs(run, steps):
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, steps + 1))
+    logged = [line["step"] for line in lines(run) if "train/loss" in line]
+    assert logged == list(range(1, steps + 1))
     assert sorted(read_curves(run / "tensorboard")["train/loss"]) == list(range(1, steps + 1))
 
 
@@ -332,7 +323,7 @@ def test_a_run_goes_on_through_failures_under_checkpoints_logs_and_the_loader(
     actions = {
         2: lambda: faults.fail("log.jsonl", errno.ENOSPC, on="write"),
         3: lambda: (
-            until(run / "checkpoints" / "2"),
+            eventually((run / "checkpoints" / "2").exists),
             faults.fail(f"{run}/checkpoints", errno.EIO, on="listdir"),
         ),
         4: lambda: faults.fail("tfevents", errno.ESTALE, on="write"),
@@ -362,7 +353,7 @@ def full_disk_in_a_run(folder):
     with small_disk(folder / "disk", "size=1m") as disk:
 
         def fill(step):
-            until(disk / "run" / "checkpoints" / str(step))
+            eventually((disk / "run" / "checkpoints" / str(step)).exists)
             with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))

@@ -34,11 +34,8 @@ class StepFolders:
 
     def found(self, *, seconds: float | None = None) -> list[int]:
         """Returns the steps with a folder under a final name, whatever is in it, in order; where
-        storage fails it is tried again for so many seconds, None for the usual.
-
-        Raises:
-          StorageError: it went on failing.
-        """
+        storage fails it is tried again for so many seconds, None for the usual. Raises StorageError
+        where it went on failing."""
         return self._from_first(
             lambda: sorted(self._paths()), f"the listing of {self.directory}", seconds
         )
@@ -57,12 +54,8 @@ class StepFolders:
         return dict(self._from_first(read, f"the manifests in {self.directory}", seconds))
 
     def json(self, step: int, item: str) -> dict[str, Any]:
-        """Returns what an item of JSON holds.
-
-        Raises:
-          DamagedCheckpointError: it is missing, or is not what was saved.
-          StorageError: storage went on failing.
-        """
+        """Returns what an item of JSON holds. Raises DamagedCheckpointError where it is missing, or
+        is not what was saved, and StorageError where storage went on failing."""
 
         def read() -> list[Any]:
             try:
@@ -93,15 +86,13 @@ class StepFolders:
 
     def wait_for(self, step: int) -> None:
         """Waits in this process until a step that the first one has found is seen here as well.
-
-        Raises:
-          StorageError: it does not come to be seen.
-        """
+        Raises StorageError where it does not come to be seen."""
         path = self.directory / str(step)
         wait_until_seen(path / "state", f"checkpoint {step} in {self.directory}")
 
     def _paths(self) -> dict[int, epath.Path]:
-        steps = {int(path.name): path for path in listed(self.directory) if _is_step(path.name)}
+        digits = [x for x in listed(self.directory) if x.name.isascii() and x.name.isdecimal()]
+        steps = {int(path.name): path for path in digits if path.name == str(int(path.name))}
         if is_remote(self.directory):  # where a folder appears before it is whole
             found = ocp.path.step.standard_name_format().find_all(self.directory)
             return {entry.step: entry.path for entry in found if entry.step in steps}
@@ -148,10 +139,6 @@ class StepFolders:
 
 def _is_complete(path: epath.Path) -> bool:
     return all(exists(path / part) for part in _PARTS)
-
-
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def files_below(folder: epath.Path) -> Iterator[epath.Path]:

@@ -45,11 +45,8 @@ class Evaluation(Hook):
 
     def at(self, step: int, state: TrainState, *, after: int) -> dict[str, Value]:
         """Returns the means of the state after ``step``, evaluated once; ``after`` is the step
-        after which this process was last asked where to stop.
-
-        Raises:
-          Interrupted: the run is to stop.
-        """
+        after which this process was last asked where to stop. Raises Interrupted where the run is
+        to stop."""
         run, sets, metadata = self.run, self.run.data.eval_sets, self.run.metadata
         if not sets or self.latest[0] == step:
             return self.latest[1]

@@ -93,12 +93,8 @@ class Saving(Hook):
 
     def finish(self, step: int, state: TrainState, *, seconds: float) -> None:
         """Writes the last state and waits for it, trying again for some seconds; for as long as a
-        host that is taken away has, once a signal has come.
-
-        Raises:
-          StorageError: it could not be written.
-          ValueError: it never could be.
-        """
+        host that is taken away has, once a signal has come. Raises StorageError where it could not
+        be written, and ValueError where it never could be."""
         self._settle()
         until = math.inf
 

@@ -7,14 +7,8 @@ from jaxtrain.run.hook import Ending, Hook, Value
 
 
 class ConsecutiveSkips(Hook):
-    """Counts skipped steps in a row.
-
-    Args:
-      limit: how many are too many; 0 for no limit.
-
-    Attributes:
-      ending: of the run, where there were too many.
-    """
+    """Counts skipped steps in a row; at ``limit`` of them (0: never), ``ending`` is that of the
+    run."""
 
     def __init__(self, limit: int):
         self._limit = limit

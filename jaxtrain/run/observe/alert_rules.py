@@ -153,14 +153,9 @@ class Plateau:
         )
 
 
-class Above:
+def above(name: str, level: float) -> Condition:
     """A value above the level."""
-
-    def __init__(self, name: str, level: float):
-        self._name, self._level = name, level
-
-    def __call__(self, step: int, value: float) -> str | None:
-        return f"{self._name} is {value:.4g}" if value > self._level else None
+    return lambda step, value: f"{name} is {value:.4g}" if value > level else None
 
 
 class Slow:
@@ -212,9 +207,9 @@ RULES = {
         "robust standard deviations of its logarithm",
         functools.partial(Spike, logarithmic=True),
     ),
-    "memory": Rule("memory/peak_fraction", 0.95, "part of a device's memory", Above),
-    "host_memory": Rule("host/memory_fraction", 0.95, "part of a host's memory", Above),
-    "temperature": Rule("device/temperature", 90.0, "degrees Celsius", Above),
+    "memory": Rule("memory/peak_fraction", 0.95, "part of a device's memory", above),
+    "host_memory": Rule("host/memory_fraction", 0.95, "part of a host's memory", above),
+    "temperature": Rule("device/temperature", 90.0, "degrees Celsius", above),
     "throughput": Rule("time/.*_per_second", 0.6, "part of its median", Slow),
     "held_out": Rule("eval/(.*/)?loss", 0.01, "part above the best evaluation", Rising),
     "stall": Rule(None, 600.0, "seconds in which nothing has ended", None, least=1.0),
@@ -246,15 +241,9 @@ def standing(
 def parse(texts: Iterable[str]) -> dict[str, Setting]:
     """Reads what is asked for: RULE, RULE=LEVEL, RULE:ACTION+ACTION or RULE=LEVEL:ACTION.
 
-    Args:
-      texts: each changes one rule, or with the name ``all`` those that are on; action ``off``
-        turns it off.
-
-    Returns:
-      The rules that are on, by name.
-
-    Raises:
-      ValueError: there is no such rule, level or action.
+    Each text changes one rule, or with the name ``all`` those that are on; action ``off`` turns it
+    off. Returns the rules that are on, by name. Raises ValueError where there is no such rule,
+    level or action.
 
     >>> found = parse(["all:off", "loss-spike=8:save", "plateau=2000:stop"])
     >>> [(name, each.level, each.actions) for name, each in found.items()]

@@ -40,10 +40,6 @@ class Alerts:
     the journal, so that steps which are done again tell it no second time.
 
     Args:
-      rules: those that are on; none in all processes but the first.
-      note: prints a line.
-      stop: ends the run for a reason.
-      idle: seconds since anything has ended, and what it was.
       webhook: where alerts are posted as JSON; None for nowhere.
 
     Attributes:
@@ -101,11 +97,8 @@ class Alerts:
         self._threads.append(thread)
 
     def recall(self, start: int, *, acts_from: float) -> None:
-        """Learns what the log holds of the steps up to ``start``, without a word.
-
-        Args:
-          start: the step that the run goes on from.
-          acts_from: the first step of which an alert may have asked for an end that never came.
+        """Learns what the log holds of the steps up to ``start``, without a word. The run goes on
+        from there; an alert from step ``acts_from`` on may have asked for an end that never came.
         """
         if not self._rules or not start:
             return
@@ -200,12 +193,8 @@ class Alerts:
 
 
 def webhook() -> str | None:
-    """The address that alerts are posted to, from the environment.
-
-    Raises:
-      ValueError: it is none of HTTP, or has what nothing can be posted to; it is a secret, and is
-        not quoted.
-    """
+    """The address that alerts are posted to, from the environment. Raises ValueError where it is
+    none of HTTP, or has what nothing can be posted to; it is a secret, and is not quoted."""
     url = os.environ.get(WEBHOOK) or None
     if url is None:
         return None

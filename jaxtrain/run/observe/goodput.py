@@ -27,8 +27,6 @@ class Ledger:
 
     Args:
       began: when the attempt began, in seconds since 1970; None for now.
-      clock: seconds, monotonic.
-      wall: seconds since 1970.
 
     >>> ticks = iter([10.0, 12.0, 15.0, 16.0])
     >>> ledger = Ledger(clock=lambda: next(ticks), wall=lambda: 0.0)
@@ -106,12 +104,9 @@ class Attempt:
     """One start of a run: its times, steps, end and costs.
 
     Args:
-      number: from 1.
       began, until: seconds since 1970; ``until`` is its last sign of life.
-      seconds: seconds by activity.
       first, last: the step that it began from, and the last one that it has done.
       ended: how it ended; None where it was killed, or still runs.
-      costs: the known values of ``COSTS``.
     """
 
     number: int
@@ -168,10 +163,8 @@ def lost_steps(found: Sequence[Attempt]) -> list[int]:
 
 
 def spent(found: Sequence[Attempt]) -> dict[str, float]:
-    """Adds up what all attempts took, from the beginning of each to its end.
-
-    Returns:
-      ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
+    """Adds up what all attempts took, from the beginning of each to its end. Returns
+    ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
 
     >>> run = Attempt(1, 0.0, 1800.0, {"step": 1800.0}, 0, 8, None, {"chips": 8, "price": 2.5})
     >>> spent([run, dataclasses.replace(run, costs={"chips": 4, "kwh": 0.25})])
@@ -193,11 +186,9 @@ def account(found: Sequence[Attempt]) -> dict[str, float]:
 
     The steps that a later attempt did again are taken out of "step", at the mean time of a step of
     their attempt. Time between what was last heard of an attempt and the next one's beginning is
-    "down": it holds the moments between the last heartbeat and a kill.
-
-    Returns:
-      Seconds by activity, the largest part of which should be "step"; they add up to the time of
-      the run on the wall. Empty where nothing is known.
+    "down": it holds the moments between the last heartbeat and a kill. Returns seconds by activity,
+    the largest part of which should be "step"; they add up to the time of the run on the wall.
+    Empty where nothing is known.
     """
     total: dict[str, float] = {}
     for attempt, lost in zip(found, lost_steps(found), strict=True):

@@ -40,16 +40,12 @@ class Journal:
     keeps the ledger.
 
     Args:
-      began: as for :class:`~jaxtrain.run.observe.goodput.Ledger`.
       beat_seconds: between two heartbeats; None for what suits the folder.
-      wall: seconds since 1970.
       clock: seconds, monotonic; an age by it does not change where somebody sets the wall clock.
 
     Attributes:
       ledger: where the time of the attempt goes.
-      attempt: the number of the start, from 1.
       identity: of the run, made of its first start: the same in all attempts.
-      step: the last one whose metrics have been read.
       step_times: how many steps took how long, as ``Throughput`` counts them.
       costs: of this attempt, what is known of ``goodput.COSTS``.
     """

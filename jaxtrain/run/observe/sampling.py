@@ -11,9 +11,7 @@ from jaxtrain.run.survive.peer_group import PeerGroup
 class Sampling:
     """Keeps the newest readings of this process, and in the first one those of all.
 
-    Args:
-      sources: makes what is read; called in the thread.
-      seconds: between two readings; 0 for none.
+    A thread calls ``sources`` to make what is read, and reads it every so many seconds; 0 for none.
     """
 
     def __init__(

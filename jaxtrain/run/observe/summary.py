@@ -63,13 +63,9 @@ def memory_facts(
     experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
 ) -> dict[str, Any]:
     """Divides a compiled step's memory into parts, for the report; the arguments are those of
-    :func:`header_facts`.
-
-    Returns:
-      Bytes on one device: ``peak``, by the compiler, and ``parts``, a list of the fields of
-      :class:`jaxtrain.planning.by_layer.Part`. ``kept`` is 0 if the estimate cannot follow the
-      step.
-    """
+    :func:`header_facts`. Returns bytes on one device: ``peak``, by the compiler, and ``parts``, a
+    list of the fields of :class:`jaxtrain.planning.by_layer.Part`. ``kept`` is 0 if the estimate
+    cannot follow the step."""
     train, kept = next(iter(programs.values())), {}
     given = (state, experiment.data.batch, mesh, experiment.laid.rules)
     with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
@@ -114,12 +110,6 @@ def print_conclusion(
         lines += [*conclude(natural(experiment, state), evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])
     journal.beat()
-    terminal.print_lines(
-        [
-            *lines,
-            *(leave_report(run_dir) if jax.process_index() == 0 else ()),
-            f"checkpoints  {run_dir}/checkpoints",
-            f"TensorBoard  {run_dir}/tensorboard",
-            f"JSONL log    {run_dir}/log.jsonl",
-        ]
-    )
+    lines += leave_report(run_dir) if jax.process_index() == 0 else ()
+    lines += [f"checkpoints  {run_dir}/checkpoints", f"TensorBoard  {run_dir}/tensorboard"]
+    terminal.print_lines([*lines, f"JSONL log    {run_dir}/log.jsonl"])

@@ -28,7 +28,7 @@ def print_header(title: str, facts: Mapping[str, str], *, console: Console | Non
     table.add_column(overflow="fold")
     for name, text in facts.items():
         table.add_row(Text(name), Text(text))  # not as markup, in which [brackets] are styles
-    console = console or make_console()
+    console = console or Console()
     console.print(Text(title, style="bold"))
     console.print(table, highlight=False)
     console.print()
@@ -36,26 +36,16 @@ def print_header(title: str, facts: Mapping[str, str], *, console: Console | Non
 
 def print_lines(lines: Iterable[str], *, console: Console | None = None) -> None:
     """Prints text as it is; in the first process only."""
-    console = console or make_console()
     if jax.process_index() == 0:
+        console = console or Console()
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def make_console() -> Console:
-    """A console on standard output."""
-    return Console()
 
 
 class Progress:
     """A bar with step, loss, throughput and time left; plain lines where there is no terminal.
 
-    Lines begin with the date and the time of day.
-
-    Args:
-      total: steps in all.
-      start: steps done already.
-      item: what throughput counts.
-      steps_per_epoch: how many steps an epoch has; None where unknown.
+    Lines begin with the date and the time of day. Throughput counts ``item``, and
+    ``steps_per_epoch`` is None where unknown.
     """
 
     def __init__(
@@ -70,7 +60,7 @@ class Progress:
     ):
         self._total, self._item, self._clock = total, item, clock
         self._steps_per_epoch = steps_per_epoch
-        self._console = console or make_console()
+        self._console = console or Console()
         self._quiet = jax.process_index() != 0
         self._start, self._line_at = start, clock()
         self._first: tuple[int, float] | None = None

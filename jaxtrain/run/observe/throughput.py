@@ -20,16 +20,11 @@ def mfu(
     dtype: Any = jnp.bfloat16,
 ) -> float | None:
     """Model FLOPs utilisation: FLOPs the model needs, over what the devices could have done.
+    Returns a fraction, or None where that or a device's peak is not known: never a guess.
 
     Args:
       flops_per_step: of the model, recomputation not counted (Chowdhery et al. 2022, appendix B);
         None where unknown.
-      step_seconds: of one step.
-      devices: all that the step runs on.
-      dtype: of the operands.
-
-    Returns:
-      A fraction, or None where that or a device's peak is not known: never a guess.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
     if not peaks or None in (*peaks, flops_per_step) or step_seconds <= 0:
@@ -51,15 +46,10 @@ def octave(seconds: float) -> int:
 
 
 class Throughput:
-    """Times calls of one or more steps over a sliding window.
+    """Times calls of one or more steps over a sliding window of calls.
 
     The first call is not counted (it waits for more than itself), nor is the time between
     :meth:`pause` and the call after it.
-
-    Args:
-      items_per_step: tokens or images.
-      window: calls to look back over.
-      clock: seconds, monotonic.
 
     Attributes:
       times: how many of all steps took how long, by :func:`octave`.

@@ -81,15 +81,11 @@ class JSONLWriter(FileWriter):
 
     Every line is valid JSON: arrays are lists, and numbers that are not finite are written as the
     strings ``"nan"``, ``"inf"`` and ``"-inf"``. When a line is there :class:`GrowingFile` says.
+    Raises StorageError where the lines there can neither be read nor replaced.
 
     Args:
-      path: on a disk or in a bucket.
       resume_step: keep the lines up to this step, drop later ones, and append; None starts anew.
       stamp: more entries of every line, such as the attempt that writes it.
-      clock: seconds, monotonic.
-
-    Raises:
-      StorageError: the lines there can neither be read nor replaced.
     """
 
     def __init__(
@@ -112,11 +108,8 @@ class JSONLWriter(FileWriter):
         self._file = GrowingFile(path, storage.retrying(start, f"the log {path}"), clock)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Appends a line.
-
-        Raises:
-          ValueError: a value is named ``step``, or as another of the line's own entries.
-        """
+        """Appends a line. Raises ValueError where a value is named ``step``, or as another of the
+        line's own entries."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         named = {name: _plain(np.asarray(x, float).tolist()) for name, x in values.items()}
         own = {"step": step, "time": now} | self._stamp
@@ -133,9 +126,7 @@ class TensorBoardWriter(FileWriter):
     When a step is there :class:`GrowingFile` says.
 
     Args:
-      directory: where its event files go, on a disk or in a bucket.
       resume_step: hide what an earlier run wrote after this step; None hides all of it.
-      clock: seconds, monotonic.
     """
 
     def __init__(
@@ -193,17 +184,13 @@ class TensorBoardWriter(FileWriter):
 
 
 class GrowingFile:
-    """A file that grows; whatever happens to storage, ``append`` neither raises nor loses anything.
+    """A file that grows from the content that it has already; whatever happens to storage,
+    ``append`` neither raises nor loses anything.
 
     On a disk the bytes are there when ``append`` returns. An object in a bucket cannot be appended
     to: there a thread writes the whole anew, at most every ``UPLOAD_SECONDS`` and for at most a
     twentieth of the time, and ``close`` once more. What cannot be written is kept, said once, and
     written with what comes later.
-
-    Args:
-      path: the file.
-      content: what it holds already.
-      clock: seconds, monotonic.
     """
 
     def __init__(

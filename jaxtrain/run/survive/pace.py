@@ -30,11 +30,11 @@ class Pace:
     def report(self, step_seconds: float) -> dict[str, float]:
         """Tells the others how fast this process is of late, and returns what is known of all.
 
-        Returns:
-          ``time/data_seconds``: waited for a batch, the mean since the last report. In process 0 of
-          several also the largest minus the smallest of both over the processes, in the newest
-          reports that have arrived, ``time/step_seconds_spread`` and ``time/data_seconds_spread``,
-          and ``time/slowest_process``, the one that waits longest for data.
+        That is ``time/data_seconds``: waited for a batch, the mean since the last report. In
+        process 0 of several also the largest minus the smallest of both over the processes, in the
+        newest reports that have arrived, ``time/step_seconds_spread`` and
+        ``time/data_seconds_spread``, and ``time/slowest_process``, the one that waits longest for
+        data.
         """
         data_seconds = self._waited / max(self._batches, 1)
         self._waited, self._batches = 0.0, 0

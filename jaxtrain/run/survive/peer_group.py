@@ -60,10 +60,7 @@ class PeerGroup:
     """One process's end of the connections; use :func:`open_peer_group`.
 
     Args:
-      process: of this run, from 0.
-      processes: how many there are.
       peers: connections by process: all others in process 0, process 0 in the others.
-      hosts: names of their machines, for messages.
       exit: ends the process at once, given an exit code.
 
     Attributes:
@@ -297,12 +294,10 @@ class PeerGroup:
 def open_peer_group(*, connect: bool = True) -> Iterator[PeerGroup]:
     """Connects the processes of the run; with one process there is nothing to connect.
 
-    Without ``connect`` they cannot agree on a step to stop at, and the others hear of no stop.
-    All processes call it alike. Leaving it with an error tells the others, who then end too; where
-    the error is of a collective, a lost process explains it.
-
-    Raises:
-      OSError: where a process cannot reach the first.
+    Without ``connect`` they cannot agree on a step to stop at, and the others hear of no stop. All
+    processes call it alike. Leaving it with an error tells the others, who then end too; where the
+    error is of a collective, a lost process explains it. Raises OSError where a process cannot
+    reach the first.
     """
     group = _connect() if connect else PeerGroup(0, 1, {}, {})
     error: BaseException | None = None

@@ -31,7 +31,6 @@ def ending_at_sigterm(
     save yet, and a run that is preempted then must be started again like any other.
 
     Args:
-      handle_signals: False leaves SIGTERM alone too.
       sigint: SIGINT ends it at once too, with 130: as a KeyboardInterrupt it would wait for the
         compiler. A program's business, for a notebook must outlive it.
     """

@@ -19,11 +19,9 @@ from jaxtrain.state import TrainState
 class Watchdog(Hook):
     """Watches, while it is open, that :meth:`beat` is called often enough, as after every step.
 
-    It is a Python thread: code that never lets go of the interpreter's lock stops it too.
-
-    Args:
-      seconds: without a beat after which the process ends; 0 for no end.
-      run_dir: where the stacks are written besides standard error; None for nowhere.
+    The process ends after so many seconds without a beat; 0 never ends it. The watch is a Python
+    thread: code that never lets go of the interpreter's lock stops it too. The stacks go to
+    standard error and into ``run_dir``, where there is one.
     """
 
     def __init__(self, seconds: float, *, run_dir: epath.Path | None = None, process: int = 0):

@@ -4,7 +4,6 @@ Array files alone do not pass here: TensorStore writes those with a client of it
 """
 
 import json
-import time
 from concurrent import futures
 
 import fsspec
@@ -18,6 +17,8 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.run.folder import claim_run_dir, find_run_dir
 from jaxtrain.run.observe import writers
 from tests.run.storage_faults import HttpError
+from tests.run.test_loop import lines
+from tests.waiting import eventually
 
 
 class Bucket(MemoryFileSystem):
@@ -112,8 +113,7 @@ def test_logs_are_written_anew_and_resumed_in_a_bucket(bucket, tmp_path):
         for step in steps:
             log.write(step, {"loss": float(step)})
         log.close()
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4]
     events = list((run / "tensorboard").iterdir())
     assert events
     assert all(b"loss" in event.read_bytes() for event in events)
@@ -126,10 +126,7 @@ def test_event_files_reach_the_bucket_while_the_run_goes_on(bucket):
     assert not list(epath.Path("gs://bucket/tb").iterdir())
     now[0] += writers.UPLOAD_SECONDS
     log.write(2, {"late": 1.0})
-    deadline = time.monotonic() + 30
-    while not list(epath.Path("gs://bucket/tb").iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: list(epath.Path("gs://bucket/tb").iterdir()))
     log.close()
     (event,) = epath.Path("gs://bucket/tb").iterdir()
     assert b"late" in event.read_bytes()

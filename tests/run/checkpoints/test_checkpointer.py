@@ -4,9 +4,7 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import pickle
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -23,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.tree import map_named, named_leaves
-from tests.run.survive.processes import free_port
+from tests.run.survive.processes import free_port, together
 
 
 @jax.tree_util.register_dataclass
@@ -566,25 +564,9 @@ def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path):
     with Checkpointer(tmp_path, keep_best=0) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.save(2, state)
-    port = free_port()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(process), str(port), str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[3])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        for worker in workers:
-            output, errors = worker.communicate(timeout=120)
-            assert worker.returncode == 0, errors
-            assert f"digest {digest(state)}" in output
-    finally:
-        for worker in workers:
-            worker.kill()
+    command, port = [sys.executable, "-c", TWO_PROCESSES], str(free_port())
+    for output in together([[*command, number, port, str(tmp_path)] for number in "01"]):
+        assert f"digest {digest(state)}" in output
     reader = Checkpointer(tmp_path)
     assert reader.steps() == [2, 4]
     assert_same(state, reader.restore(state))

@@ -1,7 +1,5 @@
 """Checkpoints of a run with frozen weights hold their checksums in place of them."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.survive.preemption import Preempted
 from tests.problems import INPUTS, OUTPUTS
 from tests.run.survive.test_preemption import signalled
+from tests.run.test_loop import losses
 
 HIDDEN = 4096
 BASE_BYTES = INPUTS * HIDDEN * 4
@@ -50,11 +49,6 @@ def run(tmp_path_factory):
     with pytest.raises(Preempted):
         jt.fit(tuning(at=4), jt.RunOptions(run_dir=str(folder), save_frozen=False, log_every=1))
     return folder
-
-
-def losses(folder):
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_its_base_is_not_written(run, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -23,7 +22,8 @@ from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
-from tests.run.survive.processes import free_port
+from tests.run.survive.processes import free_port, together
+from tests.run.test_loop import losses
 
 ROOT = pathlib.Path(__file__).parents[3]
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "6"]
@@ -113,26 +113,11 @@ def launch(texts, run, *, processes: int, devices: int, steps: int, flags: str) 
     port = free_port()
     command = [sys.executable, "-m", "tests.workers.move"]
     arguments = [*SMALL, "--data", texts, "--run-dir", str(run), *flags.split()]
-    workers = [
-        subprocess.Popen(
-            [*command, *map(str, (process, processes, port, devices, steps)), *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    commands = [
+        [*command, *map(str, (process, processes, port, devices, steps)), *arguments]
         for process in range(processes)
     ]
-    try:
-        printed = []
-        for worker in workers:
-            output, errors = worker.communicate(timeout=300)
-            assert worker.returncode == 0, errors
-            printed.append(output)
-        return printed
-    finally:
-        for worker in workers:
-            worker.kill()
+    return together(commands, cwd=ROOT)
 
 
 def moved(texts, run, **options_) -> set[str]:
@@ -179,11 +164,6 @@ def test_digests_survive_a_tour_of_process_counts(texts, tmp_path):
     for processes, devices, flags in PROCESSES:
         found = moved(texts, tmp_path, processes=processes, devices=devices, flags=flags)
         assert found == {f"digest {expected}"}, (processes, devices, flags)
-
-
-def losses(run) -> dict[int, float]:
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """When a run saves, and what a save that fails does to it."""
 
-import json
 import math
 import pathlib
 import subprocess
@@ -18,7 +17,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError, diges
 from jaxtrain.run.hooks import saving
 from jaxtrain.run.hooks.saving import Saving
 from jaxtrain.run.observe.journal import Journal
-from tests.run.test_loop import make_experiment
+from tests.run.test_loop import losses, make_experiment
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -280,9 +279,7 @@ def test_a_run_trains_through_failing_saves_and_ends_as_without_them(
     assert "step 10: checkpoints are written again" in printed
     checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
     assert checkpoints.steps() == [2, 10]
-    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    losses = {x["step"]: x["train/loss"] for x in map(json.loads, lines) if "train/loss" in x}
-    assert sorted(losses) == list(range(1, 13))  # training itself went on
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 13))  # training itself went on
     resume = jt.RunOptions(run_dir=str(tmp_path / "run"), resume=True)
     resumed = jt.fit(make_experiment(), resume)
     assert digest(resumed.state) == digest(whole.state)
@@ -309,7 +306,7 @@ def test_a_last_save_that_fails_is_a_sentence_and_a_status_of_failure(tmp_path):
 import importlib, sys, jaxtrain as jt
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.refusal import refusing
-from tests.run.test_loop import make_experiment
+from tests.run.test_loop import losses, make_experiment
 def full(self, step, size):
     with self._failing_as_one(f"checkpoint {step}"):
         raise OSError(28, "No space left on device")

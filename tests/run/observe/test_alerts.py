@@ -21,6 +21,7 @@ from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.report import health, records
 from tests.run.hooks.test_early_stopping import Kill, Killed
 from tests.run.test_loop import make_experiment
+from tests.waiting import eventually
 
 N, FAULT = 220, 120
 
@@ -331,10 +332,7 @@ def test_an_address_that_drips_hides_no_standstill(tmp_path, monkeypatch):
     with told.alerts:
         told.alerts.write(1, {"host/memory_fraction": 0.9})
         idle[0] = (5.0, "after the dispatch of step 2")
-        deadline = time.monotonic() + 30
-        while len(told.notes) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: len(told.notes) >= 2)
         begun = time.monotonic()
     assert time.monotonic() - begun < 5
     ended.set()
@@ -375,12 +373,6 @@ def test_a_run_in_which_nothing_moves_alarms_once(tmp_path, monkeypatch):
     journal = Journal()
     journal.open(claim_run_dir(epath.Path(tmp_path / "run")))
     told = Told(tmp_path / "run", "stall=30:save", journal=journal, idle=lambda: idle[0])
-
-    def eventually(condition):
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
 
     with told.alerts:
         journal.step = 7

@@ -19,6 +19,7 @@ from jaxtrain.run.observe.profile import command, programs, trace
 from jaxtrain.run.observe.profile.timeline import Event, covered, divide, innermost
 from jaxtrain.run.observe.profile.trace import add_up, part_of
 from jaxtrain.run.observe.report import flame
+from tests.commands import refused
 
 
 def test_time_is_divided_as_by_looking_at_every_moment():
@@ -344,10 +345,7 @@ def test_the_trace_of_a_step_names_its_parts_and_adds_up(tmp_path, capsys):
         ([str(tmp_path)], "has no trace: start the run with --profile-steps"),
         ([str(tmp_path / "run"), "--trace", "steps-9-9"], "it has steps-1-1, steps-2-4"),
     ):
-        with pytest.raises(SystemExit) as refused:
-            cli.main(["profile", *flags])
-        assert refused.value.code == 2
-        assert words in capsys.readouterr().err
+        assert words in refused(capsys, "profile", *flags)
     assert flame.traced(tmp_path) is None
     drawn = flame.traced(tmp_path / "run")
     assert (drawn["name"], drawn["devices"]) == ("steps-2-4", 2)

@@ -31,6 +31,7 @@ from jaxtrain.run.observe.report import (
     records,
 )
 from jaxtrain.run.observe.report.records import Series
+from tests.commands import refused
 from tests.run.observe.test_profile import HLO, write_trace
 from tests.run.test_loop import make_experiment
 
@@ -167,12 +168,8 @@ def test_what_is_cut_off_not_finite_or_hostile_is_read_as_it_is(tmp_path, capsys
 def test_what_is_no_run_is_refused_and_an_empty_log_is_said(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     for folder in ("texts", "nowhere"):
-        with pytest.raises(SystemExit):
-            cli.main(["report", str(tmp_path / folder)])
-        assert "holds no run" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["report"])
-    assert "name the folder of a run" in capsys.readouterr().err
+        assert "holds no run" in refused(capsys, "report", str(tmp_path / folder))
+    assert "name the folder of a run" in refused(capsys, "report")
     empty = write_run(tmp_path / "empty", [])
     (record,) = records.read([empty])
     assert [each.text for each in health.examine(record)] == ["Nothing has been logged yet."]
@@ -451,10 +448,7 @@ def test_runs_that_go_on_are_shown_in_the_terminal(tmp_path, capsys):
         ([str(tmp_path / "good"), "--every", "0"], "--every is 0"),
         ([str(tmp_path / "good"), "--port", "70000"], "--port is 70000"),
     ):
-        with pytest.raises(SystemExit) as refused:
-            cli.main(["watch", *flags])
-        assert refused.value.code == 2
-        assert words in capsys.readouterr().err
+        assert words in refused(capsys, "watch", *flags)
 
 
 def test_the_page_of_a_run_that_goes_on_is_served_anew_and_nothing_else_is(tmp_path):

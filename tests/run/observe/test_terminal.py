@@ -134,4 +134,3 @@ def test_other_processes_print_nothing(monkeypatch, make):
 def test_output_goes_to_standard_output_by_default(capsys):
     print_lines(["here"])
     assert capsys.readouterr().out == "here\n"
-    assert terminal.make_console().stderr is False

@@ -30,6 +30,7 @@ from jaxtrain.run.observe.trackers import prometheus, queued
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
 from jaxtrain.run.observe.trackers.queued import Queued
 from tests.run.test_loop import lines, make_experiment
+from tests.waiting import eventually
 
 
 class Kept:
@@ -55,10 +56,7 @@ def test_a_tracker_that_hangs_costs_the_step_nothing_and_what_it_missed_is_count
     values = {"train/loss": 1.0}
     for step in range(1, 4):
         tracker.write(step, values)
-    deadline = time.monotonic() + 30
-    while len(kept.steps) < 2 or tracker._waiting.qsize():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: len(kept.steps) >= 2 and not tracker._waiting.qsize())
     began = time.thread_time()  # of this thread, whatever else the machine does
     for step in range(4, 1004):
         tracker.write(step, values)
@@ -126,7 +124,7 @@ def test_a_run_is_tracked_beside_its_log_by_what_works_and_goes_on_without_the_r
     tmp_path, monkeypatch, capsys, caplog
 ):
     hang = threading.Event()
-    monkeypatch.setitem(trackers.SERVICES, "wandb", lambda about: Kept(lambda step: hang.wait(60)))
+    monkeypatch.setitem(trackers.OPENINGS, "wandb", lambda about: Kept(lambda step: hang.wait(60)))
     monkeypatch.setattr(trackers, "check_installed", lambda names: None)
     monkeypatch.setattr(queued, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(

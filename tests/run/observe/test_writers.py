@@ -26,6 +26,7 @@ from tests import problems
 from tests.run.checkpoints.test_durability import small_disk
 from tests.run.storage_faults import Faults
 from tests.run.test_loop import make_experiment
+from tests.waiting import eventually
 
 
 def read_lines(path) -> list[dict]:
@@ -232,13 +233,6 @@ def test_logs_in_a_bucket_are_uploaded_now_and_then_and_at_the_end(tmp_path, mon
     assert steps() == [1, 2, 3, 4, 5, 6, 7]
     # Never on the thread that trains, but for the last, which must be waited for.
     assert [thread is threading.main_thread() for thread in uploads] == [False, False, True]
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.ESTALE])

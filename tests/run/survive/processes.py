@@ -73,6 +73,20 @@ class Process:
         self._child.wait()
 
 
+def together(commands: Sequence[Sequence[str]], **more) -> list[str]:
+    """Runs processes at once, all of which succeed; returns what each printed."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **piped, **more) for command in commands]
+    try:
+        ended = [process.communicate(timeout=PATIENCE) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, ended, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in ended]
+
+
 @contextlib.contextmanager
 def workers(
     folder: pathlib.Path, *arguments: str, count: int = 1, devices: int = 1

@@ -20,6 +20,7 @@ from jaxtrain.run.hooks.skips import ConsecutiveSkips
 from jaxtrain.run.main import main, run_to_resume
 from jaxtrain.run.survive.diagnosis import Diagnosis, Diverged, diagnose
 from tests import problems
+from tests.commands import refused
 from tests.run.survive.processes import logged
 from tests.workers import poisoned
 
@@ -97,9 +98,9 @@ def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_
     assert "gradients: 0 of 3 leaves are finite" in printed
     assert "  up/bias: 32 of 32 not finite" in printed
     assert sorted(str(p) for p in folder.rglob("*")) == before
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main([*command.split()[1:-1], "21"])
-    assert "--step is 21: the run has steps 1 to 20" in capsys.readouterr().err
+    assert "--step is 21: the run has steps 1 to 20" in refused(
+        capsys, *command.split()[1:-1], "21"
+    )
 
 
 def test_a_replayed_step_is_the_step_of_the_run(tmp_path):
@@ -141,14 +142,12 @@ def test_model_state_is_named_where_all_else_is_finite():
 
 
 def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path, capsys):
-    def refused(words, module=MODULE):
-        with pytest.raises(SystemExit, match=r"^2$"):
-            cli.main(["replay", str(tmp_path), "--step", "1", "--module", module])
-        error = capsys.readouterr().err
+    def refuses(words, module=MODULE):
+        error = refused(capsys, "replay", str(tmp_path), "--step", "1", "--module", module)
         assert words in error
         assert len(error.strip().splitlines()) == 1
 
-    refused("holds no run: there is no config.json in it")
+    refuses("holds no run: there is no config.json in it")
     for content, words, module in (
         ("{", "config.json or changes.jsonl in", MODULE),
         ("[]", "it holds a list", MODULE),
@@ -159,18 +158,15 @@ def test_a_folder_that_is_no_run_or_of_a_module_unknown_here_is_refused(tmp_path
         ('{"flags": {"steps": [3]}}', "Config takes no steps [3]", MODULE),
     ):
         (tmp_path / "config.json").write_text(content)
-        refused(words, module)
+        refuses(words, module)
 
 
 def test_no_module_is_imported_because_a_runs_folder_names_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")
     (tmp_path / "config.json").write_text('{"module": "evil", "flags": {"run": {}}}')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["replay", ".", "--step", "1"])
-    assert "says it is of module 'evil'; name the one you trust with --module" in (
-        capsys.readouterr().err
-    )
+    wanted = "says it is of module 'evil'; name the one you trust with --module"
+    assert wanted in refused(capsys, "replay", ".", "--step", "1")
     assert run_to_resume(poisoned.Config, ["--resume", "--run-dir", "."]).steps == 20
     assert "evil" not in sys.modules
 

@@ -21,13 +21,7 @@ from jaxtrain.run.survive.peer_group import PeerGroup
 from jaxtrain.run.survive.preemption import Preempted
 from tests.run.streams import during
 from tests.run.test_loop import make_experiment
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.waiting import eventually
 
 
 def handlers():

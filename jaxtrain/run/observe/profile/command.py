@@ -9,7 +9,6 @@ from rich.table import Table
 
 from jaxtrain.host.memory import human_seconds
 from jaxtrain.host.paths import as_path
-from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import trace
 from jaxtrain.run.observe.profile.programs import IDLE, OTHER
 
@@ -40,7 +39,7 @@ def run_profile(options: ProfileOptions, rest: list[str]) -> int:
             f"{options.run_dir} has no trace: start the run with --profile-steps 20:25, or send "
             "SIGUSR1 to its process (the pid in its heartbeat.json) while it goes on"
         )
-    draw(trace.read_trace(folder), terminal.make_console())
+    draw(trace.read_trace(folder), Console())
     return 0
 
 

@@ -81,10 +81,8 @@ def read_programs(xspace: bytes) -> dict[str, dict[str, Operation]]:
 def operation_of(event: str, program: str, programs: Mapping[str, Mapping]) -> Operation:
     """Looks an event up, or tells by its name what it is.
 
-    Args:
-      event: the instruction's name, or its text (``%fusion.3 = ...``), or a kernel's.
-      program: the name of its program, with its number or without.
-      programs: from :func:`read_programs`.
+    The event is the instruction's name, or its text (``%fusion.3 = ...``), or a kernel's; the
+    program is named with its number or without.
     """
     name = re.match(r"%?([^\s=]*)", event)[1]
     found = programs.get(program)
@@ -161,10 +159,8 @@ def kind_of(
     """The kind of an instruction.
 
     Args:
-      opcode: its own.
       contents: that and those of what it calls.
       path: where in the model it comes from, as JAX writes it.
-      target: of a custom call.
       name: its own; that of what ends an asynchronous operation says which.
 
     >>> kind_of("fusion", {"fusion", "convolution"}, path="jit(step)/mlp/dot_general")

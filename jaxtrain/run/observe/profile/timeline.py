@@ -14,14 +14,12 @@ class Event(NamedTuple):
 
 
 def innermost(events: Iterable[Event]) -> list[Event]:
-    """Takes the events of one line, which may contain others (a loop its body), apart.
+    """Takes the events of one line, which may contain others (a loop its body), apart. Returns
+    events that do not overlap, in order of time: each moment is the innermost one's.
 
     Args:
       events: in any order. Where one reaches beyond the end of the one in which it starts, it goes
         on all the same.
-
-    Returns:
-      Events that do not overlap, in order of time: each moment is the innermost one's.
 
     >>> [tuple(part) for part in innermost([Event(0, 9, "loop"), Event(1, 3, "body")])]
     [(0, 1, 'loop'), (1, 3, 'body'), (3, 9, 'loop')]
@@ -57,10 +55,8 @@ def divide(
     """Divides the time from ``begin`` to ``end`` among what happens, so that the parts add up.
 
     Of what happens at once, on one line or several, the lowest rank hides the others; what has the
-    same rank shares equally. Events are cut off at the ends.
-
-    Returns:
-      The time of each thing that happens, None for nothing; and when nothing does.
+    same rank shares equally. Events are cut off at the ends. Returns the time of each thing that
+    happens, None for nothing; and when nothing does.
     """
     changes: list[tuple[float, int, Hashable]] = []
     for line in lines:

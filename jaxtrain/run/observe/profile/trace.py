@@ -43,7 +43,6 @@ class Device:
     """One device in a trace, in seconds per step (of the whole trace where its steps are unknown).
 
     Args:
-      name: its own.
       busy: it computes.
       exposed: it waits for others, or for a transfer, and computes nothing meanwhile.
       idle: nothing happens.
@@ -62,14 +61,12 @@ class Profile:
     """The time of traced steps, by operation.
 
     Args:
-      name: name of the trace.
       steps: number of steps in it; None where its name does not say.
       seconds: from the first operation to the last, per step (of the whole trace where ``steps`` is
         None), which what follows adds up to.
       shares: seconds of each operation, mean of the devices; ``Operation(IDLE)`` is for nothing.
       in_flight: seconds in which at least one collective of a kind goes on, hidden behind
         computation or not, mean of the devices.
-      devices: each of them.
     """
 
     name: str
@@ -90,14 +87,11 @@ class Branch(NamedTuple):
 
 
 def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | None:
-    """Returns the folder of a run's newest trace, or of the one of that name; None without any.
+    """Returns the folder of a run's newest trace, or of the one of that name, such as
+    ``steps-20-25``.
 
-    Args:
-      run_dir: the run's folder, or the folder of a trace itself.
-      name: such as ``steps-20-25``.
-
-    Raises:
-      ValueError: there are traces, and none of that name.
+    None stands for no trace at all. ``run_dir`` may be the folder of a trace itself. Raises
+    ValueError where there are traces, and none of that name.
     """
     if listed(run_dir, FILES):
         return run_dir
@@ -114,11 +108,8 @@ def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | Non
 
 
 def read_trace(folder: epath.Path) -> Profile:
-    """Reads a trace that ``jax.profiler`` has written.
-
-    Raises:
-      ValueError: no device has done anything in it, or it cannot be read.
-    """
+    """Reads a trace that ``jax.profiler`` has written. Raises ValueError where no device has done
+    anything in it, or it cannot be read."""
     steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", folder.name)
     count = int(steps[2]) - int(steps[1]) + 1 if steps else None
     timelines = {}

@@ -54,10 +54,8 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
 def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
     """Writes the report of a run into its folder; what keeps it from that is said and no more.
 
-    Beside it goes a PNG of the curves, where matplotlib is installed and there are any.
-
-    Returns:
-      The lines that name them; none where there are none.
+    Beside it goes a PNG of the curves, where matplotlib is installed and there are any. Returns the
+    lines that name them; none where there are none.
     """
     lines = []
     try:

@@ -24,12 +24,11 @@ def of_one_layer(name: str) -> bool:
 def maps(record: Record, *, runs: int) -> list[dict[str, Any]]:
     """Returns the maps of a run, one of so many on a page; none where it has watched nothing.
 
-    Returns:
-      For each map: ``title``; ``rows``, pairs of a name and the number of its layers (0 for a
-      parameter outside of stacks); ``left_out``, how many rows more there are; ``x``, the last step
-      of each column; and ``cells``, row by row, the largest value in each as ``100 log10`` in whole
-      numbers, so that no spike is lost: ``ZERO`` where all were 0, ``NOT_FINITE`` where one was
-      not, None where none was logged.
+    A map has ``title``; ``rows``, pairs of a name and the number of its layers (0 for a parameter
+    outside of stacks); ``left_out``, how many rows more there are; ``x``, the last step of each
+    column; and ``cells``, row by row, the largest value in each as ``100 log10`` in whole numbers,
+    so that no spike is lost: ``ZERO`` where all were 0, ``NOT_FINITE`` where one was not, None
+    where none was logged.
     """
     drawn = []
     for kind, title in MAPS.items():

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from jaxtrain.host.memory import human_count
 from jaxtrain.host.paths import as_path, is_folder, listed
-from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.report.health import LEVELS, Finding, examine, recent
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.records import Record, downsample, holds_run, read
@@ -80,11 +79,8 @@ def run_watch(options: WatchOptions, rest: list[str]) -> int:
 
 
 def runs_in(names: Sequence[str]) -> list[epath.Path]:
-    """The runs that folders are, or hold, in the order of their names.
-
-    Raises:
-      ValueError: one neither is a run nor holds any.
-    """
+    """The runs that folders are, or hold, in the order of their names. Raises ValueError where one
+    neither is a run nor holds any."""
     found = []
     for path in map(as_path, names):
         if holds_run(path):
@@ -100,15 +96,11 @@ def runs_in(names: Sequence[str]) -> list[epath.Path]:
 def serve(
     look: Callable[[], list[Record]], port: int | None, every: float
 ) -> http.server.ThreadingHTTPServer:
-    """Opens the page on localhost, made anew whenever it is asked for; no other file is served.
+    """Opens the page on localhost; no other file is served.
 
-    Args:
-      look: reads the runs.
-      port: 0 for a free one; None for ``PORT``, or a free one where that is taken.
-      every: seconds after which a page that is shown asks again.
-
-    Raises:
-      OSError: the port is taken.
+    It is made anew, of the runs that ``look`` reads, whenever it is asked for, and a page that is
+    shown asks again after ``every`` so many seconds. Port 0 is a free one; None is ``PORT``, or a
+    free one where that is taken. Raises OSError where the port is taken.
     """
 
     class Page(http.server.BaseHTTPRequestHandler):
@@ -206,7 +198,7 @@ def _drawing(record: Record, width: int) -> Text:
 
 
 def _print_tables(look: Callable[[], list[Record]], every: float, *, once: bool) -> None:
-    console: Console = terminal.make_console()
+    console = Console()
     while True:
         began = time.monotonic()
         found = [(record, examine(record)[0]) for record in look()]

@@ -36,15 +36,10 @@ PART_KINDS = ("layers", "parameters", "optimizer_state", "gradients", "kept")
 def make_page(
     records: Sequence[Record], *, now: float | None = None, every: float | None = None
 ) -> str:
-    """Draws runs as one HTML page that needs nothing else.
+    """Draws runs, overlaid in this order, as one HTML page that needs nothing else.
 
-    Args:
-      records: the runs, overlaid in this order.
-      now: seconds since 1970; None for the clock's.
-      every: seconds after which the page asks where it came from for a newer one; None for never.
-
-    Returns:
-      The page, below 2 MB whatever the runs have logged.
+    The page is below 2 MB whatever the runs have logged. After ``every`` so many seconds it asks
+    where it came from for a newer one; None never does.
     """
     each = sum(not heat.of_one_layer(n) for record in records for n in record.series) * 4 or 1
     buckets = int(np.clip(NUMBERS // each, *BUCKETS))

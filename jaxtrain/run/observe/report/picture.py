@@ -12,11 +12,7 @@ BUCKETS = 1000
 
 def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
     """Draws losses, gradient norm, learning rate and throughput of runs, overlaid in this order,
-    into a file on a disk or in a bucket.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    into a file on a disk or in a bucket. Raises ImportError where matplotlib is not installed."""
     figure = new_figure(11, 6.5)
     loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
     rates = sorted({name for record in records for name in record.rates})

@@ -48,19 +48,14 @@ class Record:
     """Metrics, settings and events of one run.
 
     Args:
-      path: its folder.
-      name: what a page calls it.
       series: metrics of one number, by name.
       vectors: metrics with one axis, by name; of lines of several lengths, those of the last.
-      times: when each step was logged, in seconds since 1970.
       config: the flags and what else it was configured with, by dotted name.
       environment: versions, mesh and data, by name.
       changes: of later starts, (step, name, then, now).
       events: the lines of its journal.
       heartbeat: its last sign of life; empty where there is none.
-      attempts: its starts.
       step_times: how many steps took how long, over all attempts (``Throughput.times``).
-      stopped: why it was stopped on purpose, if it was.
       unreadable: lines of the log, before the last, that are no record.
     """
 
@@ -116,11 +111,8 @@ class Record:
 
 def read(runs: Sequence[epath.PathLike]) -> list[Record]:
     """Reads the folders of runs, and names them by as much of their paths as tells them apart.
-
-    Raises:
-      ValueError: one is no run's folder, or is named twice.
-      StorageError: one cannot be read.
-    """
+    Raises ValueError where one is no run's folder, or is named twice, and StorageError where one
+    cannot be read."""
     paths = [as_path(run) for run in runs]
     parts = [path.parts for path in paths]
     if len(set(parts)) < len(parts):
@@ -263,15 +255,9 @@ def _vectors(points: dict[int, np.ndarray]) -> Series:
 
 
 def downsample(series: Series, buckets: int) -> dict[str, np.ndarray]:
-    """Takes the finite points of a series together, so that no spike is lost.
-
-    Args:
-      series: any number of points.
-      buckets: equal ranges of steps, at most so many points.
-
-    Returns:
-      ``x`` the last step of each bucket that holds a point, ``y`` its mean, and where a bucket
-      holds several points ``lo`` and ``hi``, its smallest and largest value.
+    """Takes the finite points of a series together in equal ranges of steps, so that no spike is
+    lost. Returns ``x`` the last step of each bucket that holds a point, ``y`` its mean, and where a
+    bucket holds several points ``lo`` and ``hi``, its smallest and largest value.
 
     >>> points = Series(np.arange(6), np.array([1.0, 9.0, 2.0, 4.0, math.nan, 6.0]))
     >>> {name: each.tolist() for name, each in downsample(points, 3).items()}

@@ -16,17 +16,18 @@ from jaxtrain.run.observe.writers import Writer
 
 # Those that need a package, which has an extra of its name.
 SERVICES = {"wandb": WandbWriter, "mlflow": MLflowWriter, "trackio": TrackioWriter}
-NAMES = (*SERVICES, "csv", "prometheus")
-
+FILES = {
+    "csv": lambda about: CSVWriter(about.run_dir / CSV, resume_step=about.resume_step),
+    "prometheus": lambda about: PrometheusWriter(about.run_dir / PROMETHEUS, run=about.name),
+}
 Opening = Callable[[About], Writer]
+OPENINGS: dict[str, Opening] = SERVICES | FILES
 
 
 def parse(texts: Iterable[str]) -> dict[str, Opening]:
     """Reads which trackers are asked for: NAME, ``prometheus=PORT`` or ``prometheus=HOST:PORT``;
-    returns what opens each, by name.
-
-    Raises:
-      ValueError: there is no such tracker, or it is named twice.
+    returns what opens each, by name. Raises ValueError where there is no such tracker, or it is
+    named twice.
 
     >>> list(parse(["csv", "prometheus=9400"]))
     ['csv', 'prometheus']
@@ -34,18 +35,13 @@ def parse(texts: Iterable[str]) -> dict[str, Opening]:
     found: dict[str, Opening] = {}
     for text in texts:
         name, _, place = text.partition("=")
-        if name not in NAMES:
-            raise ValueError(f"there is no tracker {name!r}: give of {', '.join(NAMES)}")
+        if name not in OPENINGS:
+            raise ValueError(f"there is no tracker {name!r}: give of {', '.join(OPENINGS)}")
         if name in found:
             raise ValueError(f"tracker {name!r} is named twice")
         if place and name != "prometheus":
             raise ValueError(f"tracker {text!r}: {name} takes no {place!r}")
-        if name in SERVICES:
-            found[name] = SERVICES[name]
-        elif name == "csv":
-            found[name] = _csv
-        else:
-            found[name] = _prometheus(_address(text, place) if place else None)
+        found[name] = _answering(_address(text, place)) if place else OPENINGS[name]
     return found
 
 
@@ -79,11 +75,7 @@ def opened(
             journal.event(TRACKER, **tracker.close(until=until))
 
 
-def _csv(about: About) -> CSVWriter:
-    return CSVWriter(about.run_dir / CSV, resume_step=about.resume_step)
-
-
-def _prometheus(address: tuple[str, int] | None) -> Opening:
+def _answering(address: tuple[str, int]) -> Opening:
     return lambda about: PrometheusWriter(
         about.run_dir / PROMETHEUS, run=about.name, address=address
     )

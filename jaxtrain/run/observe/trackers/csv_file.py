@@ -17,15 +17,9 @@ HEADER = ("step", "name", "value")
 class CSVWriter(FileWriter):
     """Rows of step, name and value; an array has a row for each entry (``train/load/0``).
 
-    ``pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`` has a
-    column for each metric.
-
-    Args:
-      path: the file, on a disk or in a bucket.
-      resume_step: keep the rows up to this step and append; None starts anew.
-
-    Raises:
-      StorageError: the rows there can neither be read nor replaced.
+    ``pandas.read_csv(path).pivot_table(index="step", columns="name", values="value")`` has a column
+    for each metric. The rows up to ``resume_step`` stay; None starts anew. Raises StorageError
+    where the rows there can neither be read nor replaced.
     """
 
     def __init__(self, path: epath.PathLike, *, resume_step: int | None = None):

@@ -26,18 +26,12 @@ class PrometheusWriter:
 
     ``train/loss`` is ``jaxtrain_train_loss``; entries of an array have the label ``index``. Besides
     what is logged there are ``jaxtrain_step`` and ``jaxtrain_written_timestamp_seconds``, of the
-    newest line. A server of its own registers nothing with a library's.
+    newest line. A server of its own, which answers at ``port``, registers nothing with a library's.
+    Raises OSError where its port is not free.
 
     Args:
       path: the file, for the textfile collector of node_exporter; replaced whole each time.
-      run: the label.
       address: (host, port) to answer at; port 0 for a free one, None for no server.
-
-    Attributes:
-      port: that is answered at; None without a server.
-
-    Raises:
-      OSError: the port is not free.
     """
 
     def __init__(self, path: epath.PathLike, *, run: str, address: tuple[str, int] | None = None):

@@ -28,20 +28,13 @@ SILENT_SECONDS = 60.0
 class Queued:
     """A writer that hands lines to another one in a thread, which may take as long as it likes.
 
-    Opening, writing and closing all happen in the thread. What fails is tried again a few times;
-    a line that fails then, that finds the queue full or that still waits at the end is dropped and
-    counted. Nothing that the other writer does ends the run.
+    Opening, writing and closing all happen in the thread. What fails is tried again a few times; a
+    line that fails then, that finds the queue full or that still waits at the end is dropped and
+    counted; ``why`` says the last reason. Nothing that the other writer does ends the run.
 
     Args:
-      name: of the tracker, for messages.
       open: makes the writer; called in the thread, and again with each line where it fails. A
         writer that has an attribute ``error`` is told there what has ended the run.
-      lines: that may wait.
-      pauses: seconds before each try.
-
-    Attributes:
-      written: lines so far.
-      why: the last reason for dropping one.
     """
 
     def __init__(

@@ -29,11 +29,8 @@ class About:
     """One run, as a tracker knows it.
 
     Args:
-      experiment: its name, which groups runs.
       name: of the run, for people.
       identity: of the run, the same in all its attempts and of no other run: hexadecimal digits.
-      config: its flags by dotted name.
-      run_dir: its folder.
       resume_step: the step that it goes on from; None for a new run.
     """
 
