@@ -34,8 +34,8 @@ from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
 MESH = "data=2,fsdp=2,tensor=2"
-# The smallest experiments that have all parts; the text is that of this folder. Layers are scanned on
-# one device too, where a few would be compiled one by one.
+# The smallest experiments that have all parts; the text is that of this folder. Layers are scanned
+# on one device too, where a few would be compiled one by one.
 TEXT = os.path.relpath(pathlib.Path(__file__).parent)
 _ANY = {"--steps": "4", "--global-batch": "16"}
 _ANY |= {"--optimizer.name": "adamw", "--optimizer.warmup-steps": "1"}
