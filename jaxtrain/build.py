@@ -88,14 +88,20 @@ def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
 
 
 def natural(experiment: Experiment, state: TrainState) -> TrainState:
-    """Returns the state with its parameters in natural order, as the experiment speaks of them.
+    """Returns the state with the parameters of the plain model (``Task.back``), in natural order.
 
-    All processes call it, where layers are cut for a pipeline.
+    All processes call it, where layers are cut for a pipeline, or parameters are merged.
     """
-    stack = experiment.stack
-    if experiment.task.stages is None or stack == experiment.task.stages.stacked:
+    stack, stages, back = experiment.stack, experiment.task.stages, experiment.task.back
+    cut = stages is not None and stack != stages.stacked
+    if not cut and back is None:
         return state
-    return dataclasses.replace(state, params=jax.jit(stack.natural)(state.params))
+
+    def plain_model(params: PyTree) -> PyTree:
+        params = stack.natural(params) if cut else params
+        return params if back is None else back(params)
+
+    return dataclasses.replace(state, params=jax.jit(plain_model)(state.params))
 
 
 def restore_state(

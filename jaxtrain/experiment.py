@@ -20,6 +20,8 @@ from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
 from jaxtrain.ops.remat import keeping
+from jaxtrain.optim import freezing
+from jaxtrain.optim.masks import Mask
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.rules import Rules, as_rules
@@ -67,6 +69,12 @@ class Task:
     """Returns weights to begin with, in natural order, such as a file's, which
     :func:`jaxtrain.init_state` is given as its ``params``; called where a run begins, and where it
     continues from checkpoints without the frozen ones (``RunOptions.save_frozen``)."""
+    freeze: Mask | None = None
+    """What does not train, whatever the optimizer: patterns of paths or a function, as
+    ``make_optimizer(freeze=)`` takes them."""
+    back: Callable[[PyTree], PyTree] | None = None
+    """Makes the parameters of the plain model of those that train, such as merged ones; None where
+    they are the same. ``conclude`` and ``show`` are given its result."""
     rules: Rules = dataclasses.field(default_factory=Rules)
     """Sharding rules."""
     gathers_layers: bool = False
@@ -318,9 +326,11 @@ def lay_out(experiment: Experiment) -> Laid:
 
 
 def optimizer_for(experiment: Experiment, stack: Stack) -> optax.GradientTransformation:
-    """Returns the optimizer of an experiment for parameters that are stacked so."""
-    made = experiment.optimizer
-    return made(stack) if callable(made) else made
+    """Returns the optimizer of an experiment for parameters that are stacked so, of which those
+    train that its task does not freeze."""
+    made, freeze = experiment.optimizer, experiment.task.freeze
+    made = made(stack) if callable(made) else made
+    return made if freeze is None else freezing(made, freeze)
 
 
 def _cut_for(experiment: Experiment) -> Stack:

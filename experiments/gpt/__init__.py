@@ -23,9 +23,9 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.finetune import preferences
+from jaxtrain.finetune.change import apply
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
-from jaxtrain.run.options import make_optimizer
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -120,7 +120,8 @@ def build(config: Config) -> jt.Experiment:
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
     model = language.model_config(config, vocab_size or language.vocab_size(config))
-    tokens = config.global_batch * model.seq_len
+    pairs = data.holds_pairs(data.parse_data(config.data))
+    tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
     experiment = language.outline(
         config,
         "gpt",
@@ -129,7 +130,6 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         items_per_step=tokens,
         flops_per_step=float(decoder.flops_per_token(model) * tokens),
     )
-    pairs = data.holds_pairs(data.parse_data(config.data))
     if config.dpo_beta != Config.dpo_beta and not pairs:
         raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
     return of_preferences(config, model, experiment) if pairs else experiment
@@ -139,33 +139,16 @@ def of_preferences(
     config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment
 ) -> jt.Experiment:
     """Makes of the experiment the one that learns preferences, against what it begins with."""
-    task = experiment.task
-    if task.params is None:
+    if experiment.task.params is None:
         raise ValueError("preferences refine a trained model: give it with --init-from")
     if not 0 < config.dpo_beta < math.inf:
         raise ValueError(f"--dpo-beta is {config.dpo_beta}: give a number above 0")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
-    log_probs = functools.partial(decoder.log_probs, model)
-    return experiment.with_(
-        init_fn=lambda rng: preferences.with_reference(task.init_fn(rng)),
-        params=lambda: preferences.with_reference(task.params()),
-        stages=preferences.dpo_stages(task.stages, log_probs, beta=config.dpo_beta),
-        optimizer=lambda stack: make_optimizer(
-            config.optimizer,
-            steps=config.steps,
-            global_batch=config.global_batch,
-            stacked=stack.axes,
-            freeze=preferences.FREEZE,
-        ),
-        batch=data.packed_shapes(config.global_batch, model.seq_len, pairs=True),
-        rules=Rules(preferences.reference_rules(decoder.RULES)),
-        derived=lambda means: {},  # the loss is of a preference
-        items_per_step=2 * experiment.data.items_per_step,
-        # The reference's forward pass is a third of what the policy costs; both read two rows.
-        flops_per_step=task.flops_per_step * 2 * 4 / 3,
-        flops_formula=f"{decoder.FLOPS_FORMULA}, and a third of it for the reference",
-    )
+    change = preferences.DPO(functools.partial(decoder.log_probs, model), config.dpo_beta)
+    batch = data.packed_shapes(config.global_batch, model.seq_len, pairs=True)
+    # The loss is of a preference.
+    return apply(experiment, change, batch=batch, derived=lambda means: {})
 
 
 def conclude(
@@ -232,16 +215,13 @@ def sample(
     prompt: Sequence[int] = (),
 ) -> list[str]:
     """Writes on from an end of document and a prompt, and returns the lines of both."""
-    params = state.params
-    if preferences.REFERENCE in params:
-        params = preferences.without_reference(params)
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     room = model.seq_len - 1 - len(prompt) if model.positions == "learned" else config.sample_tokens
     count = min(config.sample_tokens, room)
     (written,) = language.write(
         model,
-        params,
+        state.params,
         [[tokenizer.eod, *prompt]],
         rules=Rules(decoder.RULES),
         max_new_tokens=count,

@@ -24,12 +24,12 @@ from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune import preferences
+from jaxtrain.finetune.change import apply
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import kernel_rules, low_rank
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
-from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
@@ -219,7 +219,8 @@ def _averaged(step: Callable[..., Any]) -> Callable[..., Any]:
 def _multi_steps(experiment: Experiment) -> Experiment:
     chain = functools.partial(optimizer_for, experiment)
     return experiment.with_(
-        optimizer=lambda stack: optax.MultiSteps(chain(stack), 2).gradient_transformation()
+        optimizer=lambda stack: optax.MultiSteps(chain(stack), 2).gradient_transformation(),
+        freeze=None,  # which the chain does
     )
 
 
@@ -236,8 +237,9 @@ def _low_rank(experiment: Experiment) -> Experiment:
 
 def _preferences(experiment: Experiment) -> Experiment:
     """Every two rows are an answer that is preferred to another."""
-    task, model = experiment.task, trained.read_model(experiment.metadata.config, where="compose")
-    stages = preferences.dpo_stages(task.stages, functools.partial(decoder.log_probs, model))
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    experiment = apply(experiment, preferences.DPO(functools.partial(decoder.log_probs, model)))
+    stages = experiment.task.stages
 
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
         def paired(*given: Any) -> Any:
@@ -247,15 +249,10 @@ def _preferences(experiment: Experiment) -> Experiment:
 
         return paired
 
+    embed, head_loss = of_pairs(stages.embed, 1), of_pairs(stages.head_loss, 2)
+    block = of_pairs(stages.blocks[0], 3)
     return experiment.with_(
-        init_fn=lambda rng: preferences.with_reference(task.init_fn(rng)),
-        rules=Rules(preferences.reference_rules(decoder.RULES)),
-        stages=dataclasses.replace(
-            stages,
-            embed=of_pairs(stages.embed, 1),
-            block=of_pairs(stages.blocks[0], 3),
-            head_loss=of_pairs(stages.head_loss, 2),
-        ),
+        stages=dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss)
     )
 
 
@@ -265,9 +262,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune(
         "low-rank kernels", flags=frozen, change=_low_rank, called="low.rank|kernel|freeze|frozen"
     )
-    frozen = ("--optimizer.freeze", *preferences.FREEZE)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
-    yield tune("preferences", flags=frozen, change=_preferences, **names)
+    yield tune("preferences", change=_preferences, **names)
 
 
 def _changes() -> Iterator[Capability]:

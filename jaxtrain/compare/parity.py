@@ -326,6 +326,7 @@ def compile_on(
     chain = functools.partial(optimizer_for, experiment)
     experiment = experiment.with_(
         optimizer=lambda stack: optax.chain(_compared(replays), chain(stack)),
+        freeze=None,  # which the chain does
         layout=layout,
     )
     with simulated_hosts(max(1, devices // islands)):

@@ -13,15 +13,15 @@ Shapes: B rows, T positions, S = T + 1 segments of a row: pairs, and padding as 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.ops.numerics import wide
-from jaxtrain.sharding.rules import OptionalRules, Rule
+from jaxtrain.sharding.rules import OptionalRules, Rule, Rules, as_rules
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree
 
@@ -31,8 +31,6 @@ Batch = Mapping[str, jax.Array]
 # cuts these cuts both, and the others beside the policy's.
 REFERENCE = "reference"
 STACKED = "blocks"
-# For ``make_optimizer(freeze=)``.
-FREEZE = (f"(^|/){REFERENCE}/",)
 
 
 def dpo(gains_B2T: jax.Array, batch: Batch, *, beta: float = 0.1) -> WeightedLoss:
@@ -119,86 +117,83 @@ def dpo_loss(
     return loss_fn
 
 
-def dpo_stages(
-    stages: Stages, log_probs: Callable[[PyTree, PyTree, Batch], jax.Array], *, beta: float = 0.1
-) -> Stages:
-    """Makes policy and reference one model of stages, for every mesh and every pipeline.
+@dataclasses.dataclass(frozen=True)
+class DPO:
+    """The change that makes policy and reference one model, for every mesh and every pipeline.
 
-    Its parameters are those of :func:`with_reference`, of which :data:`FREEZE` names what is not to
-    train, and its residual stream has both. What is frozen costs a forward pass and its weights.
+    Parameters that are stacked by layer hold the reference's under ``blocks/reference``, the others
+    under ``reference``; the residual stream has both. What is frozen costs a forward pass and its
+    weights.
 
     Args:
-      stages: a model of text, with one stack of layers.
-      log_probs: ``(params, x, batch) -> [2 B, T]``, in place of its ``head_loss``: the
+      log_probs: ``(params, x, batch) -> [2 B, T]``, in place of the model's ``head_loss``: the
         log-probability of every target, such as :func:`jaxtrain.models.decoder.log_probs`.
       beta: as for :func:`dpo`.
 
-    Raises:
-      ValueError: the model has several stacks, or layers that share parameters.
-    """
-    if len(stages.blocks) > 1 or stages.shared:
-        raise ValueError(
-            "dpo_stages takes a model of one stack of layers that share no parameters: use dpo_loss"
-        )
-
-    def embed(params: PyTree, batch: Batch, rng: jax.Array | None) -> PyTree:
-        ours, theirs, rows = *_both(params), _rows(batch)
-        still = jax.lax.stop_gradient(stages.embed(theirs, rows, None))
-        return {"policy": stages.embed(ours, rows, rng), REFERENCE: still}
-
-    def block(layer, shared, x: PyTree, batch: Batch, rng, index: jax.Array) -> PyTree:
-        (ours, theirs), rows, key = _both(layer), _rows(batch), stages.stacked.key
-        still = stages.layer(0, {key: theirs}, x[REFERENCE], rows, None, index)
-        policy = stages.layer(0, {key: ours}, x["policy"], rows, rng, index)
-        return {"policy": policy, REFERENCE: jax.lax.stop_gradient(still)}
-
-    def head_loss(params: PyTree, x: PyTree, batch: Batch) -> WeightedLoss:
-        ours, theirs, rows = *_both(params), _rows(batch)
-        still = log_probs(theirs, x[REFERENCE], rows)
-        return _dpo(log_probs(ours, x["policy"], rows), still, batch, beta)
-
-    return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
-
-
-def with_reference(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parameters that also hold themselves as the reference.
-
-    Args:
-      params: a model's, with the layers' stacked as ``blocks``, or what stands for them; leaves are
-        not copied.
-
-    >>> with_reference({"blocks": {"w": 1}, "head": 2})
+    >>> DPO(None).params({"blocks": {"w": 1}, "head": 2})
     {'blocks': {'w': 1, 'reference': {'w': 1}}, 'head': 2, 'reference': {'head': 2}}
-    """
-    outer = {name: value for name, value in params.items() if name != STACKED}
-    layers = {**params[STACKED], REFERENCE: params[STACKED]}
-    return {**params, STACKED: layers, REFERENCE: outer}
-
-
-def without_reference(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the policy's parameters alone, of those of :func:`with_reference`.
-
-    >>> without_reference(with_reference({"blocks": {"w": 1}, "head": 2}))
+    >>> DPO(None).back(DPO(None).params({"blocks": {"w": 1}, "head": 2}))
     {'blocks': {'w': 1}, 'head': 2}
     """
-    policy, _ = _both(params)
-    return policy | {STACKED: _both(policy[STACKED])[0]}
 
+    log_probs: Callable[[PyTree, PyTree, Batch], jax.Array]
+    beta: float = 0.1
+    freeze: ClassVar = (f"(^|/){REFERENCE}/",)
+    flops: ClassVar = (4 / 3, ", and a third of it for the reference")
+    record: ClassVar = {}  # the policy's parameters lie where those of the model do
 
-def reference_rules(rules: OptionalRules) -> OptionalRules:
-    """Returns a model's sharding rules, whose patterns begin with ``^``, for the reference too.
+    def params(self, params: Mapping[str, Any], rng: Any = None, stacked: Any = None) -> dict:
+        """Returns parameters that also hold themselves as the reference; no leaf is copied."""
+        outer = {name: value for name, value in params.items() if name != STACKED}
+        layers = {**params[STACKED], REFERENCE: params[STACKED]}
+        return {**params, STACKED: layers, REFERENCE: outer}
 
-    >>> reference_rules(OptionalRules([("^blocks/w$", ("layers", None)), ("^head$", ())]))[0][0]
-    '^blocks/(reference/)?w$'
-    """
-    own = f"({REFERENCE}/)?"
+    def back(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the policy's parameters alone."""
+        policy, _ = _both(params)
+        return policy | {STACKED: _both(policy[STACKED])[0]}
 
-    def both(rule: Rule) -> Rule:
-        pattern, axes = rule
-        begin = f"^{STACKED}/" if pattern.startswith(f"^{STACKED}/") else "^"
-        return begin + own + pattern.removeprefix(begin), axes
+    def rules(self, rules: Rules | Sequence[Rule], shapes: Any = None) -> Rules:
+        """Returns a model's sharding rules, whose patterns begin with ``^``, for the reference too.
 
-    return OptionalRules(map(both, rules))
+        >>> DPO(None).rules([("^blocks/w$", ("layers", None))]).params[0][0]
+        '^blocks/(reference/)?w$'
+        """
+        rules, own = as_rules(rules), f"({REFERENCE}/)?"
+
+        def both(rule: Rule) -> Rule:
+            pattern, axes = rule
+            begin = f"^{STACKED}/" if pattern.startswith(f"^{STACKED}/") else "^"
+            return begin + own + pattern.removeprefix(begin), axes
+
+        return dataclasses.replace(rules, params=OptionalRules(map(both, rules.params)))
+
+    def stages(self, stages: Stages | None) -> Stages:
+        """Returns the stages of both; raises ValueError for a model without stages, of several
+        stacks, or of layers that share parameters."""
+        if stages is None or len(stages.blocks) > 1 or stages.shared:
+            raise ValueError(
+                "DPO takes a model of stages, in one stack of layers that share no parameters: use "
+                "dpo_loss"
+            )
+
+        def embed(params: PyTree, batch: Batch, rng: jax.Array | None) -> PyTree:
+            ours, theirs, rows = *_both(params), _rows(batch)
+            still = jax.lax.stop_gradient(stages.embed(theirs, rows, None))
+            return {"policy": stages.embed(ours, rows, rng), REFERENCE: still}
+
+        def block(layer, shared, x: PyTree, batch: Batch, rng, index: jax.Array) -> PyTree:
+            (ours, theirs), rows, key = _both(layer), _rows(batch), stages.stacked.key
+            still = stages.layer(0, {key: theirs}, x[REFERENCE], rows, None, index)
+            policy = stages.layer(0, {key: ours}, x["policy"], rows, rng, index)
+            return {"policy": policy, REFERENCE: jax.lax.stop_gradient(still)}
+
+        def head_loss(params: PyTree, x: PyTree, batch: Batch) -> WeightedLoss:
+            ours, theirs, rows = *_both(params), _rows(batch)
+            still = self.log_probs(theirs, x[REFERENCE], rows)
+            return _dpo(self.log_probs(ours, x["policy"], rows), still, batch, self.beta)
+
+        return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
 
 
 def _dpo(ours: jax.Array, theirs: jax.Array, batch: Batch, beta: float) -> WeightedLoss:

@@ -3,7 +3,7 @@
 from jaxtrain.optim import rules, schedules
 from jaxtrain.optim.accumulation import accumulate
 from jaxtrain.optim.averages import averaged, ema
-from jaxtrain.optim.chains import OPTIMIZERS, frozen, make_optimizer
+from jaxtrain.optim.chains import OPTIMIZERS, freezing, frozen, make_optimizer
 from jaxtrain.optim.layerwise import per_layer
 from jaxtrain.optim.masks import by_path, decay_mask, hidden_matrices, stacked_axes
 from jaxtrain.optim.rate import LearningRateState, current_learning_rate, scale_by_learning_rate
@@ -21,6 +21,7 @@ __all__ = [
     "current_learning_rate",
     "decay_mask",
     "ema",
+    "freezing",
     "frozen",
     "hidden_matrices",
     "make_optimizer",

@@ -232,6 +232,17 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
     return _deferred(chain_for)
 
 
+def freezing(tx: optax.GradientTransformation, freeze: Mask) -> optax.GradientTransformation:
+    """Returns an optax transformation of what trains alone, as ``make_optimizer(freeze=)`` does.
+
+    >>> params = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
+    >>> sorted(frozen(freezing(optax.adam(0.1), ("^b$",)).init(params)))
+    ['b']
+    """
+    tx = optax.with_extra_args_support(tx)
+    return _deferred(lambda params: _freeze_rest(tx, _trainable(freeze, params)))
+
+
 def _deferred(chain_for: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation built anew from the parameters at every call, that is at every trace.
 

@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxtrain.optim import numerics
 from jaxtrain.sharding.stack import of_model
-from jaxtrain.tree import LayerRows, map_named, named_leaves
+from jaxtrain.tree import LayerRows, map_named, named_leaves, path_name
 
 Mask = Callable[[Any], Any] | Sequence[str]
 Stacked = Sequence[str] | Mapping[str, int | LayerRows]
@@ -173,8 +174,11 @@ def warn_of_stack(
 
 
 def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:
-    """Raises ValueError if a pattern matches no parameter: a typo that would do nothing."""
-    names = list(named_leaves(params))
+    """Raises ValueError if a pattern matches no parameter: a typo that would do nothing. Those
+    that something around the optimizer has masked out (``optax.MaskedNode``) are parameters too."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    names = [path_name(path) for path, _ in leaves]
     for pattern, _ in _compile(option, patterns):
         if names and not any(pattern.search(name) for name in names):
             raise ValueError(

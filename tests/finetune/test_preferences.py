@@ -18,7 +18,6 @@ from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.experiment import Experiment
 from jaxtrain.finetune import preferences
 from jaxtrain.models import decoder
-from jaxtrain.sharding.rules import Rules
 from jaxtrain.stages import run_layers
 from tests import problems
 from tests.problems import record_gradients
@@ -28,6 +27,7 @@ FAST = {"xla_backend_optimization_level": 0}
 BETA, T, ROWS, STEPS = 0.4, 32, 8, 2
 MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=T, layers=2, width=16, heads=2)
 LOG_PROBS = functools.partial(decoder.log_probs, MODEL)
+DPO = preferences.DPO(LOG_PROBS, BETA)
 
 
 def definition(policy, reference, beta):
@@ -53,12 +53,12 @@ def packed():
 def params_of(rng):
     """Policy and reference, which differ."""
     ours, theirs = (decoder.init(MODEL, key) for key in jax.random.split(rng))
-    return preferences.without_reference(preferences.with_reference(ours)), theirs
+    return DPO.back(DPO.params(ours)), theirs
 
 
 def both(rng):
     ours, theirs = params_of(rng)
-    theirs = preferences.with_reference(theirs)
+    theirs = DPO.params(theirs)
     ours = ours | {"reference": theirs["reference"]}
     return ours | {"blocks": ours["blocks"] | {"reference": theirs["blocks"]["reference"]}}
 
@@ -113,9 +113,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper():
 
 
 def experiment_of(batch, **given):
-    stages = preferences.dpo_stages(decoder.stages(MODEL), LOG_PROBS, beta=BETA)
+    stages = DPO.stages(decoder.stages(MODEL))
     optimizer = optax.chain(
-        record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=preferences.FREEZE)
+        record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=DPO.freeze)
     )
     given = {"gather": "model", "pipeline": {"microbatches": 4, "schedule": "1f1b"}} | given
     given = problems.with_layout(given)
@@ -125,7 +125,7 @@ def experiment_of(batch, **given):
         loss_fn=jt.loss_from_stages(stages),
         stages=stages,
         optimizer=optimizer,
-        rules=Rules(preferences.reference_rules(decoder.RULES)),
+        rules=DPO.rules(decoder.RULES),
         batch=batch,
         train_batches=None,
         steps=STEPS,
@@ -191,7 +191,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
 def test_stages_are_the_loss_of_policy_and_reference():
     batch = packed()[1].batch(0)
     ours, theirs = params_of(jax.random.key(5))
-    stages = preferences.dpo_stages(decoder.stages(MODEL), LOG_PROBS, beta=BETA)
+    stages = DPO.stages(decoder.stages(MODEL))
     alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
     plain = preferences.dpo_loss(alone, reference=lambda _, rows: alone(theirs, rows), beta=BETA)
     found = jt.loss_from_stages(stages)(both(jax.random.key(5)), batch, None).means()
@@ -201,7 +201,7 @@ def test_stages_are_the_loss_of_policy_and_reference():
 
 def test_the_reference_does_not_drop():
     model = dataclasses.replace(MODEL, dropout=0.5)
-    stages = preferences.dpo_stages(decoder.stages(model), LOG_PROBS, beta=BETA)
+    stages = DPO.stages(decoder.stages(model))
     params, batch = both(jax.random.key(5)), packed()[1].batch(0)
     dropped, whole = (stages.embed(params, batch, key) for key in (jax.random.key(0), None))
     np.testing.assert_array_equal(dropped["reference"], whole["reference"])
@@ -242,4 +242,4 @@ def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulat
 def test_models_of_several_stacks_are_refused():
     stages = dataclasses.replace(decoder.stages(MODEL), shared=("embed",))
     with pytest.raises(ValueError, match="one stack of layers that share no parameters: use dpo_l"):
-        preferences.dpo_stages(stages, LOG_PROBS)
+        DPO.stages(stages)

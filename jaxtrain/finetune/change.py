@@ -1,0 +1,87 @@
+"""A change is a value that turns one experiment into another, such as DPO's reference or LoRA."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.optim import masks
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.stages import Stages
+from jaxtrain.tree import PyTree
+
+
+class Change(Protocol):
+    """Protocol of what :func:`apply` takes. A library user calls its methods one by one."""
+
+    freeze: masks.Mask
+    """What does not train, as ``make_optimizer(freeze=)`` takes it."""
+    flops: tuple[float, str]
+    """The factor that it has on FLOPs, and what is added to the name of their formula."""
+    record: Mapping[str, Any]
+    """JSON-able data for the config of checkpoints, perhaps none, by which
+    :func:`jaxtrain.run.trained.load` finds the parameters of the plain model again."""
+
+    def params(self, params: PyTree, rng: jax.Array | None, stacked: Stack) -> PyTree:
+        """Returns the changed parameters, in natural order. ``rng`` is the key of what is drawn;
+        with None that is left out, and leaves may be weights that are yet to be read."""
+
+    def back(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the plain model: what is sampled from and exported."""
+
+    def rules(self, rules: Rules, shapes: PyTree) -> Rules:
+        """Returns the sharding rules of the changed parameters."""
+
+    def stages(self, stages: Stages | None) -> Stages | None:
+        """Returns the changed model; None stands for a model without stages."""
+
+
+def apply(experiment: Any, change: Change, **fields: Any) -> Any:
+    """Returns an :class:`jaxtrain.Experiment` with a change.
+
+    Args:
+      experiment, change: those; of several changes the first is applied first.
+      fields: other fields of the experiment that change with it, such as ``batch``.
+
+    Raises:
+      ValueError: the change has stages of its own, and the loss of the experiment is not of stages.
+    """
+    task = experiment.task
+    stack = task.rules.stacked if task.stages is None else task.stages.stacked
+    if (stages := change.stages(task.stages)) is not task.stages and not task.made_of_stages:
+        raise ValueError(
+            f"experiment {experiment.name!r} has a `loss_fn`, which {type(change).__name__} cannot "
+            "change: leave it out, so that the loss is that of the stages"
+        )
+
+    def init_fn(rng: jax.Array) -> Any:
+        if not task.has_model_state:
+            return change.params(task.init_fn(rng), rng, stack)
+        params, model_state = task.init_fn(rng)
+        return change.params(params, rng, stack), model_state
+
+    def back(params: PyTree) -> PyTree:
+        params = change.back(params)
+        return params if task.back is None else task.back(params)
+
+    def frozen(params: PyTree) -> PyTree:
+        both = (masks.resolve("freeze", each, params) for each in (task.freeze, change.freeze))
+        return jax.tree.map(operator.or_, *both)
+
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    shapes = shapes[0] if task.has_model_state else shapes
+    (factor, words), flops = change.flops, task.flops_per_step
+    return experiment.with_(
+        init_fn=init_fn,
+        params=task.params and (lambda: change.params(task.params(), None, stack)),
+        freeze=change.freeze if task.freeze is None else frozen,
+        back=back,
+        rules=change.rules(task.rules, shapes),
+        stages=stages,
+        flops_per_step=None if flops is None else factor * flops,
+        flops_formula=task.flops_formula and task.flops_formula + words,
+        config={**experiment.metadata.config, **change.record},
+        **fields,
+    )
