@@ -20,6 +20,8 @@ from jaxtrain import data, hf
 from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
+from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.hf import hub
 from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
@@ -72,6 +74,7 @@ class Config(jt.Config):
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str | None = None
+    lora: LoRA = dataclasses.field(default_factory=LoRA)
 
     @property
     def models(self) -> types.ModuleType:
@@ -113,16 +116,17 @@ class Source:
         if not self.is_run:
             return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
-        heads = [
-            (getattr(m, "head", None), getattr(m, "classes", None)) for m in (self.model, model)
-        ]
-        if heads[0] != heads[1]:
+        if _head(self.model) != _head(model):
             del params["head"]
         if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
         return params
+
+
+def _head(model: trained.Model) -> tuple[Any, Any]:
+    return getattr(model, "head", None), getattr(model, "classes", None)
 
 
 def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
@@ -302,7 +306,7 @@ def outline(
         begun = {name: source.told(name) for name in ("family", "special_tokens")}
         if model.positions == "rope":
             begun["context"] = source.context
-    return config.experiment(
+    experiment = config.experiment(
         name,
         batch=batch,
         train_batches=no_batches,
@@ -312,6 +316,25 @@ def outline(
         config={"model": dataclasses.asdict(model), "form": config.form} | begun | dict(stored),
         **of_layers(config, model) | {"derived": perplexity} | given,
     )
+    return with_additions(config, model, experiment)
+
+
+def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.Experiment:
+    """Returns the experiment with LoRA's additions, where flags ask for them; of a model with
+    another head than it begins with, that trains too."""
+    lora = config.lora
+    if lora == LoRA():
+        return experiment
+    if lora.rank is None:
+        raise ValueError("--lora.rank is not given, and other flags of --lora are: give it too")
+    if config.source is None:
+        raise ValueError(
+            f"--lora.rank is {lora.rank}: weights that stay have to be trained ones; give a model "
+            "with --init-from"
+        )
+    if _head(config.source.model) != _head(model):
+        lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
+    return apply(experiment, lora)
 
 
 def of_layers(config: Any, model: Any) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
-from jaxtrain.ops.linear import kernel_rules, low_rank
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree
 
 MESH = "data=2,fsdp=2,tensor=2"
 # The smallest experiments that have all parts; the text is that of this folder. Layers are scanned
@@ -224,17 +223,6 @@ def _multi_steps(experiment: Experiment) -> Experiment:
     )
 
 
-def _low_rank(experiment: Experiment) -> Experiment:
-    rules = experiment.task.rules
-    how = {"rank": 2, "alpha": 4.0, "rng": jax.random.key(1), "stacked": rules.stacked}
-
-    def init_fn(rng: jax.Array) -> PyTree:
-        return low_rank(experiment.task.init_fn(rng), "(attn|cross|mlp)/.*/kernel$", **how)
-
-    shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    return experiment.with_(init_fn=init_fn, rules=kernel_rules(rules, shapes))
-
-
 def _preferences(experiment: Experiment) -> Experiment:
     """Every two rows are an answer that is preferred to another."""
     model = trained.read_model(experiment.metadata.config, where="compose")
@@ -258,10 +246,8 @@ def _preferences(experiment: Experiment) -> Experiment:
 
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
-    frozen = ("--optimizer.freeze", "^(?!.*/(a|b)$)")
-    yield tune(
-        "low-rank kernels", flags=frozen, change=_low_rank, called="low.rank|kernel|freeze|frozen"
-    )
+    names = {"called": "lora|low.rank|kernel|freeze|frozen"}
+    yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
 

@@ -1,41 +1,48 @@
 """A change is a value that turns one experiment into another, such as DPO's reference or LoRA."""
 
 import operator
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 
 from jaxtrain.optim import masks
-from jaxtrain.sharding.rules import Rules
+from jaxtrain.sharding.rules import Rule, Rules, as_rules
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree
 
 
-class Change(Protocol):
-    """Protocol of what :func:`apply` takes. A library user calls its methods one by one."""
+class Change:
+    """What :func:`apply` takes: a subclass says what is not as before. A library user calls its
+    methods one by one."""
 
-    freeze: masks.Mask
+    freeze: ClassVar[masks.Mask] = ()
     """What does not train, as ``make_optimizer(freeze=)`` takes it."""
-    flops: tuple[float, str]
+    flops: ClassVar[tuple[float, str]] = (1, "")
     """The factor that it has on FLOPs, and what is added to the name of their formula."""
-    record: Mapping[str, Any]
-    """JSON-able data for the config of checkpoints, perhaps none, by which
+    record: ClassVar[Mapping[str, Any]] = {}
+    """JSON-able data for the config of checkpoints, by which
     :func:`jaxtrain.run.trained.load` finds the parameters of the plain model again."""
 
-    def params(self, params: PyTree, rng: jax.Array | None, stacked: Stack) -> PyTree:
+    def params(
+        self, params: PyTree, rng: jax.Array | None = None, stacked: Stack | None = None
+    ) -> PyTree:
         """Returns the changed parameters, in natural order. ``rng`` is the key of what is drawn;
         with None that is left out, and leaves may be weights that are yet to be read."""
+        return params
 
     def back(self, params: PyTree) -> PyTree:
         """Returns the parameters of the plain model: what is sampled from and exported."""
+        return params
 
-    def rules(self, rules: Rules, shapes: PyTree) -> Rules:
+    def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree = None) -> Rules:
         """Returns the sharding rules of the changed parameters."""
+        return as_rules(rules)
 
     def stages(self, stages: Stages | None) -> Stages | None:
         """Returns the changed model; None stands for a model without stages."""
+        return stages
 
 
 def apply(experiment: Any, change: Change, **fields: Any) -> Any:

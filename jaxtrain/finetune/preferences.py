@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.finetune.change import Change
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.rules import OptionalRules, Rule, Rules, as_rules
@@ -118,7 +119,7 @@ def dpo_loss(
 
 
 @dataclasses.dataclass(frozen=True)
-class DPO:
+class DPO(Change):
     """The change that makes policy and reference one model, for every mesh and every pipeline.
 
     Parameters that are stacked by layer hold the reference's under ``blocks/reference``, the others
@@ -140,7 +141,6 @@ class DPO:
     beta: float = 0.1
     freeze: ClassVar = (f"(^|/){REFERENCE}/",)
     flops: ClassVar = (4 / 3, ", and a third of it for the reference")
-    record: ClassVar = {}  # the policy's parameters lie where those of the model do
 
     def params(self, params: Mapping[str, Any], rng: Any = None, stacked: Any = None) -> dict:
         """Returns parameters that also hold themselves as the reference; no leaf is copied."""

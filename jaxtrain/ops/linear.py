@@ -118,7 +118,7 @@ def low_rank(
     *,
     rank: int,
     alpha: float,
-    rng: jax.Array,
+    rng: jax.Array | None,
     stacked: Stack | None = None,
 ) -> PyTree:
     """Puts :class:`LowRank` kernels in the place of kernels, as PEFT's LoRA begins.
@@ -131,7 +131,8 @@ def low_rank(
       pattern: a regex found in the paths of the kernels: ``r"/(q|v)/kernel$"``.
       rank: R.
       alpha: the added product is scaled by ``alpha / rank``.
-      rng: a key, from which each kernel takes one by its path.
+      rng: a key, from which each kernel takes one by its path; None leaves out ``a`` and ``b``, for
+        ``init_state(params=)``, and leaves may be weights that are yet to be read.
       stacked: which parameters are stacked by layer; those under ``blocks`` by default.
 
     Raises:
@@ -144,16 +145,18 @@ def low_rank(
      'blocks/q/kernel/b': (3, 2, 6)}
     """
     if rank < 1:
-        raise ValueError(f"rank is {rank}: use 1 or more")
+        raise ValueError(f"`rank` is {rank}: use 1 or more")
     stacked = stacked or Stack()
 
     def make(name: str, base: jax.Array) -> LowRank:
         lead = stacked.lead if stacked.holds(name) else 0
-        if base.ndim != lead + 2:
+        if len(base.shape) != lead + 2:
             raise ValueError(
                 f"parameter {name!r} has shape {base.shape}, of which {lead} axes are layers, and "
                 f"is no matrix: narrow the pattern {pattern!r}"
             )
+        if rng is None:
+            return LowRank(base, None, None, alpha / rank)
         *layers, D, F = base.shape
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
         bound = D**-0.5

@@ -1,6 +1,7 @@
 """Loads the model, parameters and tokenizer that a run of a shipped model has trained."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
@@ -17,7 +19,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
-from jaxtrain.sharding.rules import param_shardings
+from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
 
 # In the folder of a run whose tokenizer is not that of bytes.
@@ -39,9 +41,9 @@ Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
-    """Reads a run's model, parameters and tokenizer, which a model of images has not. Raises
-    FileNotFoundError where there is no checkpoint, and ValueError where a parameter does not fit
-    the mesh.
+    """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
+    added is merged. Raises FileNotFoundError where there is no checkpoint, and ValueError where a
+    parameter does not fit the mesh.
 
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
@@ -52,10 +54,17 @@ def load(
         stored = checkpoints.config(step)
         model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
         module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
-        shapes = jax.eval_shape(lambda: module.init(model, jax.random.key(0)))
+        change, rules, places = LoRA.of(stored), as_rules(module.RULES), None
+        stack, key = module.stages(model).stacked, jax.random.key(0)
+        plain = jax.eval_shape(functools.partial(module.init, model), key)
+        shapes = jax.eval_shape(lambda key: change.params(module.init(model, key), key, stack), key)
         if mesh is not None:
-            shapes = shapes_on(shapes, param_shardings(shapes, mesh, module.RULES))
+            places = param_shardings(plain, mesh, rules)
+            parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
+            shapes = shapes_on(shapes, parts)
         params = checkpoints.restore_params(shapes, step)
+    if change.rank is not None:
+        params = jax.jit(change.back, out_shardings=places)(params)
     if module is vit:
         return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.

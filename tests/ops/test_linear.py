@@ -107,7 +107,7 @@ def test_the_parts_of_a_kernel_are_sharded_as_the_rule_of_the_whole_says():
     [
         ("/keernel$", 1, "pattern '/keernel.' matches no parameter; there are blocks/q/bias"),
         ("/q/", 1, r"'blocks/q/bias' has shape \(4, 8\), of which 1 axes are layers, and is no ma"),
-        ("kernel", 0, "rank is 0: use 1 or more"),
+        ("kernel", 0, "`rank` is 0: use 1 or more"),
     ],
 )
 def test_what_cannot_be_put_in_place_is_refused(pattern, rank, message):

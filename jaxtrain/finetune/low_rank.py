@@ -1,0 +1,79 @@
+"""LoRA, the change that trains low-rank additions to kernels, which stay themselves.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685; the scale alpha / sqrt(rank) is that of
+Kalajdzievski 2023, https://arxiv.org/abs/2312.03732.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxtrain.finetune.change import Change
+from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
+from jaxtrain.optim import masks
+from jaxtrain.sharding.rules import Rule, Rules
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA(Change):
+    """Low-rank additions to kernels, which train in their place; at first they change nothing."""
+
+    rank: int | None = None
+    """Rank of the additions, such as 16; left out, there are none."""
+    targets: tuple[str, ...] = ("/(attn|cross|mlp)/.*kernel$",)
+    """Regexes found in the paths of kernels, of which the first that matches decides; q/kernel$=8
+    has a rank of its own."""
+    alpha: float = 32.0
+    """Additions are scaled by alpha / rank."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    train: tuple[str, ...] = ()
+    """Regexes of the paths of other parameters that train, such as ^head/ or norm."""
+
+    flops: ClassVar = (2 / 3, ", two thirds of it where weights have no gradient")
+    record = property(lambda self: {"low_rank": dataclasses.asdict(self)})
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "LoRA":
+        """Returns the change of a checkpoint's config; that without a rank where it has none."""
+        fields = config.get("low_rank", {}).items()
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields})
+
+    def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
+        stack = stacked or Stack()
+        ranks = {name: len(x.shape) - stack.holds(name) for name, x in named_leaves(params).items()}
+        left = [name for name, ndim in ranks.items() if ndim == 2]
+        for target in self.targets if self.rank is not None else ():
+            pattern, _, own = target.rpartition("=")
+            has_own = pattern and own.isdecimal()
+            pattern, rank = (pattern, int(own)) if has_own else (target, self.rank)
+            if not (found := [name for name in left if re.search(pattern, name)]):
+                raise ValueError(
+                    f"`targets` has {target!r}, which finds none of the model's kernels "
+                    f"{', '.join(left)}: correct it"
+                )
+            left = [name for name in left if name not in found]
+            alpha = self.alpha * max(rank, 1) ** (0.5 if self.rank_stabilized else 0)
+            how = {"rank": rank, "alpha": alpha, "rng": rng, "stacked": stack}
+            params = low_rank(params, f"^({'|'.join(map(re.escape, found))})$", **how)
+        return params
+
+    def freeze(self, params: PyTree) -> PyTree:
+        """Returns the mask of what stays: all but the additions and what ``train`` names."""
+        is_added = lambda x: isinstance(x, LowRank)  # noqa: E731
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_added)
+        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if is_added(leaf) for x in "ab"}
+        masks.check_matches("train", self.train, params)
+        trains = lambda name: name in added or any(re.search(p, name) for p in self.train)  # noqa: E731
+        return map_named(lambda name, _: not trains(name), params)
+
+    def back(self, params: PyTree) -> PyTree:
+        return merge(params)
+
+    def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
+        return kernel_rules(rules, shapes)
