@@ -35,7 +35,7 @@ from jaxtrain.tree import map_named, named_leaves
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
     # Where they lie; what they hold has a fingerprint.
-    **dict.fromkeys(("data", "field", "tokenizer", "init_from"), Effect.SAME),
+    **dict.fromkeys(("data", "field", "tokenizer", "init_from", "adapter"), Effect.SAME),
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
@@ -75,6 +75,9 @@ class Config(jt.Config):
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str | None = None
     lora: LoRA = dataclasses.field(default_factory=LoRA)
+    adapter: str | None = None
+    """A folder of PEFT's files, with LoRA's additions to the model of --init-from to begin with;
+    it says their ranks, targets and alpha."""
 
     @property
     def models(self) -> types.ModuleType:
@@ -322,19 +325,29 @@ def outline(
 def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.Experiment:
     """Returns the experiment with LoRA's additions, where flags ask for them; of a model with
     another head than it begins with, that trains too."""
-    lora = config.lora
+    lora, source, found = config.lora, config.source, {}
+    if config.adapter is not None:
+        if source is None or lora != LoRA(train=lora.train):
+            mend = "leave --lora.rank and the like out" if source else "give that with --init-from"
+            raise ValueError(
+                f"--adapter is {config.adapter}: it has its own ranks, over a model; {mend}"
+            )
+        own, found = hf.adapters.read(config.adapter, model, family=source.told("family"))
+        lora = dataclasses.replace(own, train=lora.train)
     if lora == LoRA():
         return experiment
     if lora.rank is None:
         raise ValueError("--lora.rank is not given, and other flags of --lora are: give it too")
-    if config.source is None:
+    if source is None:
         raise ValueError(
             f"--lora.rank is {lora.rank}: weights that stay have to be trained ones; give a model "
             "with --init-from"
         )
-    if _head(config.source.model) != _head(model):
+    if _head(source.model) != _head(model):
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
-    return apply(experiment, lora)
+    changed = apply(experiment, lora)
+    begin = changed.task.params
+    return changed.with_(params=lambda: hf.adapters.placed(begin(), found)) if found else changed
 
 
 def of_layers(config: Any, model: Any) -> dict[str, Any]:

@@ -165,11 +165,15 @@ MADE = {
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out MODEL",
     ],
-    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS": [
+    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS|runs/lora": [
         f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"
     ],
     r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
-    r"^(?!.*rows\.csv).*MODEL|PAIRS": ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/lora": ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"--run runs/lora|ADAPTER": [
+        f"{GPT_RUN} runs/lora --init-from MODEL --lora.rank 2".replace(SIZES, "--seq-len 32")
+    ],
+    r"--adapter ADAPTER": ["jaxtrain hf export --run runs/lora --out ADAPTER --adapter"],
     r"data PAIRS": [
         f"{TOKENIZE} pairs.jsonl --tokenizer MODEL/tokenizer.json --chat-template chatml "
         "--out PAIRS",

@@ -1,5 +1,6 @@
 """Hugging Face weights and configs, both ways: see README.md beside this file."""
 
+from jaxtrain.hf import adapters
 from jaxtrain.hf.weights import (
     check,
     family_name,
@@ -12,6 +13,7 @@ from jaxtrain.hf.weights import (
 )
 
 __all__ = [
+    "adapters",
     "check",
     "family_name",
     "load",

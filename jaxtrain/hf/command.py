@@ -10,7 +10,7 @@ import tyro
 
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
-from jaxtrain.hf import hub, weights
+from jaxtrain.hf import adapters, hub, weights
 from jaxtrain.hf.family import INERT, OFF
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import check_on_disk, json_text, read_json
@@ -45,6 +45,9 @@ class ExportOptions:
     """Such as mistral; by default the one that the run began from, or the first that fits."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """Dtype of the exported weights; default: the dtype in which the run keeps its parameters."""
+    adapter: bool = False
+    """Write what a run with --lora.rank has added alone, as files that PEFT opens over the model
+    that the run began from."""
     max_shard_gb: float = weights.SHARD_BYTES / 1e9
     """Size of one file at most, in 10^9 bytes."""
 
@@ -97,6 +100,8 @@ def _export(options: ExportOptions) -> int:
     if not 0 < options.max_shard_gb < float("inf"):  # nor NaN
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0")
     check_on_disk(options.out, "--out")
+    if options.adapter:
+        return _export_adapter(options)
     model, params, tokenizer = trained.load(options.run, options.step)
     stored = trained.stored(options.run)
     if context := stored.get("context"):
@@ -129,6 +134,16 @@ def _export(options: ExportOptions) -> int:
         files=files,
     )
     print(f"{options.out}: {weights.family_name(options.out)}, opened by transformers as it is")
+    return 0
+
+
+def _export_adapter(options: ExportOptions) -> int:
+    model, kernels = trained.additions(options.run, options.step)
+    stored = trained.stored(options.run)
+    names = {"family": options.family or stored.get("family"), "form": stored.get("form")}
+    base = stored.get("flags", {}).get("init_from")
+    adapters.save(options.out, model, kernels, base=base, **names)
+    print(f"{options.out}: {len(kernels)} kernels, opened by peft over {base}")
     return 0
 
 

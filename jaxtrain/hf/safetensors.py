@@ -52,14 +52,14 @@ class Tensor:
         return there.reshape(self.shape)[index]
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
+def tensors_in(folder: Path, stem: str = "model") -> dict[str, Tensor]:
     """Returns the tensors of a model's files by name: of one file, or else of an index's shards.
-    Raises FileNotFoundError where there is no model, and ValueError where the weights are pickled;
-    a file or the index is not what it should be."""
+    ``stem`` is the name of the one file. Raises FileNotFoundError where there is no model, and
+    ValueError where the weights are pickled; a file or the index is not what it should be."""
     # Where a folder has both, transformers reads the single file too.
-    if is_file(folder / "model.safetensors"):
-        return _tensors(folder / "model.safetensors")
-    if is_file(folder / INDEX):
+    if is_file(folder / f"{stem}.safetensors"):
+        return _tensors(folder / f"{stem}.safetensors")
+    if stem == "model" and is_file(folder / INDEX):
         places = read_json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(
             isinstance(file, str) and _SHARD.fullmatch(file) for file in places.values()
@@ -81,7 +81,8 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
             f"'{folder}' holds pickled weights ({pickled}), and reading those runs whatever code "
             "is in them: have transformers save the model again, as safetensors"
         )
-    raise FileNotFoundError(f"there is no model.safetensors and no {INDEX} in '{folder}'")
+    index = f" and no {INDEX}" if stem == "model" else ""
+    raise FileNotFoundError(f"there is no {stem}.safetensors{index} in '{folder}'")
 
 
 def write(
@@ -90,6 +91,7 @@ def write(
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     max_shard_bytes: int,
+    stem: str = "model",
 ) -> None:
     """Writes a model's tensors to one file, or to shards with an index, in a folder that exists.
 
@@ -104,7 +106,7 @@ def write(
             room = max_shard_bytes
         shards[-1][name] = (shape, dtype, size)
         room -= size
-    files = ["model.safetensors"]
+    files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         index = {"metadata": {"total_size": sum(s for shard in shards for *_, s in shard.values())}}

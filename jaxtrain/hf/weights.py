@@ -226,7 +226,7 @@ def save(
     folder = Path(folder)
     chosen = family_for(config, family)
     theirs = chosen.config_json(config)
-    _check_new(folder)
+    check_new(folder)
     rows, shapes = chosen.rows_of(config)
     leaves, shapes = named_leaves(params), named_leaves(shapes)
     for path in sorted(shapes.keys() | leaves.keys()):
@@ -396,7 +396,7 @@ _NORMS = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _NORM_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
-def _check_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
     """Refuses a folder whose files transformers would take for the new model's."""
     if is_file(folder):
         raise ValueError(f"'{folder}' is a file: give a folder")

@@ -1,8 +1,8 @@
 """Loads the model, parameters and tokenizer that a run of a shipped model has trained."""
 
 import dataclasses
-import functools
 import os
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +15,14 @@ from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+from jaxtrain.ops.linear import LowRank
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
+from jaxtrain.tree import path_name
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -48,17 +50,13 @@ def load(
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
     """
-    folder = as_path(run)
     with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
         stored = checkpoints.config(step)
-        model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-        module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
-        change, rules, places = LoRA.of(stored), as_rules(module.RULES), None
-        stack, key = module.stages(model).stacked, jax.random.key(0)
-        plain = jax.eval_shape(functools.partial(module.init, model), key)
-        shapes = jax.eval_shape(lambda key: change.params(module.init(model, key), key, stack), key)
+        model, module, change, shapes = _shapes_of(checkpoints, stored)
+        places = None
         if mesh is not None:
+            plain, rules = jax.eval_shape(change.back, shapes), as_rules(module.RULES)
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
@@ -70,7 +68,35 @@ def load(
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
         return model, params, data.ByteTokenizer()
-    return model, params, data.SubwordTokenizer.load(folder / TOKENIZER_FILE)
+    return model, params, data.SubwordTokenizer.load(as_path(run) / TOKENIZER_FILE)
+
+
+def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank]]:
+    """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
+    checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
+    with open_checkpoints(run) as checkpoints:
+        step = checkpoints.best_step() if step is None else step
+        model, _, change, shapes = _shapes_of(checkpoints, checkpoints.config(step))
+        if change.rank is None or change.train:
+            more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
+            raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
+        is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
+        found = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_kernel)
+        kernels = {path_name(path): x for path, x in found if is_kernel(x)}
+        kernels = {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
+        return model, checkpoints.restore_params(kernels, step)
+
+
+def _shapes_of(
+    checkpoints: Checkpointer, stored: Mapping[str, Any]
+) -> tuple[Model, types.ModuleType, LoRA, dict]:
+    """The model that a checkpoint's config says, its module, the change that it was trained with,
+    and the shapes of its parameters."""
+    model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
+    module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
+    change, stack = LoRA.of(stored), module.stages(model).stacked
+    make = lambda key: change.params(module.init(model, key), key, stack)  # noqa: E731
+    return model, module, change, jax.eval_shape(make, jax.random.key(0))
 
 
 def open_checkpoints(run: str) -> Checkpointer:

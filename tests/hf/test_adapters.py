@@ -1,0 +1,144 @@
+"""LoRA's additions in PEFT's files: what is written is read, and PEFT computes the same with it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.gpt import Config, outline
+from jaxtrain import hf
+from jaxtrain.build import make_experiment_mesh, make_state, natural
+from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.hf import adapters
+from jaxtrain.models import decoder
+from jaxtrain.ops.linear import LowRank, merge
+from jaxtrain.run.main import parse
+from jaxtrain.tree import path_name
+from tests.commands import run
+from tests.hf import models
+from tests.hf.test_command import save_run
+
+MODEL = decoder.DecoderConfig(vocab_size=61, seq_len=16, layers=2, width=32, heads=4)
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
+is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
+
+
+def with_additions(change, params):
+    """Parameters whose additions are not 0, and their kernels by path."""
+    r = np.random.default_rng(0)
+    params = change.params(params, jax.random.key(1))
+    draw = lambda x: dataclasses.replace(x, b=r.normal(0, 0.1, x.b.shape).astype("f"))  # noqa: E731
+    params = jax.tree.map(lambda x: draw(x) if is_kernel(x) else x, params, is_leaf=is_kernel)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
+    return params, {path_name(path): x for path, x in leaves if is_kernel(x)}
+
+
+# Of c_attn alone v and q have additions, of different ranks and so of different scales.
+CHANGES = [
+    LoRA(4, alpha=6.0),
+    LoRA(4, ("/q/kernel=2", "/v/kernel", "mlp/down"), alpha=3.0, rank_stabilized=True),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["all", "some"])
+def test_what_is_written_is_read(change, tmp_path):
+    plain = decoder.init(MODEL, jax.random.key(0))
+    params, kernels = with_additions(change, plain)
+    adapters.save(tmp_path, MODEL, kernels)
+    again, found = adapters.read(tmp_path, MODEL)
+    expected, read = merge(params), adapters.placed(again.params(plain), found)
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, merge(read), expected)
+
+
+def test_a_run_writes_its_additions_and_another_begins_with_them(tmp_path, capsys):
+    model = dataclasses.replace(MODEL, vocab_size=257)
+    hf.save(tmp_path / "base", model, decoder.init(model, jax.random.key(0)))
+    begin = ["--tokenizer", "bytes", "--init-from", str(tmp_path / "base")]
+    experiment = outline(parse(Config, [*begin, "--lora.rank", "3", "--lora.targets", "attn"]))
+    change = LoRA.of(experiment.metadata.config)
+    params, _ = with_additions(change, decoder.init(model, jax.random.key(0)))
+    save_run(tmp_path / "run", experiment, params)
+    out = str(tmp_path / "out")
+    status, printed, error = run(
+        capsys, "hf", "export", "--run", str(tmp_path / "run"), "--out", out, "--adapter"
+    )
+    assert (status, "4 kernels, opened by peft over " in printed) == (0, True), printed + error
+    more = ["--adapter", out, "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"]
+    experiment = outline(parse(Config, [*begin, *more]))
+    state = natural(experiment, make_state(experiment, make_experiment_mesh(experiment)))
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, state.params, merge(params))
+    for given, message in (
+        (["--adapter", out], "--adapter is .*: it has its own ranks, over a model; give that with"),
+        ([*begin, "--adapter", out, "--lora.rank", "2"], "leave --lora.rank and the like out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            outline(parse(Config, given))
+
+
+def test_what_is_no_lora_of_ours_is_refused(tmp_path):
+    kernels = with_additions(CHANGES[1], decoder.init(MODEL, jax.random.key(0)))[1]
+    adapters.save(tmp_path, MODEL, kernels)
+    with pytest.raises(ValueError, match="no place"):
+        adapters.read(tmp_path, dataclasses.replace(MODEL, layers=1))
+    with pytest.raises(ValueError, match=r"no addition to 'transformer.h.2.attn.c_attn'"):
+        adapters.read(tmp_path, dataclasses.replace(MODEL, layers=3))
+    config = tmp_path / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"use_dora": True}))
+    with pytest.raises(
+        ValueError, match="use_dora True, which is not read here: merge the adapter"
+    ):
+        adapters.read(tmp_path, MODEL)
+
+
+TARGETS = {
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "llama": ["q_proj", "v_proj", "down_proj"],
+}
+OPTIONS = [{}, {"use_rslora": True}, {"rank_pattern": {"X": 2}, "alpha_pattern": {"X": 32}}]
+
+
+def logits(params, config):
+    return np.asarray(decoder.logits(config, params, TOKENS))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_their_adapters_have_their_logits_here(name, options, tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    models.save(name, tmp_path / "base")
+    base = models.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    options = {k: x if x is True else dict.fromkeys([TARGETS[name][-1]], x["X"]) for k, x in options.items()}  # fmt: skip # noqa: E501
+    how = peft.LoraConfig(r=4, lora_alpha=12, target_modules=TARGETS[name], **options)
+    theirs = peft.get_peft_model(base, how).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for path, x in theirs.named_parameters():
+            if "lora_" in path:
+                x.add_(0.2 * torch.randn(x.shape))
+        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+        theirs.save_pretrained(tmp_path / "adapter")
+    config, plain = hf.read_config(tmp_path / "base"), hf.load(hf.open_weights(tmp_path / "base"))
+    change, found = adapters.read(tmp_path / "adapter", config, family=name)
+    got = logits(adapters.placed(change.params(plain), found), config)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert np.abs(expected - logits(plain, config)).max() > 0.1
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("change", CHANGES, ids=["all", "some"])
+def test_our_adapters_have_our_logits_there(name, change, tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    models.save(name, tmp_path / "base")
+    config, plain = hf.read_config(tmp_path / "base"), hf.load(hf.open_weights(tmp_path / "base"))
+    params, kernels = with_additions(change, plain)
+    adapters.save(tmp_path / "adapter", config, kernels, family=name, base=str(tmp_path / "base"))
+    with torch.no_grad():
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        got = theirs(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(got, logits(params, config), atol=1e-4)
+    assert np.abs(got - logits(plain, config)).max() > 0.1
