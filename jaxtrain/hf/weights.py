@@ -368,7 +368,7 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
         config = family.config(theirs)
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}': {error}") from None
-    return family, family.settle(config, lambda: safetensors.tensors_in(folder))
+    return family, family.settle(config, lambda: safetensors.tensors_in(path.parent))
 
 
 def _head(config: ModelConfig) -> tuple[Any, ...]:

@@ -251,3 +251,11 @@ def test_what_is_generated_is_what_transformers_generates(name, choice, folder_o
     np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
     assert (np.asarray(found[:, expected.shape[1] :]) == 1).all()
     assert len(np.unique(expected)) > 1
+
+
+@pytest.mark.parametrize("as_given", [str, lambda path: path])
+def test_a_folder_with_a_shared_head_may_be_a_string(as_given, tmp_path):
+    sizes = dict(vocab_size=61, layers=1, width=16, heads=2, kv_heads=2, mlp_width=24)
+    model = dataclasses.replace(t5.tiny(), **sizes, scaled_head=False, tied=True)
+    hf.save(tmp_path, model, t5.init(model, jax.random.key(0)))
+    assert hf.read_config(as_given(tmp_path)).width == model.width
