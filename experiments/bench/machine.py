@@ -6,6 +6,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -106,6 +107,16 @@ class MatrixProducts:
     def __call__(self) -> None:
         """Computes the chain and waits for it."""
         jax.block_until_ready(self._chain(self._matrix))
+
+
+def products_rate(dtype: Any) -> float:
+    """FLOP/s of the fastest of a few chains of matrix products."""
+    products, times = MatrixProducts(dtype), []
+    for _ in range(6):
+        start = time.perf_counter()
+        products()
+        times.append(time.perf_counter() - start)
+    return products.flops / min(times)
 
 
 def _output(*command: str) -> str:

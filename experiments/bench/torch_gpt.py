@@ -127,26 +127,3 @@ def make_step(
         return loss
 
     return step
-
-
-class MatrixProducts:
-    """PyTorch's chain of square matrix products: :class:`experiments.bench.machine.MatrixProducts`.
-
-    Args:
-      size: of the matrices' sides.
-      count: of the products.
-      dtype: of the operands.
-      device: to compute on.
-    """
-
-    def __init__(self, size: int, count: int, dtype: torch.dtype, device: str):
-        self.size, self.count = size, count
-        self.flops = 2 * size**3 * count
-        self._matrix = (torch.randn(size, size, device=device) / size**0.5).to(dtype)
-
-    def __call__(self) -> None:
-        """Computes the chain and waits for it."""
-        x = self._matrix
-        for _ in range(self.count):
-            x = x @ self._matrix
-        x[0, 0].item()
