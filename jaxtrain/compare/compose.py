@@ -22,7 +22,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -125,35 +124,14 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
             yield refused(cell, str(error))
         else:
             laid.append((cell, layout))
-    yield from _compared(experiment, [each for each in laid if not each[0].runs])
+    reference = parity.reference_of(experiment, STEPS)
+    steps = [each for each in laid if not each[0].runs]
+    programs = parity.compiled(experiment, [layout for _, layout in steps])
+    for (cell, _), (number, program) in zip(steps, programs, strict=True):
+        yield _tried(cell, lambda p=program, n=number: parity.run_layout(p.result(), reference(n)))
     for cell, layout in laid:
         if cell.runs:
             yield _tried(cell, functools.partial(_run, cell, experiment, layout))
-
-
-def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) -> Iterator[Cell]:
-    """Compares meshes with one device; while one is run, the next is compiled."""
-    alone = Layout.parse("", experiment.layout)
-
-    @functools.cache
-    def reference(microbatches: int) -> Any:
-        return parity.run_one_device(parity.compile_on(experiment, alone, microbatches), STEPS)
-
-    def errors(program: Future, microbatches: int) -> Mapping[str, tuple[float, str]]:
-        return parity.run_layout(program.result(), reference(microbatches))
-
-    with ThreadPoolExecutor(parity.COMPILERS) as pool:
-        for start in range(0, len(cells), 8):
-            some = cells[start : start + 8]
-            numbers = [
-                x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for _, x in some
-            ]
-            programs = [
-                pool.submit(parity.compile_on, experiment, layout, number, replays=True)
-                for (_, layout), number in zip(some, numbers, strict=True)
-            ]
-            for (cell, _), number, program in zip(some, numbers, programs, strict=True):
-                yield _tried(cell, functools.partial(errors, program, number))
 
 
 def _tried(cell: Together, errors: Callable[[], Mapping[str, tuple[float, str]]]) -> Cell:

@@ -31,7 +31,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ DEVICES = 8
 
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
 # busy, so several programs are compiled at once.
-COMPILERS = 2
+COMPILERS, AHEAD = 2, 8
 COMPILER_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_allow_excess_precision": False,  # see the top of this module
@@ -270,34 +270,48 @@ def compare(
     experiment = experiment.with_(policy=policy)
     read = functools.partial(type(experiment.layout).parse, base=experiment.layout)
     layouts = {text: read(text) for text in layouts}
-    # An accumulation has its number everywhere; else a pipeline alone has microbatches.
-    numbers = [
-        x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for x in layouts.values()
-    ]
-    accumulate = experiment.layout.accumulate
+    reference = reference_of(experiment, steps)
+    each = compiled(experiment, list(layouts.values()))
+    for layout, (number, program) in zip(layouts, each, strict=True):
+        if number == experiment.layout.accumulate:
+            reference(number)  # what one device refuses is no layout's fault
+        try:
+            found = Comparison(layout, run_layout(program.result(), reference(number)))
+        except ValueError as error:
+            found = Comparison(layout, refusal=str(error))
+        if explain is not None and not found.agrees(explain):
+            one = compile_on(experiment, read(""), number, replays=True)
+            why = difference_on(one, program.result(), reference(number))
+            found = dataclasses.replace(found, difference=why)
+        yield found
+
+
+def reference_of(experiment: Experiment, steps: int) -> Callable[[int], list[Step]]:
+    """Returns what trains on one device with so many microbatches, once for each number."""
+    alone = Layout.parse("", experiment.layout)
+    compiled_with = functools.partial(compile_on, experiment, alone)
+    return functools.cache(lambda number: run_one_device(compiled_with(number), steps))
+
+
+def compiled(
+    experiment: Experiment, layouts: Sequence[Layout]
+) -> Iterator[tuple[int, "Future[Program]"]]:
+    """Compiles for layouts, a few of them ahead of the one that is run.
+
+    Yields:
+      The number of microbatches on one device, and the program that is being compiled.
+    """
     pool = ThreadPoolExecutor(COMPILERS)
     try:
-        alone = {
-            number: pool.submit(compile_on, experiment, read(""), number)
-            for number in dict.fromkeys(numbers)
-        }
-        programs = [
-            pool.submit(compile_on, experiment, layout, number, replays=True)
-            for layout, number in zip(layouts.values(), numbers, strict=True)
-        ]
-        run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
-        if accumulate in alone:
-            run(accumulate)  # what one device refuses is no layout's fault
-        for layout, number, program in zip(layouts, numbers, programs, strict=True):
-            try:
-                found = Comparison(layout, run_layout(program.result(), run(number)))
-            except ValueError as error:
-                found = Comparison(layout, refusal=str(error))
-            if explain is not None and not found.agrees(explain):
-                one = compile_on(experiment, read(""), number, replays=True)
-                why = difference_on(one, program.result(), run(number))
-                found = dataclasses.replace(found, difference=why)
-            yield found
+        for start in range(0, len(layouts), AHEAD):
+            some = []
+            for layout in layouts[start : start + AHEAD]:
+                # An accumulation has its number everywhere; else a pipeline alone has microbatches.
+                number = layout.accumulate
+                number = number if number > 1 else layout.microbatches(layout.mesh.pipe)
+                program = pool.submit(compile_on, experiment, layout, number, replays=True)
+                some.append((number, program))
+            yield from some
     finally:
         pool.shutdown(cancel_futures=True)
 
