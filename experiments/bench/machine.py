@@ -79,15 +79,8 @@ def products_shape(backend: str) -> tuple[int, int]:
 
 
 class MatrixProducts:
-    """A chain of square matrix products on one device, the yardstick of utilisation.
-
-    Args:
-      dtype: of the operands; products accumulate as the backend's default has it, as in a step.
-
-    Attributes:
-      flops: of one call.
-      size: of the matrices' sides.
-    """
+    """A chain of square matrix products on one device, the yardstick of utilisation; they
+    accumulate as the backend's default has it, as in a step."""
 
     def __init__(self, dtype: Any):
         self.size, self.count = products_shape(jax.default_backend())

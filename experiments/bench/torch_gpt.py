@@ -98,13 +98,8 @@ def make_step(
     compiled: bool,
     bf16: bool,
 ):
-    """Returns ``step(tokens, targets) -> loss``, which updates the model in place.
-
-    Args:
-      model: on its device.
-      compiled: through ``torch.compile``.
-      bf16: autocast to bfloat16, with float32 parameters and optimizer state.
-    """
+    """Returns ``step(tokens, targets) -> loss``, which updates the model in place on its device; of
+    ``bf16`` are its products, not its parameters and the optimizer's state."""
     parameters = list(model.parameters())
     device = parameters[0].device
     optimizer = torch.optim.AdamW(
