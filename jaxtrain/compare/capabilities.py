@@ -118,12 +118,9 @@ def _layouts() -> Iterator[Capability]:
         yield Capability(name, "layout", layout=layout, needs=needs)
 
 
-def _precisions() -> Iterator[Capability]:
+def _optimizers() -> Iterator[Capability]:
     for name in ("bf16", "pure_bf16", "fp16"):
         yield Capability(name, "precision", flags=("--precision", name), called=f"precision|{name}")
-
-
-def _optimizers() -> Iterator[Capability]:
     for name in OPTIMIZERS:
         yield Capability(name, "optimizer", flags=("--optimizer.name", name))
     for name, *flags in (
@@ -213,21 +210,18 @@ def _multi_steps(experiment: Experiment) -> Experiment:
 
 
 def _changes() -> Iterator[Capability]:
-    """What users write in Python."""
+    """What users write in Python, and what a run does."""
     own = functools.partial(Capability, group="of one's own")
     engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
-
-
-def _runs() -> Iterator[Capability]:
     yield Capability("saved and resumed", "run", resumes=True, called="resume|run")
 
 
 def capabilities() -> tuple[Capability, ...]:
     """All capabilities, in the order of the table."""
-    parts = (_layouts, _precisions, _optimizers, _tasks, _models, _changes, _runs)
+    parts = (_layouts, _optimizers, _tasks, _models, _changes)
     return tuple(each for part in parts for each in part())
 
 

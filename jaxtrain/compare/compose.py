@@ -41,15 +41,8 @@ STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The outcome of capabilities tried together.
-
-    Args:
-      names: of the capabilities.
-      outcome: "equal", "refused", "fault" or "needs".
-      text: the largest error and where; the refusal; the fault; the hardware.
-      command: that repeats it.
-      seconds: that it took.
-    """
+    """The outcome of capabilities tried together: "equal", "refused", "fault" or "needs", and in
+    ``text`` the largest error and where, the refusal, the fault, or the hardware."""
 
     names: tuple[str, ...]
     outcome: str
@@ -66,12 +59,9 @@ def pairs(all_of: Sequence[Capability]) -> list[Together]:
 def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
     """One of several parts of about equal size, the same in every process; cells that share what
     they are compared with are together, up to 64."""
-    tasks: dict[tuple, list[Together]] = {}
-    for cell in cells:
-        tasks.setdefault(cell.shared, []).append(cell)
     groups = [
         (-len(some[n : n + 64]), zlib.crc32(" ".join(task).encode()), n, some[n : n + 64])
-        for task, some in tasks.items()
+        for task, some in _by_task(cells).items()
         for n in range(0, len(some), 64)
     ]
     filled: list[list[Together]] = [[] for _ in range(parts)]
@@ -81,20 +71,17 @@ def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
 
 
 def compose(cells: Iterable[Together]) -> Iterator[Cell]:
-    """Tries capabilities together, task by task.
-
-    Args:
-      cells: what to try, from :func:`pairs`.
-
-    Yields:
-      What came of each.
-    """
-    by_task: dict[tuple, list[Together]] = {}
-    for cell in cells:
-        by_task.setdefault(cell.shared, []).append(cell)
-    for those in by_task.values():
+    """Tries capabilities together, task by task, and yields what came of each."""
+    for those in _by_task(cells).values():
         yield from _try_task(those)
         jax.clear_caches()
+
+
+def _by_task(cells: Iterable[Together]) -> dict[tuple, list[Together]]:
+    tasks: dict[tuple, list[Together]] = {}
+    for cell in cells:
+        tasks.setdefault(cell.shared, []).append(cell)
+    return tasks
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
