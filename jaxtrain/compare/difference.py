@@ -142,14 +142,8 @@ def one_device(mesh: Mesh) -> Mesh:
 
 
 def difference_of(alone: tuple, spread: tuple, *, compiler_options=None) -> Difference | None:
-    """Finds the first difference of two traced programs.
-
-    Args:
-      alone: the program of one device: its closed jaxpr, its arguments, and a function that gives
-        the context to trace in.
-      spread: the program of a mesh, alike.
-      compiler_options: for XLA.
-    """
+    """Finds the first difference of the programs of one device and of a mesh: of each the closed
+    jaxpr, the arguments, and a function that gives the context to trace in."""
     jaxpr, args, context = alone
     avals = [v.aval for e in equations(jaxpr.jaxpr) for v in e.outvars]
     dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype")}
@@ -230,7 +224,8 @@ class _Search:
     def begins(self, value: Value) -> bool:
         """Whether a value is wrong in an iteration in which its operands are right."""
         wrong = ~self.right(value)
-        agree = [_over(right, wrong.ndim) for _, right in self.inputs(value)]
+        rights = [right for _, right in self.inputs(value)]
+        agree = [x.reshape(x.shape + (1,) * (wrong.ndim - x.ndim)) for x in rights]
         return value.name not in BOUNDS and bool(
             np.any(functools.reduce(np.logical_and, agree, wrong))
         )
@@ -390,10 +385,6 @@ def _iterations(data: Any, value: Value) -> np.ndarray:
     return data.reshape((*data.shape[:first], math.prod(value.loops), *data.shape[last:]))
 
 
-def _over(right: np.ndarray, ndim: int) -> np.ndarray:
-    return right.reshape(right.shape + (1,) * (ndim - right.ndim))
-
-
 def _finite(x: Any) -> np.ndarray:
     return np.nan_to_num(np.asarray(x).astype(np.float64), posinf=0, neginf=0)
 
@@ -455,9 +446,5 @@ def _libraries() -> tuple[str, ...]:
 
 def _short(name: str) -> str:
     """A path from the working folder, where it lies in that."""
-    path = pathlib.Path(name)
-    return (
-        str(path.relative_to(pathlib.Path.cwd()))
-        if path.is_relative_to(pathlib.Path.cwd())
-        else name
-    )
+    here, path = pathlib.Path.cwd(), pathlib.Path(name)
+    return str(path.relative_to(here)) if path.is_relative_to(here) else name

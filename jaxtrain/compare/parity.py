@@ -214,10 +214,8 @@ def parity(
     if policy not in TOLERANCES:
         raise ValueError(f"policy {policy!r} is not compared: use one of {', '.join(TOLERANCES)}")
     tolerance = TOLERANCES[policy] if tolerance is None else tolerance
-    explained = {"explain": tolerance if explain else None}
-    comparisons = list(
-        compare(experiment, layouts=layouts, steps=steps, policy=policy, **explained)
-    )
+    given = {"steps": steps, "policy": policy, "explain": tolerance if explain else None}
+    comparisons = list(compare(experiment, layouts=layouts, **given))
     console = Console(file=io.StringIO(), width=120)
     agree = report(comparisons, tolerance=tolerance, console=console)
     table = console.file.getvalue().rstrip()
@@ -533,12 +531,8 @@ def groups(
     """The leaves of a tree by what their path has in front of a parameter's path.
 
     A stacked parameter, and what an optimizer keeps of it, is one leaf per layer, unless what lies
-    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`).
-
-    Args:
-      tree: of arrays.
-      params: the parameters by path.
-      stack: which of them are stacked.
+    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`). ``params`` are the parameters
+    by path.
     """
     result: dict[str, dict[str, np.ndarray]] = {}
     fits = stack.fits(params)

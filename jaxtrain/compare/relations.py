@@ -71,7 +71,8 @@ def relate(found: Any, expected: Any, axes: Mapping[str, int], bound: float) -> 
     candidates = [c for c in candidates if not c[1]]
     for split, _, whole, rest in candidates:
         for over in _subsets(rest):
-            dims, count = tuple(map(rest.index, over)), math.prod(map(_size(whole, rest), over))
+            dims = tuple(map(rest.index, over))
+            count = math.prod(whole.shape[d] for d in dims)
             for kind, reduce in REDUCTIONS.items():
                 if _distance(reduce(whole, axis=dims), expected) <= bound:
                     shared = kind == "sum" and _distance(whole * count, expected) <= bound * count
@@ -150,10 +151,6 @@ def _fitting(
 
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
-
-
-def _size(whole, rest):
-    return lambda name: whole.shape[rest.index(name)]
 
 
 def _floats(x: Any) -> np.ndarray:
