@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import itertools
 import math
 import os
 import pathlib
@@ -276,8 +275,7 @@ class _Search:
             return None
         again = other.data if other.number < 0 else self.perturbed[other.number]
         alone = (_iterations(x, other)[(0,) * len(other.axes)] for x in (other.data, again))
-        bounds = ((b, self.bound(other, b, c)) for b, c in zip(*alone, strict=True))
-        alone = [(b, bound, _finite(b).sum()) for b, bound in bounds]
+        alone = [(b, self.bound(other, b, c)) for b, c in zip(*alone, strict=True)]
         found = np.moveaxis(_iterations(value.data, value), len(value.axes), 0)
         alike = other.loops == value.loops and value.taken is None
         each = [[one] for one in alone] if alike else [alone] * len(found)
@@ -287,8 +285,7 @@ class _Search:
             axes, stage = dict(value.axes), 1 + list(value.axes).index("pipe")
             parts, shape = axes.pop("pipe"), found.shape[1 + len(value.axes) :]
             if shape and alone[0][0].shape[:1] == (parts * shape[0],):
-                cut = [(x, bound) for b, bound, _ in alone for x in np.split(b, parts)]
-                alone = [(x, bound, _finite(x).sum()) for x, bound in cut]
+                alone = [(x, bound) for b, bound in alone for x in np.split(b, parts)]
             stages, runs = (np.moveaxis(x, stage, 1) for x in (found, _taken(value)))
             for i, (xs, rs) in enumerate(zip(stages, runs, strict=True)):
                 all_ = [_nearest(x, alone, axes) for x, r in zip(xs, rs, strict=True) if r.any()]
@@ -344,18 +341,9 @@ class _Search:
 
 
 def _nearest(found: np.ndarray, expected: Sequence[tuple], axes: Mapping[str, int]) -> Relation:
-    """The best relation to one of several values, each with the distance that rounding may make
-    and its sum, by which most are ruled out."""
-    if len(expected) > 1:
-        sizes = [size for size in axes.values() if size > 1]
-        copies = [math.prod(s) for n in range(4) for s in itertools.combinations(sizes, n)]
-        bounds, sums = np.transpose(
-            [(bound * one.size**0.5, total) for one, bound, total in expected]
-        )
-        off = np.abs(_finite(found).sum() - np.outer(copies, sums)) <= np.outer(copies, bounds)
-        expected = [expected[i] for i in np.flatnonzero(off.any(0))] or expected[:1]
+    """The best relation to one of several values, each with the distance that rounding may make."""
     best = NEITHER
-    for one, bound, _ in expected:
+    for one, bound in expected:
         best = min(best, relate(found, one, axes, bound) or NEITHER, key=_badness)
         if best.right:
             break

@@ -160,9 +160,10 @@ class _Recorder:
         for value, data in zip(self.values[start:], stacked, strict=True):
             value.data, value.lead, value.depth = data, (*lead, *value.lead), value.depth + 1
 
-    def leave(self, name, here, inner, data, variables) -> list[Value]:
-        triples = enumerate(zip(inner, data, variables, strict=True))
-        return [self.add(name, here, (x,), d, v.aval, i) for i, (x, d, v) in triples]
+    def bound(self, names, here, values, data, variables) -> list[Value]:
+        """Values that enter or leave a scope: each is made of one at the other side."""
+        each = enumerate(zip(names, values, data, variables, strict=True))
+        return [self.add(name, here, (x,), d, v.aval, i) for i, (name, x, d, v) in each]
 
     def shard_map(self, equation, inputs, here) -> list[Value]:
         params, start, inner = equation.params, len(self.values), []
@@ -173,8 +174,7 @@ class _Recorder:
 
         def on_device(*args):
             del self.values[start:]
-            triples = enumerate(zip(inputs, args, body.invars, strict=True))
-            given = [self.add("enter", here, (x,), a, v.aval, i) for i, (x, a, v) in triples]
+            given = self.bound(["enter"] * len(args), here, inputs, args, body.invars)
             inner[:] = self.run(body, consts, given, here)
             each = [value.data[None] for value in self.values[start:]]
             return [value.data for value in inner], each
@@ -189,7 +189,7 @@ class _Recorder:
         )(*(x.data for x in inputs))
         lead = tuple((axis, params["mesh"].shape[axis]) for axis in axes)
         self.inside(start, stacked, lead)
-        return self.leave("exit", here, inner, data, equation.outvars)
+        return self.bound(["exit"] * len(data), here, inner, data, equation.outvars)
 
     def cond(self, equation, inputs, here) -> list[Value]:
         index, found = inputs[0], []
@@ -211,12 +211,8 @@ class _Recorder:
 
         def step(carry, x):
             del self.values[start:]
-            triples = zip(inputs[first:], (*carry, *x), body.jaxpr.invars[first:], strict=True)
-            names = ["carry"] * len(carry) + ["element"] * len(x)
-            given = [
-                self.add(name, here, (outer,), data, v.aval, i)
-                for i, (name, (outer, data, v)) in enumerate(zip(names, triples, strict=True))
-            ]
+            names, variables = ["carry"] * len(carry) + ["element"] * len(x), body.jaxpr.invars
+            given = self.bound(names, here, inputs[first:], (*carry, *x), variables[first:])
             inner[:] = self.run(body.jaxpr, body.consts, [*inputs[:first], *given], here)
             for value, after in zip(given[: len(carry)], inner, strict=False):
                 value.inputs = (*value.inputs, after)
@@ -229,12 +225,8 @@ class _Recorder:
             step, carried, xs, length, reverse=params["reverse"], unroll=params["unroll"]
         )
         self.inside(start, stacked, ((None, length),))
-        last = self.leave(
-            "result", here, inner[: len(carried)], carried, equation.outvars[: len(carried)]
-        )
-        return last + self.leave(
-            "stack", here, inner[len(carried) :], ys, equation.outvars[len(carried) :]
-        )
+        names = ["result"] * len(carried) + ["stack"] * len(ys)
+        return self.bound(names, here, inner, [*carried, *ys], equation.outvars)
 
 
 def _plain(x: Any) -> Any:
