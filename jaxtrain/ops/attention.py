@@ -174,18 +174,7 @@ def attention(
         )
 
 
-def choose(
-    implementation: str,
-    *,
-    dtype,
-    head_dim: int,
-    backend: str | None = None,
-    length: int | None = None,
-    dropout: float = 0.0,
-    window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-) -> str:
+def choose(implementation: str, *, backend: str | None = None, **shape: Any) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
     Args:
@@ -196,8 +185,8 @@ def choose(
       dtype: of the queries.
       head_dim: K.
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
-      length: T; None leaves it unchecked.
-      dropout: rate on the weights.
+      length: T; left out, it is not checked.
+      dropout: rate on the weights; left out, 0.
       window, causal: as for :func:`attention`; cudnn has no window to both sides.
       softcap: as for :func:`attention`; no kernel for GPUs has one.
 
@@ -211,8 +200,6 @@ def choose(
     >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=1024)
     'splash'
     """
-    shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
-    shape |= {"window": window, "softcap": softcap, "causal": causal}
     return _choose(implementation, backend=backend or platform(), **shape)[0]
 
 
