@@ -141,11 +141,7 @@ def try_all(
 
 
 def make_model(config: Config) -> decoder.DecoderConfig:
-    """The model, with rows as long as asked for.
-
-    Raises:
-      ValueError: for rows longer than the model's learned positions.
-    """
+    """The model, with rows as long as asked for."""
     if config.model in OF_STEP:
         model, _ = ours.model_and_rows(OF_STEP[config.model])
     else:
@@ -245,14 +241,8 @@ def repeat(
     rounds: int,
     variables: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Measures each side's best batch again, turn by turn.
-
-    Returns:
-      Per side the medians over the rounds, and the memory and compile seconds of the search.
-
-    Raises:
-      SystemExit: where a batch that fitted before does not now.
-    """
+    """Measures each side's best batch again, turn by turn: the medians over the rounds, with the
+    memory and compile seconds of the search."""
     summary = {side: {"variant": step.name, **result} for side, (step, result) in best.items()}
     for each in summary.values():
         each |= {f"{name}_rounds": [] for name in RATES}

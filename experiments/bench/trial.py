@@ -30,24 +30,16 @@ LAST_LINES = 15
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A measurement of one framework's train step at one batch.
-
-    Args:
-      framework: jaxtrain or torch.
-      precision, optimizer: names of a policy and of an update rule; PyTorch has adamw alone.
-      backend: JAX's name of the device to run on.
-      products_rate: FLOP/s of its matrix products.
-      calls, timings: steps per timing, and timings after one that does not count.
-      rows: rows of the batch.
-      compiled: whether PyTorch's step goes through torch.compile.
-    """
+    """A measurement of one framework's (jaxtrain's or torch's) train step at one batch: ``calls``
+    steps per timing, and so many timings after one that does not count. PyTorch has adamw alone;
+    its step goes through torch.compile where it is ``compiled``."""
 
     framework: str
     model: decoder.DecoderConfig
     precision: str
     optimizer: str
-    backend: str
-    products_rate: float
+    backend: str  # JAX's name of the device
+    products_rate: float  # FLOP/s of its matrix products
     calls: int
     timings: int
     rows: int = 1
@@ -77,11 +69,7 @@ def run(trial: Trial, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def last_json_line(command: list[str], environment: Mapping[str, str]) -> Any:
-    """Runs a command and returns what the last line of its standard output says.
-
-    Raises:
-      SystemExit: where it fails, with its last lines.
-    """
+    """Runs a command and returns what the last line of its standard output says."""
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     written = done.stdout.splitlines()
     if done.returncode or not written:
@@ -91,12 +79,8 @@ def last_json_line(command: list[str], environment: Mapping[str, str]) -> Any:
 
 
 def measure(trial: Trial) -> dict[str, Any]:
-    """Measures in this process.
-
-    Returns:
-      ``{"out_of_memory": True}``, or rates, memory and compile seconds. The peak of device memory
-      is None where none is counted; that of host memory is the whole process's.
-    """
+    """Measures rates, memory and compile seconds in this process, unless it runs out of memory. The
+    peak of device memory is None where none is counted; that of the host is the process's."""
     keep_freed_memory()
     try:
         return {"jaxtrain": _jaxtrain, "torch": _torch}[trial.framework](trial)

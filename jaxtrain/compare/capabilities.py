@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import pathlib
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,23 +71,16 @@ class Capability:
     resumes: bool = False
     needs: str | None = None
 
-    def named_in(self, sentence: str) -> bool:
-        """Whether a refusal says that it is this one which does not fit."""
-        return re.search(self.called or re.escape(self.name), sentence, re.IGNORECASE) is not None
-
 
 def _layouts() -> Iterator[Capability]:
     pipe = "pipe=2,pipeline.microbatches=4"
+    interleaved = f"{pipe},pipeline.schedule=interleaved,pipeline.virtual=2"
     for name, layout, called in (
         ("data parallel", "data=2", "data|mesh"),
         ("fsdp", "fsdp=2", "fsdp|mesh"),
         ("tensor parallel", "tensor=2", "tensor|mesh"),
         ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
-        (
-            "pipeline, interleaved",
-            f"{pipe},pipeline.schedule=interleaved,pipeline.virtual=2",
-            "pipe|stage",
-        ),
+        ("pipeline, interleaved", interleaved, "pipe|stage"),
         ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),
         ("pipeline, residuals kept", f"{pipe},pipeline.remat=none", "pipe|stage"),
         ("pipeline, balanced stages", f"{pipe},pipeline.balance=true", "pipe|stage|balance"),

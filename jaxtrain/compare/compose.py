@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import re
 import tempfile
 import time
 import traceback
@@ -34,7 +35,7 @@ from jaxtrain.layout import Layout
 from jaxtrain.run.loop import fit
 from jaxtrain.run.main import build_experiment, load_config
 from jaxtrain.run.options import RunOptions
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import key_data, named_leaves
 
 STEPS = 2
 
@@ -140,7 +141,8 @@ def _tried(cell: Together, errors: Callable[[], Mapping[str, tuple[float, str]]]
 
 def refused(cell: Together, sentence: str) -> Cell:
     """The cell of a refusal, which is a fault where it does not name what does not fit."""
-    fits = all(each.named_in(sentence) for each in cell.chosen) and "\n" not in sentence
+    names = [each.called or re.escape(each.name) for each in cell.chosen]
+    fits = all(re.search(x, sentence, re.IGNORECASE) for x in names) and "\n" not in sentence
     text = sentence if fits else f"a refusal that does not name both: {sentence}"
     return Cell(cell.names, "refused" if fits else "fault", text, cell.command)
 
@@ -161,13 +163,9 @@ def _run(cell: Together, experiment: Experiment, layout: Layout) -> Mapping[str,
         if cell.resumes:
             run(f"{folder}/parts", layout, 2)
         found = run(f"{folder}/parts", layout, 4, resume=cell.resumes)
-    found, whole = ({n: _numbers(x) for n, x in named_leaves(x).items()} for x in (found, whole))
+    arrays = lambda x: np.asarray(key_data(x))  # noqa: E731
+    found, whole = (named_leaves(jax.tree.map(arrays, x)) for x in (found, whole))
     if layout != single:
         return {"run": parity.worst(found, whole)}
     off = [name for name in whole if not np.array_equal(found[name], whole[name], equal_nan=True)]
     return {"bits": (float(bool(off)), next(iter(off), ""))}
-
-
-def _numbers(x: Any) -> np.ndarray:
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)

@@ -93,7 +93,6 @@ def first_difference(
     mesh: Mesh,
     reference: Callable[..., Any] | None = None,
     rules: Rules | Sequence[Rule] | None = None,
-    compiler_options: dict[str, Any] | None = None,
 ) -> Difference | None:
     """Finds the equation at which a step on a mesh begins to differ from that on one device.
 
@@ -108,7 +107,6 @@ def first_difference(
       reference: the step as it is built for :func:`one_device`. Left out, it is ``step``, which
         then takes its mesh from the context or has none.
       rules: sharding rules, as for :func:`jaxtrain.compile_step`.
-      compiler_options: for XLA; on CPU, by default, those of a quick compilation.
 
     Returns:
       None where all results agree.
@@ -127,9 +125,8 @@ def first_difference(
         with context():
             jaxpr = jax.make_jaxpr(function)(*placed)
         sides.append((jaxpr, jax.tree.leaves(placed), context))
-    if compiler_options is None and mesh.devices.flat[0].platform == "cpu":
-        compiler_options = QUICK
-    return difference_of(*sides, compiler_options=compiler_options)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return difference_of(*sides, compiler_options=QUICK if on_cpu else None)
 
 
 def one_device(mesh: Mesh) -> Mesh:

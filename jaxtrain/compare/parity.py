@@ -61,7 +61,7 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, named_leaves, owner_of
+from jaxtrain.tree import PyTree, key_data, named_leaves, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
 TOLERANCE = TOLERANCES["f32"]
@@ -494,14 +494,8 @@ def _compared_in(state: PyTree) -> list[Compared]:
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
-    """The largest relative error over the leaves of a tree, and the leaf that has it.
-
-    Args:
-      found, expected: trees of arrays with the same paths.
-
-    Returns:
-      The error as defined at the top of this module (infinite where something is not a number),
-      and the leaf's path.
+    """The largest error over the leaves of trees with the same paths, as defined at the top of this
+    module (infinite where something is not a number), and the path of the leaf that has it.
 
     >>> worst({"a": np.array([3, 5]), "b": np.ones(2)}, {"a": np.array([3, 4]), "b": np.ones(2)})
     (0.2, 'a')
@@ -537,9 +531,7 @@ def groups(
     result: dict[str, dict[str, np.ndarray]] = {}
     fits = stack.fits(params)
     for name, leaf in named_leaves(tree).items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        value = np.asarray(jax.device_get(leaf))
+        value = np.asarray(jax.device_get(key_data(leaf)))
         owner = owner_of(name, params)
         # What follows no parameter (a counter) is a group by itself.
         group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
@@ -553,11 +545,7 @@ def groups(
 
 
 def usual_layouts(experiment: Experiment) -> tuple[str, ...]:
-    """:data:`LAYOUTS`, and before them the experiment's own where it is another.
-
-    Raises:
-      ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
-    """
+    """:data:`LAYOUTS`, and before them the experiment's own where it is another."""
     own = experiment.layout
     if own.mesh.devices == -1:
         own = dataclasses.replace(own, mesh=own.mesh.filled(DEVICES))
@@ -568,11 +556,7 @@ def usual_layouts(experiment: Experiment) -> tuple[str, ...]:
 def report(
     comparisons: Iterable[Comparison], *, tolerance: float, console: Console | None = None
 ) -> bool:
-    """Prints a table of comparisons and says whether all of them agree.
-
-    Raises:
-      ValueError: where no layout fits, so that nothing was compared.
-    """
+    """Prints a table of comparisons and says whether all of them agree."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layout", max_width=len("data=2,tensor=2,pipe=2,dcn_pipe=2"))
     table.add_column("part", no_wrap=True)

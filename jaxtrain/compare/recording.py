@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.planning.walk import inner_jaxpr, scan_operands
+from jaxtrain.tree import key_data
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +88,7 @@ def record(
         recorder.values.clear()
         given = [recorder.add("argument", (), (), x, x.aval, i) for i, x in enumerate(args)]
         recorder.results = recorder.run(jaxpr.jaxpr, jaxpr.consts, given, ())
-        return [_plain(value.data) for value in recorder.values]
+        return [key_data(value.data) for value in recorder.values]
 
     with context():
         compiled = jax.jit(program).lower(*runs[0]).compile(compiler_options or {})
@@ -227,12 +228,6 @@ class _Recorder:
         self.inside(start, stacked, ((None, length),))
         names = ["result"] * len(carried) + ["stack"] * len(ys)
         return self.bound(names, here, inner, [*carried, *ys], equation.outvars)
-
-
-def _plain(x: Any) -> Any:
-    """The data of keys; a loop's or a map's stack of them is data all the same."""
-    typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if typed else x
 
 
 def _devices_first(value: Value, data: np.ndarray) -> np.ndarray:

@@ -174,7 +174,7 @@ def attention(
         )
 
 
-def choose(implementation: str, *, backend: str | None = None, **shape: Any) -> str:
+def choose(implementation: str, **shape: Any) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
     Args:
@@ -200,7 +200,7 @@ def choose(implementation: str, *, backend: str | None = None, **shape: Any) -> 
     >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=1024)
     'splash'
     """
-    return _choose(implementation, backend=backend or platform(), **shape)[0]
+    return _choose(implementation, **shape)[0]
 
 
 def explain_choice(implementation: str, **shape) -> str:
@@ -210,12 +210,12 @@ def explain_choice(implementation: str, **shape) -> str:
     >>> explain_choice("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=100)
     'xla (splash needs rows whose length is a multiple of 128, and it is 100)'
     """
-    backend = shape.pop("backend", None) or platform()
-    chosen, reason = _choose(implementation, backend=backend, **shape)
+    chosen, reason = _choose(implementation, **shape)
     return f"{chosen} ({reason})" if reason else chosen
 
 
-def _choose(implementation: str, *, backend: str, **shape) -> tuple[str, str | None]:
+def _choose(implementation: str, *, backend: str | None = None, **shape) -> tuple[str, str | None]:
+    backend = backend or platform()
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     wanted = FUSED.get(backend, "xla") if implementation == "auto" else implementation
@@ -378,7 +378,6 @@ def _choose_here(
     B, T, H, K = q_BTHK.shape
     chosen, reason = _choose(
         implementation,
-        backend=platform(),
         dtype=q_BTHK.dtype,
         head_dim=K,
         length=T,
