@@ -233,22 +233,14 @@ class _Search:
 
     def inputs(self, value: Value) -> list[tuple[Value, np.ndarray]]:
         """What a value was computed from, and in which iterations that is right."""
-        other = self.pairs.get(value)
-        given = other.inputs if other and len(other.inputs) == len(value.inputs) else ()
-        found = []
-        for i, operand in enumerate(value.inputs):
-            if operand.name != "literal":
-                right = self.right(operand)
-                if not np.all(right) and given and given[i].name != "literal":
-                    right = right | self.right(operand, given[i])
-                found.append((operand, right))
-        return found
+        operands = [operand for operand in value.inputs if operand.name != "literal"]
+        return [(operand, self.right(operand)) for operand in operands]
 
-    def right(self, value: Value, other: Value | None = None) -> np.ndarray:
+    def right(self, value: Value) -> np.ndarray:
         """In which iterations of its loops a value is one that a correct program may have."""
         if value.number < 0 or self.depends(value):
             return np.ones(value.loops, bool)
-        relations = self.relations(value, other)
+        relations = self.relations(value)
         if relations is None:
             right = np.full(value.loops, self.fixed[value])
         else:
