@@ -59,9 +59,9 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/store"
-        split = data.Split(
-            *(data.Documents(lambda n=n: documents(n, config.mean)) for n in shares(config.tokens))
-        )
+        held_out = config.tokens // 20
+        sides = (config.tokens - held_out, held_out)
+        split = data.Split(*(data.Documents(lambda n=n: documents(n, config.mean)) for n in sides))
         store = data.write_store(split, data.ByteTokenizer(), path)
         command = [sys.executable, "-c", CHILD, path, str(config.batches)]
         rounds = [
@@ -73,11 +73,6 @@ def main(config: Config) -> None:
     results = {"opened": {name: round(value, 3) for name, value in medians.items()}}
     about |= {"batch": (16, 1024), "measured_peak_bytes": None}
     print_row("opening", config, about, results)
-
-
-def shares(tokens: int) -> tuple[int, int]:
-    """The bytes to train on and to hold out."""
-    return tokens - tokens // 20, tokens // 20
 
 
 def documents(size: int, mean: int) -> Iterator[data.Document]:
