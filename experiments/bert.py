@@ -101,11 +101,7 @@ class Text:
 
 
 def build(config: Config) -> jt.Experiment:
-    """Builds the experiment: everything that is trained, planned or checked follows from it.
-
-    Raises:
-      ValueError: for options that do not fit each other.
-    """
+    """Builds the experiment: everything that is trained, planned or checked follows from it."""
     if config.task == "classify":
         _sklearn()  # before anything is trained
     labelled = config.task == "classify" and config.data != "python"
@@ -206,11 +202,7 @@ def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
 
 
 def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
-    """The first of some special tokens that a tokenizer has.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """The first of some special tokens that a tokenizer has."""
     for name in names:
         if (id := tokenizer.special_id(name.encode())) is not None:
             return id
@@ -355,11 +347,7 @@ def class_of(name: str) -> str:
 
 
 def largest_classes(split: data.Split, config: Config) -> tuple[str, ...]:
-    """The packages with the most bytes, of those that have files on both sides of the split.
-
-    Raises:
-      ValueError: there are fewer than asked for.
-    """
+    """The packages with the most bytes, of those that have files on both sides of the split."""
     passed = NO_PACKAGE if config.data == "python" else set()
     sides = []
     for side in split:

@@ -158,11 +158,7 @@ def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
 
 
 def open_source(path: str, form: str) -> Source:
-    """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read.
-
-    Raises:
-      ValueError: it is neither a run nor a Hugging Face folder, or of another form of model.
-    """
+    """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read."""
     path = hub.local_folder(path)
     folder = as_path(path)
     is_run = exists(folder / "checkpoints")
@@ -227,11 +223,7 @@ def _tokenizer(config: Config) -> data.Tokenizer | None:
 
 def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     """The preset, or the model that the run begins with, changed by the flags that have the name of
-    one of its fields, and by what the experiment changes itself.
-
-    Raises:
-      ValueError: for flags that do not fit each other or what the run begins with.
-    """
+    one of its fields, and by what the experiment changes itself."""
     kind, source = trained.FORMS[config.form][0], config.source
     if source is None:
         preset = dataclasses.replace(config.models.PRESETS[config.model](), vocab_size=vocab_size)
@@ -297,12 +289,8 @@ def outline(
     **given: Any,
 ) -> jt.Experiment:
     """Builds an experiment without its text: enough to compile its step, for `jaxtrain plan`.
-
-    Args:
-      config, name, model, batch: the flags, the experiment's name, its model, shapes of a batch.
-      stored: more of what a checkpoint's config says.
-      **given: more arguments of :meth:`jaxtrain.Config.experiment`.
-    """
+    ``stored`` is more of what a checkpoint's config says, ``given`` more arguments of
+    :meth:`jaxtrain.Config.experiment`."""
     source = config.source
     begun = {}
     if source is not None:
@@ -444,14 +432,9 @@ def write(
     """Writes the new tokens of each prompt or source, int32 [rows, max_new_tokens], by parameters
     where training has left them.
 
-    All processes call it: the parameters lie on all of them.
-
-    Args:
-      model, params, rules: what writes.
-      rows, lengths: prompts padded to one length, and their own lengths; left out, that one.
-      size: rows of a batch, at most; left out, all.
-      max_new_tokens, beams, sampling: as for :func:`jaxtrain.models.generate.generate_step` and
-        :func:`jaxtrain.models.generate.prompts`.
+    All processes call it: the parameters lie on all of them. Prompts are padded to one length, and
+    ``lengths`` are their own; ``size`` is the most rows of a batch. Other arguments are those of
+    :func:`jaxtrain.models.generate.generate_step` and :func:`jaxtrain.models.generate.prompts`.
     """
     step = generate_step(model, max_new_tokens=max_new_tokens, beams=beams)
     weights, mesh = Weights(params), jax.tree.leaves(params)[0].sharding.mesh

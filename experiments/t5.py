@@ -96,11 +96,7 @@ class Pair(NamedTuple):
 
 
 def build(config: Config) -> jt.Experiment:
-    """Builds the experiment: everything that is trained, planned or checked follows from it.
-
-    Raises:
-      ValueError: for options that do not fit each other.
-    """
+    """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, examples=0, beams=1)
     open_text = open_rows if config.task == "rows" else data.open_data
     options = language.tokenizer_options(config)
@@ -257,11 +253,7 @@ class NameRows:
 
 
 def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[Any, ...]:
-    """Returns rows of functions to train on and held out, and facts for the header.
-
-    Raises:
-      ValueError: the text is a store, or has no function.
-    """
+    """Returns rows of functions to train on and held out, and facts for the header."""
     found = text.found[""]
     if isinstance(found, data.Store):
         raise ValueError(f"--task name reads files of Python, and '{config.data}' is a token store")
@@ -283,11 +275,7 @@ def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
 
 
 def open_rows(path: str, *, field: str, tokenizer: str, kept: Any) -> data.TextData:
-    """Opens rows of source and target, and the tokenizer that they are read with.
-
-    Raises:
-      ValueError: there are none.
-    """
+    """Opens rows of source and target, and the tokenizer that they are read with."""
     sides = data.read_rows(path, Pair._fields)
     if sides is None:
         raise ValueError(

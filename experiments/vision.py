@@ -105,11 +105,7 @@ class Config(jt.Config):
 
 
 def build(config: Config) -> jt.Experiment:
-    """Builds the experiment.
-
-    Raises:
-      ValueError: for options that do not fit each other.
-    """
+    """Builds the experiment."""
     for name in ("crop", "mixup"):
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise ValueError(f"--{name} is {value}: give 0 or more")
@@ -145,11 +141,7 @@ def build(config: Config) -> jt.Experiment:
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
-    """The flags of the model, with what is left out.
-
-    Raises:
-      ValueError: a flag is of the other model.
-    """
+    """The flags of the model, with what is left out."""
     sizes = dict(SIZES[config.model]) if config.source is None else {"dropout": None}
     for name in {name for each in SIZES.values() for name in each}:
         if (given := getattr(config, name)) is not None:
@@ -189,11 +181,7 @@ def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
 
 
 def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
-    """The arguments of an experiment that are its model, a vision transformer.
-
-    Raises:
-      ValueError: for flags that do not fit each other.
-    """
+    """The arguments of an experiment that are its model, a vision transformer."""
     source, shape = config.source, {"classes": len(images.classes), **sizes}
     if source is None:
         model = vit.ViTConfig(image=images.shape, **shape)
@@ -236,11 +224,7 @@ def confusion(
 
 
 def load(config: Config) -> data.LabelledImages:
-    """Returns the images to train on and the held-out ones: of the digits, every fifth.
-
-    Raises:
-      ValueError: where scikit-learn is not installed, or as by :func:`jaxtrain.data.open_images`.
-    """
+    """Returns the images to train on and the held-out ones: of the digits, every fifth."""
     if config.data != "digits":
         size = config.image_size
         if size is None and config.source is not None and not config.data.endswith(".npz"):
@@ -262,11 +246,7 @@ def load(config: Config) -> data.LabelledImages:
 
 
 def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImages:
-    """Returns images as the model that the run begins with takes them.
-
-    Raises:
-      ValueError: they have another shape than that model's.
-    """
+    """Returns images as the model that the run begins with takes them."""
     if config.source is None:
         return images
     shape, pixels = config.source.model.image, config.source.told("pixels")

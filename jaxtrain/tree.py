@@ -105,6 +105,11 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
+def key_data(x: jax.Array) -> jax.Array:
+    """The data of an array of typed keys; any other array as it is."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
 def name_of(function: Any) -> str:
     """The name by which reports call a function of the user's."""
     function = getattr(function, "func", function)  # of a functools.partial

@@ -39,12 +39,7 @@ class Rounds:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One competitor.
-
-    Args:
-      run: does one step and waits for it.
-      facts: what is worth knowing of it (memory, compile seconds: :func:`step_facts`).
-    """
+    """One competitor: what runs it and waits for it, and facts about it (:func:`step_facts`)."""
 
     run: Callable[[], None]
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,16 +47,9 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work that every variant of a row does in one run, from which rates are computed.
-
-    Args:
-      steps: train steps.
-      tokens: tokens per step.
-      flops: FLOPs of the model per step, without whatever else a variant computes.
-      formula: the name of the formula that gives ``flops``.
-      dtype: dtype of the operands of most products.
-      devices: number of devices that a step runs on.
-    """
+    """The work that every variant of a row does in one run, from which rates are computed: train
+    steps, and of each the tokens and the model's FLOPs, without whatever else a variant computes,
+    by the named formula. ``dtype`` is of the operands of most products."""
 
     steps: int
     tokens: int
@@ -147,9 +135,7 @@ def interleave(
         keep_freed_memory()
     products = machine.MatrixProducts(work.dtype) if work else None
     variants = dict(variants) | ({MATRIX_PRODUCTS: Variant(products)} if products else {})
-    wall: dict[str, list[float]] = {name: [] for name in variants}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
-    faults: dict[str, list[int]] = {name: [] for name in variants}
+    found: dict[str, list[tuple]] = {name: [] for name in variants}
     whose = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
     for number in range(rounds + 1):
         for name, variant in variants.items():
@@ -157,21 +143,19 @@ def interleave(
             variant.run()
             seconds, after = time.perf_counter() - start, resource.getrusage(whose)
             if number > 0:
-                wall[name].append(seconds)
-                cpu[name].append(
-                    after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-                )
-                faults[name].append(after.ru_minflt - before.ru_minflt)
-    first = next(iter(variants))
-    rate = products.flops / min(wall.pop(MATRIX_PRODUCTS)) if products else None
+                cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                found[name].append((seconds, cpu, after.ru_minflt - before.ru_minflt))
+    rate = products.flops / min(found.pop(MATRIX_PRODUCTS))[0] if products else None
+    first_wall, first_cpu, _ = zip(*next(iter(found.values())), strict=True)
     results = {}
-    for name, times in wall.items():
+    for name, rounds_of in found.items():
+        times, cpu, faults = zip(*rounds_of, strict=True)
         results[name] = {
             "ms": milliseconds(statistics.median(times)),
             "ms_quartiles": quartiles(times),
-            "ratio": _ratio(times, wall[first]),
-            "cpu_ratio": _ratio(cpu[name], cpu[first]),
-            "page_faults": round(statistics.median(faults[name])),
+            "ratio": _ratio(times, first_wall),
+            "cpu_ratio": _ratio(cpu, first_cpu),
+            "page_faults": round(statistics.median(faults)),
         }
         if work:
             results[name] |= rates(times, work, rate)
@@ -186,11 +170,8 @@ def interleave(
 
 
 def rates(times: Sequence[float], work: Work, products_rate: float) -> dict[str, Any]:
-    """Returns the rates of runs of ``work`` that took ``times`` seconds: step time, tokens, MFU.
-
-    Args:
-      products_rate: FLOP/s of matrix products on one device.
-    """
+    """Returns the rates of runs of ``work`` that took ``times`` seconds: step time, tokens, and MFU
+    against the FLOP/s of matrix products on one device."""
     seconds = statistics.median(times) / work.steps
     return {
         "step_ms": milliseconds(seconds),
@@ -226,16 +207,8 @@ def print_row(
     *,
     work: Work | None = None,
 ) -> None:
-    """Prints a row: what ran, on what, by which versions, and how the variants did.
-
-    Args:
-      name: of the row.
-      config: its flags, which the row holds.
-      about: what else it ran: model, shapes, mesh; ``measured_peak_bytes``, where the variants ran
-        in other processes.
-      results: from :func:`interleave`.
-      work: what that was given.
-    """
+    """Prints a row: what ran (``about``: model, shapes, mesh), on what, by which versions, and how
+    the variants did. Rows of other processes give their ``measured_peak_bytes`` in ``about``."""
     row = {
         "row": name,
         "command": "python -m experiments.bench " + " ".join(sys.argv[1:]),
@@ -267,5 +240,5 @@ def quartiles(seconds: Sequence[float]) -> list[float]:
     return [milliseconds(q) for q in statistics.quantiles(seconds, n=4)[::2]]
 
 
-def _ratio(times: list[float], base: list[float]) -> float:
+def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return round(statistics.median(t / b for t, b in zip(times, base, strict=True)), 3)

@@ -9,7 +9,6 @@ from experiments.bench import (
     against_torch,
     attention,
     default_run,
-    opening,
     pipeline,
     step,
     throughput,
@@ -19,18 +18,14 @@ from experiments.bench import (
 ROWS = {
     "step": step.step,
     "dispatch": step.dispatch,
-    "calls": step.calls,
     "loader": default_run.loader,
-    "opening": opening.main,
     "imports": default_run.imports,
     "start": default_run.start,
     "checkpoint": default_run.checkpoint,
-    "compile": step.compiling,
     "pipeline": pipeline.main,
     "attention": attention.main,
     "torch": against_torch.main,
     "throughput": throughput.main,
-    "watch": step.watch,
 }
 
 if __name__ == "__main__":

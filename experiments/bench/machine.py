@@ -1,11 +1,13 @@
 """Facts about where a row was measured: machine, versions, flags, and matrix-product rate."""
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
 import platform
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.extend.backend
 
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import read_if_there
+from jaxtrain.run.provenance import commit
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 # Of these, what belongs to the backend in use.
@@ -26,14 +29,12 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES", "MALLOC_ARENA_MA
 def facts() -> dict[str, Any]:
     """Returns what every row says of where it was measured."""
     backend = jax.default_backend()
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    for name in BACKEND_PACKAGES.get(backend, ()):
-        try:
+    versions = {}
+    for name in (*PACKAGES, *BACKEND_PACKAGES.get(backend, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
-        "commit": commit(),
+        "commit": commit(__file__) or "unknown",
         "versions": versions,
         # Of XLA, of its plugin and of what that was built with, as far as the backend tells.
         "backend": f"{backend}: {jax.extend.backend.get_backend().platform_version}".strip(),
@@ -46,17 +47,14 @@ def facts() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The commit, marked where the code differs from it; ``"unknown"`` outside of a clone."""
-    name = _output("git", "rev-parse", "--short", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--", "*.py")
-    return (name + "-dirty" if changed else name) or "unknown"
-
-
 def driver() -> str | None:
     """The NVIDIA driver's version; None where there is none."""
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.splitlines()[0] if found else None
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        found = subprocess.run(query, capture_output=True, text=True).stdout
+    except OSError:
+        return None
+    return found.splitlines()[0].strip() if found else None
 
 
 def processor() -> str:
@@ -78,15 +76,8 @@ def products_shape(backend: str) -> tuple[int, int]:
 
 
 class MatrixProducts:
-    """A chain of square matrix products on one device, the yardstick of utilisation.
-
-    Args:
-      dtype: of the operands; products accumulate as the backend's default has it, as in a step.
-
-    Attributes:
-      flops: of one call.
-      size: of the matrices' sides.
-    """
+    """A chain of square matrix products on one device, the yardstick of utilisation; they
+    accumulate as the backend's default has it, as in a step."""
 
     def __init__(self, dtype: Any):
         self.size, self.count = products_shape(jax.default_backend())
@@ -108,9 +99,11 @@ class MatrixProducts:
         jax.block_until_ready(self._chain(self._matrix))
 
 
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+def products_rate(dtype: Any) -> float:
+    """FLOP/s of the fastest of a few chains of matrix products."""
+    products, times = MatrixProducts(dtype), []
+    for _ in range(6):
+        start = time.perf_counter()
+        products()
+        times.append(time.perf_counter() - start)
+    return products.flops / min(times)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 import jaxtrain as jt
@@ -57,58 +56,31 @@ def main(config: Config) -> None:
     )
     rows = 4 * config.microbatches
     batch = make_batch(model, rows)
-    variants = {"data 2, accumulate": unpipelined(config, model, batch)}
-    for name, pipeline in PIPELINES.items():
-        variants[f"pipe 4 x data 2, {name}"] = pipelined(config, model, batch, *pipeline)
-    # Eight devices are one CPU here, whose rate of products one of them can have to itself.
-    gpt_row("pipeline", config, variants, model, rows, steps=1, mesh="by variant")
 
+    def variant(mesh: Mesh, stack: jt.Stack, build: Callable[[Any], Any]) -> Variant:
+        optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
+        state = jt.init_state(
+            lambda rng: stack.cut(decoder.init(model, rng)),
+            optimizer,
+            jax.random.key(0),
+            mesh=mesh,
+            rules=jt.Rules(decoder.RULES, stacked=stack),
+        )
+        train = jt.compile_step(build(optimizer), state, batch, mesh=mesh)
+        placed = itertools.repeat(train.place(batch))
+        return stepping(train, state, placed, facts=step_facts(train))
 
-def unpipelined(config: Config, model: decoder.DecoderConfig, batch: Any) -> Variant:
-    """The step without a pipeline, with as many microbatches, over the same data axis."""
+    # With as many microbatches, over the same data axis.
     mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
     loss = decoder.loss_fn(model)
-    build = functools.partial(jt.build_train_step, loss, accumulate=config.microbatches)
-    return variant(model, batch, mesh, jt.Stack(), build)
-
-
-def pipelined(
-    config: Config,
-    model: decoder.DecoderConfig,
-    batch: Any,
-    schedule: str,
-    virtual: int,
-    remat: str,
-) -> Variant:
-    """The step of a pipeline of four stages."""
+    plain = functools.partial(jt.build_train_step, loss, accumulate=config.microbatches)
+    variants = {"data 2, accumulate": variant(mesh, jt.Stack(), plain)}
     mesh = jt.make_mesh(pipe=4, data=2)
-    engine = jt.pipeline(
-        decoder.stages(model),
-        mesh=mesh,
-        schedule=schedule,
-        virtual=virtual,
-        remat=remat,
-        microbatches=config.microbatches,
-    )
-    build = functools.partial(build_update, engine)
-    return variant(model, batch, mesh, jt.Stack(virtual=virtual), build)
-
-
-def variant(
-    model: decoder.DecoderConfig,
-    batch: Any,
-    mesh: Mesh,
-    stack: jt.Stack,
-    build: Callable[[optax.GradientTransformation], Any],
-) -> Variant:
-    """One step per call; ``build`` makes it of the optimizer."""
-    optimizer = jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=stack.axes)
-    state = jt.init_state(
-        lambda rng: stack.cut(decoder.init(model, rng)),
-        optimizer,
-        jax.random.key(0),
-        mesh=mesh,
-        rules=jt.Rules(decoder.RULES, stacked=stack),
-    )
-    train = jt.compile_step(build(optimizer), state, batch, mesh=mesh)
-    return stepping(train, state, itertools.repeat(train.place(batch)), facts=step_facts(train))
+    for name, (schedule, virtual, remat) in PIPELINES.items():
+        form = {"schedule": schedule, "virtual": virtual, "remat": remat}
+        form["microbatches"] = config.microbatches
+        engine = jt.pipeline(decoder.stages(model), mesh=mesh, **form)
+        piped = variant(mesh, jt.Stack(virtual=virtual), functools.partial(build_update, engine))
+        variants[f"pipe 4 x data 2, {name}"] = piped
+    # Eight devices are one CPU here, whose rate of products one of them can have to itself.
+    gpt_row("pipeline", config, variants, model, rows, steps=1, mesh="by variant")

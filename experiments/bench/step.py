@@ -1,11 +1,7 @@
-"""Rows on a train step on one device: against a hand-written one, watched, several of them in one
-compiled call, of many layers, and with nothing to compute."""
+"""Rows on a train step on one device: against a hand-written one, and with nothing to compute."""
 
 import dataclasses
-import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,21 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
-from experiments import vision
-from experiments.bench import (
-    Rounds,
-    Variant,
-    gpt_row,
-    gpt_work,
-    interleave,
-    print_row,
-    row,
-    step_facts,
-    stepping,
-)
+from experiments.bench import Rounds, Variant, gpt_row, interleave, print_row, step_facts, stepping
 from experiments.bench import floor as hand_written
-from jaxtrain.build import compile_loop, make_experiment_mesh, make_state
-from jaxtrain.experiment import no_batches
 from jaxtrain.models import decoder
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 1.0
@@ -69,138 +52,6 @@ def step(config: Step) -> None:
         ),
     }
     gpt_row("step", config, variants, model, rows, steps=config.calls)
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch(Rounds):
-    """The step with ``make_optimizer(watch_every=)`` against the step without, on one device."""
-
-    shape: Literal[tuple(SHAPES)] = "small"  # type: ignore[valid-type]
-    """Which model."""
-    optimizer: str = "adamw"
-    """Which update rule."""
-    every: int = 10
-    """Steps between two measurements, and of a round."""
-    rounds: int = 30
-
-
-def watch(config: Watch) -> None:
-    """Measures what the norms of every layer cost in every k-th step."""
-    model, rows = model_and_rows(config.shape)
-    batch, init = make_batch(model, rows), functools.partial(decoder.init, model)
-    variants = {
-        name: jaxtrain_variant(
-            model, init, batch, config.every, optimizer=config.optimizer, watch_every=every
-        )
-        for name, every in (("not watched", 0), ("watched", config.every))
-    }
-    gpt_row("watch", config, variants, model, rows, steps=config.every)
-
-
-@dataclasses.dataclass(frozen=True)
-class Calls(Rounds):
-    """Several steps in one compiled call against one, on one device."""
-
-    shape: Literal[(*SHAPES, "convnet")] = "tiny"  # type: ignore[valid-type]
-    """Which model; convnet is that of experiments.vision."""
-    steps_per_call: tuple[int, ...] = (8, 32)
-    """Steps in a call, besides 1."""
-    rounds: int = 20
-    steps: int = 64
-    """Steps per round: a multiple of each."""
-
-
-def calls(config: Calls) -> None:
-    """Compares calls of K steps (``--steps-per-call``) with calls of one, which is the loop's
-    default, on a batch that lies on the device. XLA's CPU compiler takes another, slower
-    convolution inside of a loop, which the shape ``convnet`` shows."""
-    if bad := [k for k in config.steps_per_call if k < 2 or config.steps % k]:
-        raise SystemExit(f"--steps {config.steps} is no multiple of {bad[0]} steps per call")
-    if config.shape == "convnet":  # whose FLOPs nobody has counted
-        experiment, work = vision.build(vision.Config()), None
-    else:
-        model, rows = model_and_rows(config.shape)
-        work = gpt_work(model, rows, steps=config.steps)
-        experiment = jt.Experiment.of(
-            name="gpt",
-            init_fn=lambda rng: decoder.init(model, rng),
-            loss_fn=decoder.loss_fn(model),
-            optimizer=jt.make_optimizer("adamw", 1e-3, clip_norm=1.0, stacked=jt.Stack().axes),
-            batch=make_batch(model, rows),
-            train_batches=no_batches,
-            steps=config.steps,
-            config={"model": dataclasses.asdict(model)},
-        )
-    mesh = make_experiment_mesh(experiment, jax.devices()[:1])
-
-    def calling(k: int) -> Variant:
-        state = make_state(experiment, mesh)
-        many = experiment.with_(layout=jt.Layout(steps_per_call=k))
-        train, programs = compile_loop(many, state, mesh, 0, config.steps)
-        batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), experiment.data.batch)
-        placed = itertools.repeat(programs[k].place(batch if k == 1 else [batch] * k))
-        facts = step_facts(programs[k])
-        return stepping(train, state, placed, calls=config.steps // k, facts=facts)
-
-    variants = {"1 step per call": calling(1)}
-    variants |= {f"{k} steps per call": calling(k) for k in config.steps_per_call}
-    about = {
-        "model": experiment.metadata.config.get("model", experiment.name),
-        "batch": {name: leaf.shape for name, leaf in experiment.data.batch.items()},
-        "dtypes": str(experiment.policy),
-    }
-    row("calls", config, variants, about, work=work)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compile(Rounds):
-    """Compiling a train step of many layers against one of few."""
-
-    layers: tuple[int, ...] = (12, 24, 48)
-    """Depths; ratios are to the first."""
-    unrolled: bool = False
-    """Unroll the layers, to see what the scan saves."""
-    optimizer: str = "adamw"
-    """Which update rule."""
-    rounds: int = 7
-
-
-def compiling(config: Compile) -> None:
-    """Compares compile times of depths. Layers are scanned, so the program has one layer whatever
-    their number. Tracing with lowering and compiling are timed apart, each time from nothing."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    model, rows = model_and_rows("small")
-    batch = make_batch(model, rows)
-    seconds: dict[str, list[tuple[float, float]]] = {}
-
-    def compilation(layers: int) -> Variant:
-        unroll = layers if config.unrolled else 1
-        deep = dataclasses.replace(model, layers=layers, scan_unroll=unroll)
-        optimizer = jt.make_optimizer(config.optimizer, 1e-3, stacked=jt.Stack().axes)
-        state = jt.abstract_state(lambda rng: decoder.init(deep, rng), optimizer)
-        own = seconds[f"{layers} layers"] = []
-
-        def run() -> None:
-            # A new function each time: JAX traces one that it knows no more.
-            step = jt.build_train_step(decoder.loss_fn(deep), optimizer)
-            start = time.perf_counter()
-            lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
-            traced = time.perf_counter()
-            lowered.compile()
-            own.append((traced - start, time.perf_counter() - traced))
-
-        return Variant(run)
-
-    variants = {f"{layers} layers": compilation(layers) for layers in config.layers}
-    results = interleave(variants, rounds=config.rounds)
-    parts = {name: np.array(own[1:]).T for name, own in seconds.items()}
-    first = next(iter(parts.values()))
-    for name, own in parts.items():
-        for part, times, base in zip(("trace_and_lower", "compile"), own, first, strict=True):
-            results[name][f"{part}_seconds"] = round(statistics.median(times), 3)
-            results[name][f"{part}_ratio"] = round(statistics.median(times / base), 3)
-    shape = dataclasses.asdict(model) | {"layers": config.layers, "scan_unroll": None}
-    print_row("compile", config, {"model": shape, "batch": (rows, model.seq_len)}, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +152,6 @@ def jaxtrain_variant(
     *,
     policy: jt.Policy | None = None,
     optimizer: str = "adamw",
-    watch_every: int = 0,
 ) -> Variant:
     """The library's own step, built as the README builds one, from ``init_fn(rng)``; float32 by
     default."""
@@ -311,7 +161,6 @@ def jaxtrain_variant(
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
         stacked=jt.Stack().axes,
-        watch_every=watch_every,
     )
     state = jt.init_state(init_fn, chain, jax.random.key(0), policy=policy)
     step = jt.build_train_step(decoder.loss_fn(model), chain, policy=policy)

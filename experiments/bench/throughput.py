@@ -12,6 +12,7 @@ same step: GPT-2's form, AdamW, f32 or bf16.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -44,10 +45,8 @@ REMAT_TRIED = ("none", "dots", "full")
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MOST_MEMORY = "0.95"
 
-# Of a measurement: what repetitions make surer, and what the search knows best.
-RATES = ("tokens_per_second", "step_ms", "mfu", "products_flops_per_second")
-FACTS = ("rows", "compiled_bytes", "temp_bytes", "measured_peak_bytes", "host_peak_bytes")
-FACTS += ("compile_seconds",)
+# Of a measurement, what repetitions make surer; the rest the search knows best.
+RATES = ("tokens_per_second", "step_ms", "mfu")
 
 # A step, and what its batches measured.
 Tried = tuple[trial.Trial, list[dict[str, Any]]]
@@ -80,29 +79,38 @@ def main(config: Config) -> None:
     """Runs the row and prints it."""
     with refusing(Config):
         model = make_model(config)
-        Policy.named(config.precision)
+        policy = Policy.named(config.precision)
         check_least(config, most_rows=1, rounds=1, timings=2, calls=1)
         if min(config.rows, default=1) < 1:
             raise ValueError(f"--rows has {min(config.rows)}: a batch has 1 row or more")
     # In a process of its own like the rest: a backend here would hold the device's memory.
-    ask = "import jax, json; print(json.dumps(jax.default_backend()))"
-    backend = trial.last_json_line([sys.executable, "-c", ask], {})
+    ask = (
+        "import jax, json; from experiments.bench import machine; "
+        f"rate = machine.products_rate({policy.compute_dtype.name!r}); "
+        "print(json.dumps([jax.default_backend(), rate]))"
+    )
+    backend, rate = trial.last_json_line([sys.executable, "-c", ask], {})
     without_torch = why_not_torch(config, model, backend)
+    shared = {
+        name: getattr(config, name) for name in ("precision", "optimizer", "calls", "timings")
+    }
+    step = trial.Trial("jaxtrain", model, backend=backend, products_rate=rate, **shared)
     with tempfile.TemporaryDirectory() as programs:
         variables = environment(programs, backend)
-        found = try_all(config, model, backend, variables, with_torch=without_torch is None)
+        found = try_all(step, config, variables, with_torch=without_torch is None)
         best = repeat(best_of_each_side(found), config.rounds, variables)
     shape = dataclasses.asdict(model)
     del shape["remat"]
     peaks = [each.get("measured_peak_bytes") for _, measured in found for each in measured]
     about = {
         "model": shape,
-        "dtypes": str(Policy.named(config.precision)),
+        "dtypes": str(policy),
         "mem_fraction": variables.get(MEM_FRACTION),
         "flops_per_token": decoder.flops_per_token(model),
         "flops_formula": decoder.FLOPS_FORMULA,
+        "products_flops_per_second": float(f"{rate:.4g}"),
         "mfu_formula": "flops_per_token x tokens_per_second / products_flops_per_second, the "
-        "fastest matrix products of the same process",
+        "fastest matrix products before all",
         # None where device memory is not counted.
         "measured_peak_bytes": max(filter(None, peaks), default=None),
         "torch": importlib.metadata.version("torch") if without_torch is None else None,
@@ -117,37 +125,23 @@ def main(config: Config) -> None:
 
 
 def try_all(
-    config: Config,
-    model: decoder.DecoderConfig,
-    backend: str,
-    variables: Mapping[str, str],
-    *,
-    with_torch: bool,
+    step: trial.Trial, config: Config, variables: Mapping[str, str], *, with_torch: bool
 ) -> list[Tried]:
     """Searches the best batch of every contender, jaxtrain's with no more remat than it needs."""
     found: list[Tried] = []
-
-    def fits(step: trial.Trial) -> bool:
-        results = search(lambda rows: measure(step, rows, variables), batches(config))
-        found.append((step, results))
-        return fastest(results) is not None
-
     for remat in REMAT_TRIED:
-        its_model = dataclasses.replace(model, remat=remat)
-        if fits(make_trial(config, its_model, "jaxtrain", backend)):
+        own = dataclasses.replace(step, model=dataclasses.replace(step.model, remat=remat))
+        found.append((own, search(functools.partial(measure, own, variables), batches(config))))
+        if fastest(found[-1][1]) is not None:
             break
     for compiled in (False, True) if with_torch else ():
-        step = make_trial(config, model, "torch", backend)
-        fits(dataclasses.replace(step, compiled=compiled))
+        own = dataclasses.replace(step, framework="torch", compiled=compiled)
+        found.append((own, search(functools.partial(measure, own, variables), batches(config))))
     return found
 
 
 def make_model(config: Config) -> decoder.DecoderConfig:
-    """The model, with rows as long as asked for.
-
-    Raises:
-      ValueError: for rows longer than the model's learned positions.
-    """
+    """The model, with rows as long as asked for."""
     if config.model in OF_STEP:
         model, _ = ours.model_and_rows(OF_STEP[config.model])
     else:
@@ -171,16 +165,6 @@ def environment(programs: str, backend: str) -> dict[str, str]:
     if backend == "gpu":
         variables[MEM_FRACTION] = os.environ.get(MEM_FRACTION, MOST_MEMORY)
     return variables
-
-
-def make_trial(
-    config: Config, model: decoder.DecoderConfig, framework: str, backend: str
-) -> trial.Trial:
-    """Returns the trial of a framework with a batch of one row, to be varied by the search."""
-    shared = {
-        name: getattr(config, name) for name in ("precision", "optimizer", "calls", "timings")
-    }
-    return trial.Trial(framework=framework, model=model, backend=backend, **shared)
 
 
 def why_not_torch(config: Config, model: decoder.DecoderConfig, backend: str) -> str | None:
@@ -210,7 +194,7 @@ def batches(config: Config) -> Iterator[int]:
     return itertools.takewhile(lambda rows: rows <= config.most_rows, doubled)
 
 
-def measure(step: trial.Trial, rows: int, variables: Mapping[str, str]) -> dict[str, Any]:
+def measure(step: trial.Trial, variables: Mapping[str, str], rows: int) -> dict[str, Any]:
     """Measures a batch in a process of its own."""
     # Beside PyTorch JAX makes the parameters alone, and must leave the device to it.
     own = {"JAX_PLATFORMS": "cpu"} if step.framework == "torch" else {}
@@ -218,23 +202,16 @@ def measure(step: trial.Trial, rows: int, variables: Mapping[str, str]) -> dict[
     rate = result.get("tokens_per_second")
     found = "out of memory" if rate is None else f"{rate:,} tokens/s"
     print(f"{step.name}, {rows} rows: {found}", file=sys.stderr, flush=True)
-    return result
+    return {"rows": rows, **result}
 
 
 def search(measure: Callable[[int], dict[str, Any]], rows: Iterable[int]) -> list[dict[str, Any]]:
-    """Measures batches until memory runs out or two in a row are 5 % slower than the best.
-
-    Args:
-      measure: rows to what :func:`experiments.bench.trial.measure` returns.
-      rows: of the batches, ascending.
-
-    Returns:
-      The ``rows`` of each batch and its measurements.
-    """
+    """Measures ascending batches until memory runs out or two in a row are 5 % slower than the
+    best."""
     results: list[dict[str, Any]] = []
     best, falls = 0.0, 0
     for count in rows:
-        results.append({"rows": count, **measure(count)})
+        results.append(measure(count))
         rate = results[-1].get("tokens_per_second")
         if rate is None:
             break
@@ -251,41 +228,34 @@ def fastest(measured: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return max(fitted, key=lambda result: result["tokens_per_second"], default=None)
 
 
-def best_of_each_side(
-    found: Sequence[Tried],
-) -> list[tuple[trial.Trial, Mapping[str, Any]]]:
+def best_of_each_side(found: Sequence[Tried]) -> dict[str, tuple[trial.Trial, Mapping[str, Any]]]:
     """The fastest step of each framework that fitted, with its best batch."""
     fitted = [(step, result) for step, measured in found if (result := fastest(measured))]
     fitted.sort(key=lambda each: each[1]["tokens_per_second"])
     best = {step.framework: (step, result) for step, result in fitted}  # the last of each
-    return [best[name] for name in ("jaxtrain", "torch") if name in best]
+    return dict(sorted(best.items()))
 
 
 def repeat(
-    best: Sequence[tuple[trial.Trial, Mapping[str, Any]]], rounds: int, variables: Mapping[str, str]
+    best: Mapping[str, tuple[trial.Trial, Mapping[str, Any]]],
+    rounds: int,
+    variables: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Measures each side's best batch again, turn by turn.
-
-    Returns:
-      Per side the medians over the rounds, and the memory and compile seconds of the search.
-
-    Raises:
-      SystemExit: where a batch that fitted before does not now.
-    """
-    again: dict[str, list[dict[str, Any]]] = {step.framework: [] for step, _ in best}
+    """Measures each side's best batch again, turn by turn: the medians over the rounds, with the
+    memory and compile seconds of the search."""
+    summary = {side: {"variant": step.name, **result} for side, (step, result) in best.items()}
+    for each in summary.values():
+        each |= {f"{name}_rounds": [] for name in RATES}
     for _ in range(rounds):
-        for step, result in best:
-            again[step.framework].append(measure(step, result["rows"], variables))
-            if "tokens_per_second" not in again[step.framework][-1]:
+        for side, (step, result) in best.items():
+            again = measure(step, variables, result["rows"])
+            if "tokens_per_second" not in again:
                 raise SystemExit(
                     f"{step.name} ran out of memory with {result['rows']} rows, which fitted "
                     "before: leave that batch out of --rows"
                 )
-    summary = {}
-    for step, result in best:
-        told = {"variant": step.name} | {name: result[name] for name in FACTS if name in result}
-        for name in RATES:
-            of_rounds = [each[name] for each in again[step.framework]]
-            told |= {name: statistics.median(of_rounds), f"{name}_rounds": of_rounds}
-        summary[step.framework] = told
+            for name in RATES:
+                summary[side][f"{name}_rounds"].append(again[name])
+    for each in summary.values():
+        each |= {name: statistics.median(each[f"{name}_rounds"]) for name in RATES}
     return summary

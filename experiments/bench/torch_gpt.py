@@ -98,13 +98,8 @@ def make_step(
     compiled: bool,
     bf16: bool,
 ):
-    """Returns ``step(tokens, targets) -> loss``, which updates the model in place.
-
-    Args:
-      model: on its device.
-      compiled: through ``torch.compile``.
-      bf16: autocast to bfloat16, with float32 parameters and optimizer state.
-    """
+    """Returns ``step(tokens, targets) -> loss``, which updates the model in place on its device; of
+    ``bf16`` are its products, not its parameters and the optimizer's state."""
     parameters = list(model.parameters())
     device = parameters[0].device
     optimizer = torch.optim.AdamW(
@@ -127,26 +122,3 @@ def make_step(
         return loss
 
     return step
-
-
-class MatrixProducts:
-    """PyTorch's chain of square matrix products: :class:`experiments.bench.machine.MatrixProducts`.
-
-    Args:
-      size: of the matrices' sides.
-      count: of the products.
-      dtype: of the operands.
-      device: to compute on.
-    """
-
-    def __init__(self, size: int, count: int, dtype: torch.dtype, device: str):
-        self.size, self.count = size, count
-        self.flops = 2 * size**3 * count
-        self._matrix = (torch.randn(size, size, device=device) / size**0.5).to(dtype)
-
-    def __call__(self) -> None:
-        """Computes the chain and waits for it."""
-        x = self._matrix
-        for _ in range(self.count):
-            x = x @ self._matrix
-        x[0, 0].item()

@@ -12,20 +12,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from experiments.bench import Variant, against_torch, gpt_work, machine, rates
+from experiments.bench import Variant, against_torch, gpt_work, rates
 from experiments.bench import step as ours
 from jaxtrain.host import memory
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
-
-# Of the matrix products; the fastest is the yardstick.
-PRODUCTS_RUNS = 5
 
 # Lines of a failed process that are shown.
 LAST_LINES = 15
@@ -33,25 +30,16 @@ LAST_LINES = 15
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A measurement of one framework's train step at one batch.
-
-    Args:
-      framework: jaxtrain or torch.
-      model: the GPT.
-      precision: name of a policy.
-      optimizer: name of an update rule; PyTorch has adamw alone.
-      backend: JAX's name of the device to run on.
-      calls: steps per timing.
-      timings: number of timings, after one that does not count.
-      rows: rows of the batch.
-      compiled: whether PyTorch's step goes through torch.compile.
-    """
+    """A measurement of one framework's (jaxtrain's or torch's) train step at one batch: ``calls``
+    steps per timing, and so many timings after one that does not count. PyTorch has adamw alone;
+    its step goes through torch.compile where it is ``compiled``."""
 
     framework: str
     model: decoder.DecoderConfig
     precision: str
     optimizer: str
-    backend: str
+    backend: str  # JAX's name of the device
+    products_rate: float  # FLOP/s of its matrix products
     calls: int
     timings: int
     rows: int = 1
@@ -76,23 +64,12 @@ class Trial:
 
 
 def run(trial: Trial, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Measures in a process of its own, with variables added to its environment.
-
-    Returns:
-      What :func:`measure` does.
-
-    Raises:
-      SystemExit: where the process fails other than by running out of memory.
-    """
+    """Returns what :func:`measure` does in a process with variables added to its environment."""
     return last_json_line([sys.executable, "-m", __name__, trial.to_json()], environment)
 
 
 def last_json_line(command: list[str], environment: Mapping[str, str]) -> Any:
-    """Runs a command and returns what the last line of its standard output says.
-
-    Raises:
-      SystemExit: where it fails, with its last lines.
-    """
+    """Runs a command and returns what the last line of its standard output says."""
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     written = done.stdout.splitlines()
     if done.returncode or not written:
@@ -102,15 +79,11 @@ def last_json_line(command: list[str], environment: Mapping[str, str]) -> Any:
 
 
 def measure(trial: Trial) -> dict[str, Any]:
-    """Measures in this process.
-
-    Returns:
-      ``{"out_of_memory": True}``, or rates, memory and compile seconds. The peak of device memory
-      is None where none is counted; that of host memory is the whole process's.
-    """
-    measure_with = {"jaxtrain": _jaxtrain, "torch": _torch}[trial.framework]
+    """Measures rates, memory and compile seconds in this process, unless it runs out of memory. The
+    peak of device memory is None where none is counted; that of the host is the process's."""
+    keep_freed_memory()
     try:
-        return measure_with(trial)
+        return {"jaxtrain": _jaxtrain, "torch": _torch}[trial.framework](trial)
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
@@ -118,87 +91,54 @@ def measure(trial: Trial) -> dict[str, Any]:
 
 
 def _jaxtrain(trial: Trial) -> dict[str, Any]:
-    policy = Policy.named(trial.precision)
-    return _measured(
-        trial,
-        lambda: ours.jaxtrain_variant(
-            trial.model,
-            jax.jit(functools.partial(decoder.init, trial.model)),
-            ours.make_batch(trial.model, trial.rows),
-            trial.calls,
-            policy=policy,
-            optimizer=trial.optimizer,
-        ),
-        peak=lambda: memory.device_memory().get("peak"),
-        make_products=lambda: machine.MatrixProducts(policy.compute_dtype),
+    variant = ours.jaxtrain_variant(
+        trial.model,
+        jax.jit(functools.partial(decoder.init, trial.model)),
+        ours.make_batch(trial.model, trial.rows),
+        trial.calls,
+        policy=Policy.named(trial.precision),
+        optimizer=trial.optimizer,
     )
+    return timed(trial, variant) | {"measured_peak_bytes": memory.device_memory().get("peak")}
 
 
 def _torch(trial: Trial) -> dict[str, Any]:
     import torch
 
-    from experiments.bench import torch_gpt
-
     device = "cuda" if trial.backend == "gpu" else "cpu"
     if device == "cuda":
         # TF32, as XLA multiplies float32 on a GPU.
         torch.set_float32_matmul_precision("high")
-    dtype = getattr(torch, Policy.named(trial.precision).compute_dtype.name)
     # JAX makes no more than the parameters here, on the CPU.
     params = jax.device_get(jax.jit(lambda: decoder.init(trial.model, jax.random.key(0)))())
-    return _measured(
-        trial,
-        lambda: against_torch.torch_variant(
-            trial.model,
-            params,
-            ours.make_batch(trial.model, trial.rows),
-            trial.calls,
-            compiled=trial.compiled,
-            bf16=trial.precision == "bf16",
-            device=device,
-        ),
-        peak=lambda: torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        make_products=lambda: torch_gpt.MatrixProducts(
-            *machine.products_shape(trial.backend), dtype, device
-        ),
+    variant = against_torch.torch_variant(
+        trial.model,
+        params,
+        ours.make_batch(trial.model, trial.rows),
+        trial.calls,
+        compiled=trial.compiled,
+        bf16=trial.precision == "bf16",
+        device=device,
     )
+    found = timed(trial, variant)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return found | {"measured_peak_bytes": peak}
 
 
-def _measured(
-    trial: Trial,
-    make_variant: Callable[[], Variant],
-    *,
-    peak: Callable[[], float | None],
-    make_products: Callable[[], Any],
-) -> dict[str, Any]:
-    keep_freed_memory()
-    variant = make_variant()
-    first = _times(variant.run, 1)[0]
-    times = _times(variant.run, trial.timings)
-    facts = dict(variant.facts)
-    if trial.compiled and "compile_seconds" not in facts:
-        # torch.compile compiles in the first step.
-        facts["compile_seconds"] = round(max(0.0, first - min(times)), 2)
-    facts["measured_peak_bytes"] = peak()
-    facts["host_peak_bytes"] = memory.host_memory()
-    # Only now, and with the step's memory free again: the products are in no peak, and the largest
-    # batch that fits does not depend on them.
-    del variant
-    products = make_products()
-    products()
-    rate = products.flops / min(_times(products, PRODUCTS_RUNS))
-    dtype = Policy.named(trial.precision).compute_dtype.name
-    work = gpt_work(trial.model, trial.rows, steps=trial.calls, dtype=dtype)
-    return rates(times, work, rate) | facts | {"products_flops_per_second": float(f"{rate:.4g}")}
-
-
-def _times(function: Callable[[], None], count: int) -> list[float]:
-    times = []
-    for _ in range(count):
+def timed(trial: Trial, variant: Variant) -> dict[str, Any]:
+    """Returns the rates and facts of a trial's step, and the peak of host memory."""
+    seconds = []
+    for _ in range(1 + trial.timings):
         start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return times
+        variant.run()
+        seconds.append(time.perf_counter() - start)
+    first, *times = seconds
+    facts = dict(variant.facts)
+    if trial.compiled:  # torch.compile compiles in the first step.
+        facts.setdefault("compile_seconds", round(max(0.0, first - min(times)), 2))
+    facts["host_peak_bytes"] = memory.host_memory()
+    work = gpt_work(trial.model, trial.rows, steps=trial.calls)
+    return rates(times, work, trial.products_rate) | facts
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

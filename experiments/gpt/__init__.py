@@ -70,11 +70,7 @@ class Config(language.Config):
 
 
 def build(config: Config) -> jt.Experiment:
-    """Builds the experiment: everything that is trained, planned or checked follows from it.
-
-    Raises:
-      ValueError: for options that do not fit each other.
-    """
+    """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, sample_tokens=0)
     options = language.tokenizer_options(config)
     text = data.open_data(config.data, field=config.field, **options)

@@ -19,14 +19,8 @@ from jaxtrain.compare.difference import Difference, first_difference
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found of a bug.
-
-    Args:
-      mesh: its axes.
-      difference: where the wrong step begins to differ, or None.
-      named: whether that is a line where the bug is.
-      alarm: what was said of the right step; None where that agrees, or was not looked at.
-    """
+    """What was found of a bug: where the wrong step begins to differ, whether that is a line where
+    the bug is, and what was said of the right step, if that was looked at."""
 
     mesh: str
     difference: Difference | None

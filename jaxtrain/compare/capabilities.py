@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import pathlib
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -80,23 +79,16 @@ class Capability:
     check: Check | None = None
     needs: str | None = None
 
-    def named_in(self, sentence: str) -> bool:
-        """Whether a refusal says that it is this one which does not fit."""
-        return re.search(self.called or re.escape(self.name), sentence, re.IGNORECASE) is not None
-
 
 def _layouts() -> Iterator[Capability]:
     pipe = "pipe=2,pipeline.microbatches=4"
+    interleaved = f"{pipe},pipeline.schedule=interleaved,pipeline.virtual=2"
     for name, layout, called in (
         ("data parallel", "data=2", "data|mesh"),
         ("fsdp", "fsdp=2", "fsdp|mesh"),
         ("tensor parallel", "tensor=2", "tensor|mesh"),
         ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
-        (
-            "pipeline, interleaved",
-            f"{pipe},pipeline.schedule=interleaved,pipeline.virtual=2",
-            "pipe|stage",
-        ),
+        ("pipeline, interleaved", interleaved, "pipe|stage"),
         ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),
         ("pipeline, residuals kept", f"{pipe},pipeline.remat=none", "pipe|stage"),
         ("pipeline, balanced stages", f"{pipe},pipeline.balance=true", "pipe|stage|balance"),
@@ -127,12 +119,9 @@ def _layouts() -> Iterator[Capability]:
         yield Capability(name, "layout", layout=layout, needs=needs)
 
 
-def _precisions() -> Iterator[Capability]:
+def _optimizers() -> Iterator[Capability]:
     for name in ("bf16", "pure_bf16", "fp16"):
         yield Capability(name, "precision", flags=("--precision", name), called=f"precision|{name}")
-
-
-def _optimizers() -> Iterator[Capability]:
     for name in OPTIMIZERS:
         yield Capability(name, "optimizer", flags=("--optimizer.name", name))
     for name, *flags in (
@@ -253,7 +242,7 @@ def _finetuning() -> Iterator[Capability]:
 
 
 def _changes() -> Iterator[Capability]:
-    """What users write in Python."""
+    """What users write in Python, and what a run does."""
     own = functools.partial(Capability, group="of one's own")
     engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
@@ -271,7 +260,7 @@ def _runs() -> Iterator[Capability]:
 
 def capabilities() -> tuple[Capability, ...]:
     """All capabilities, in the order of the table."""
-    parts = (_layouts, _precisions, _optimizers, _tasks, _models, _finetuning, _changes, _runs)
+    parts = (_layouts, _optimizers, _tasks, _models, _finetuning, _changes, _runs)
     return tuple(each for part in parts for each in part())
 
 

@@ -91,11 +91,7 @@ def make_variants(
     """Builds the experiments of all combinations of values, by name.
 
     Each of ``vary`` is a flag and its values, such as ``"precision=f32,bf16"``; all variants share
-    ``flags``.
-
-    Raises:
-      ValueError: for a flag that is not the experiment's, a value that it does not take, and what
-        building a variant raises, with its name.
+    ``flags``. What building a variant refuses is refused with its name.
     """
     given = [_parse(text) for text in vary]
     if not given:
@@ -198,11 +194,7 @@ def _parse(text: str) -> tuple[str, list[str]]:
 
 
 def _flag(module_name: str, base: Any, name: str, value: str) -> str:
-    """Writes a flag of the experiment with a value that it takes.
-
-    Raises:
-      ValueError: there is no such flag, or it does not take the value.
-    """
+    """Writes a flag of the experiment with a value that it takes."""
     try:
         old = flatten(flags_of(base))[name.replace("-", "_")]
     except KeyError:

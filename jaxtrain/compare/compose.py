@@ -15,12 +15,11 @@ so. ``jaxtrain compose`` prints the faults, and writes the table and a page.
 import dataclasses
 import functools
 import itertools
+import re
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 
@@ -36,15 +35,8 @@ STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The outcome of capabilities tried together.
-
-    Args:
-      names: of the capabilities.
-      outcome: "equal", "refused", "fault" or "needs".
-      text: the largest error and where; the refusal; the fault; the hardware.
-      command: that repeats it.
-      seconds: that it took.
-    """
+    """The outcome of capabilities tried together: "equal", "refused", "fault" or "needs", and in
+    ``text`` the largest error and where, the refusal, the fault, or the hardware."""
 
     names: tuple[str, ...]
     outcome: str
@@ -61,12 +53,9 @@ def pairs(all_of: Sequence[Capability]) -> list[Together]:
 def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
     """One of several parts of about equal size, the same in every process; cells that share what
     they are compared with are together, up to 64."""
-    tasks: dict[tuple, list[Together]] = {}
-    for cell in cells:
-        tasks.setdefault(cell.shared, []).append(cell)
     groups = [
         (-len(some[n : n + 64]), zlib.crc32(" ".join(task).encode()), n, some[n : n + 64])
-        for task, some in tasks.items()
+        for task, some in _by_task(cells).items()
         for n in range(0, len(some), 64)
     ]
     filled: list[list[Together]] = [[] for _ in range(parts)]
@@ -76,21 +65,18 @@ def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
 
 
 def compose(cells: Iterable[Together]) -> Iterator[Cell]:
-    """Tries capabilities together, task by task.
-
-    Args:
-      cells: what to try, from :func:`pairs`.
-
-    Yields:
-      What came of each.
-    """
-    by_task: dict[tuple, list[Together]] = {}
-    for cell in cells:
-        by_task.setdefault(cell.shared, []).append(cell)
-    for number, those in enumerate(by_task.values()):
+    """Tries capabilities together, task by task, and yields what came of each."""
+    for number, those in enumerate(_by_task(cells).values()):
         yield from _try_task(those)
         if number % 16 == 15:  # small programs are shared; all of them would fill the memory
             jax.clear_caches()
+
+
+def _by_task(cells: Iterable[Together]) -> dict[tuple, list[Together]]:
+    tasks: dict[tuple, list[Together]] = {}
+    for cell in cells:
+        tasks.setdefault(cell.shared, []).append(cell)
+    return tasks
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
@@ -120,7 +106,11 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
             yield refused(cell, str(error))
         else:
             laid.append((cell, layout))
-    yield from _compared(experiment, [each for each in laid if not each[0].checks])
+    reference = parity.reference_of(experiment, STEPS)
+    steps = [each for each in laid if not each[0].checks]
+    programs = parity.compiled(experiment, [layout for _, layout in steps])
+    for (cell, _), (number, program) in zip(steps, programs, strict=True):
+        yield _tried(cell, lambda p=program, n=number: parity.run_layout(p.result(), reference(n)))
     for cell, layout in laid:
         if cell.checks:
             yield _tried(cell, functools.partial(_checked, cell, experiment, layout))
@@ -128,31 +118,6 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
 
 def _checked(cell: Together, experiment: Experiment, layout: Layout) -> Errors:
     return {part: x for check in cell.checks for part, x in check(experiment, layout).items()}
-
-
-def _compared(experiment: Experiment, cells: Sequence[tuple[Together, Layout]]) -> Iterator[Cell]:
-    """Compares meshes with one device; while one is run, the next is compiled."""
-    alone = Layout.parse("", experiment.layout)
-
-    @functools.cache
-    def reference(microbatches: int) -> Any:
-        return parity.run_one_device(parity.compile_on(experiment, alone, microbatches), STEPS)
-
-    def errors(program: Future, microbatches: int) -> Errors:
-        return parity.run_layout(program.result(), reference(microbatches))
-
-    with ThreadPoolExecutor(parity.COMPILERS) as pool:
-        for start in range(0, len(cells), 8):
-            some = cells[start : start + 8]
-            numbers = [
-                x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for _, x in some
-            ]
-            programs = [
-                pool.submit(parity.compile_on, experiment, layout, number, replays=True)
-                for (_, layout), number in zip(some, numbers, strict=True)
-            ]
-            for (cell, _), number, program in zip(some, numbers, programs, strict=True):
-                yield _tried(cell, functools.partial(errors, program, number))
 
 
 def _tried(cell: Together, errors: Callable[[], Errors]) -> Cell:
@@ -174,6 +139,7 @@ def _tried(cell: Together, errors: Callable[[], Errors]) -> Cell:
 
 def refused(cell: Together, sentence: str) -> Cell:
     """The cell of a refusal, which is a fault where it does not name what does not fit."""
-    fits = all(each.named_in(sentence) for each in cell.chosen) and "\n" not in sentence
+    names = [each.called or re.escape(each.name) for each in cell.chosen]
+    fits = all(re.search(x, sentence, re.IGNORECASE) for x in names) and "\n" not in sentence
     text = sentence if fits else f"a refusal that does not name both: {sentence}"
     return Cell(cell.names, "refused" if fits else "fault", text, cell.command)

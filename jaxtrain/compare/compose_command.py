@@ -73,7 +73,7 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
         found.append(cell)
         if options.out is not None and len(found) % 20 == 0:
             write(options.out, found, all_of)
-    kept = found if options.out is None else write(options.out, found, all_of)
+    kept = added({}, found) if options.out is None else write(options.out, found, all_of)
     print("\n".join(markdown(kept, all_of)))
     return int(any(cell.outcome == "fault" for cell in found))
 
@@ -101,20 +101,21 @@ def _chosen(options: ComposeOptions, all_of: Sequence[Capability]) -> list[Toget
 
 def _shown(cells: Iterable[Cell], count: int) -> Iterator[Cell]:
     """Passes cells on, with what is not equal on standard error, and how far the table is."""
-    start, outcomes = time.monotonic(), Counter()
+    start, outcomes = time.monotonic(), []
     for number, cell in enumerate(cells, 1):
-        outcomes[cell.outcome] += 1
+        outcomes.append(cell.outcome)
         if cell.outcome == "fault":
             print(f"FAULT {' x '.join(cell.names)}: {cell.text}", file=sys.stderr)
             print(f"  {cell.command}", file=sys.stderr, flush=True)
         if number % 20 == 0 or number == count:
-            said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
-            seconds = time.monotonic() - start
-            print(f"{number} of {count} ({seconds:.0f} s): {said}", file=sys.stderr, flush=True)
+            far = f"{number} of {count} ({time.monotonic() - start:.0f} s)"
+            print(f"{far}: {_counted(outcomes)}", file=sys.stderr, flush=True)
         yield cell
 
 
-def write(folder: pathlib.Path, found: Sequence[Cell], all_of: Sequence[Capability]) -> list[Cell]:
+def write(
+    folder: pathlib.Path, found: Sequence[Cell], all_of: Sequence[Capability]
+) -> dict[str, dict[str, Any]]:
     """Adds cells to the results in a folder, and writes its table and page anew.
 
     Returns:
@@ -122,44 +123,41 @@ def write(folder: pathlib.Path, found: Sequence[Cell], all_of: Sequence[Capabili
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS
-    kept: dict[str, dict[str, Any]] = json_object(read_if_there(path))
-    at = {"when": time.strftime("%Y-%m-%d"), "commit": commit(__file__) or jaxtrain.__version__}
-    for cell in found:
-        kept[" x ".join(cell.names)] = dataclasses.asdict(cell) | at
+    kept = added(json_object(read_if_there(path)), found)
     path.write_text(json.dumps(kept, indent=0))
-    names = {field.name for field in dataclasses.fields(Cell)}
-    cells = [
-        Cell(**{n: tuple(x) if n == "names" else x for n, x in each.items() if n in names})
-        for each in kept.values()
-    ]
-    (folder / TABLE).write_text("\n".join(markdown(cells, all_of)) + "\n")
+    (folder / TABLE).write_text("\n".join(markdown(kept, all_of)) + "\n")
     (folder / PAGE).write_text(page(kept, all_of))
-    return cells
+    return kept
 
 
-def markdown(cells: Sequence[Cell], all_of: Sequence[Capability]) -> list[str]:
+def added(kept: Mapping[str, Any], found: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """Adds cells to results by name."""
+    at = {"when": time.strftime("%Y-%m-%d"), "commit": commit(__file__) or jaxtrain.__version__}
+    return dict(kept) | {" x ".join(x.names): dataclasses.asdict(x) | at for x in found}
+
+
+def markdown(kept: Mapping[str, Any], all_of: Sequence[Capability]) -> list[str]:
     """The table in lines of Markdown: each capability, how many others it works with, and the
     exceptions."""
-    pairs = [cell for cell in cells if len(cell.names) == 2]
+    pairs = [each for each in kept.values() if len(each["names"]) == 2]
     lines = ["| capability | equal | refused | fault | needs | refused or faulty with |"]
     lines += ["|---|---|---|---|---|---|"]
-    for each in all_of:
-        own = [cell for cell in pairs if each.name in cell.names]
+    for capability in all_of:
+        name = capability.name
+        own = [each for each in pairs if name in each["names"]]
         if not own:
             continue
-        count = Counter(cell.outcome for cell in own)
-        apart = sorted(
-            name
-            for cell in own
-            if cell.outcome in ("refused", "fault")
-            for name in cell.names
-            if name != each.name
-        )
+        count = Counter(each["outcome"] for each in own)
+        apart = [each["names"] for each in own if each["outcome"] in ("refused", "fault")]
+        others = sorted(other for names in apart for other in names if other != name)
         counts = " | ".join(str(count[kind]) for kind in ("equal", "refused", "fault"))
-        lines.append(f"| {each.name} | {counts} | {each.needs or ''} | {', '.join(apart)} |")
-    total = Counter(cell.outcome for cell in cells)
-    said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(total.items()))
-    return [*lines, "", f"{len(cells)} cells: {said}."]
+        lines.append(f"| {name} | {counts} | {capability.needs or ''} | {', '.join(others)} |")
+    said = _counted(each["outcome"] for each in kept.values())
+    return [*lines, "", f"{len(kept)} cells: {said}."]
+
+
+def _counted(outcomes: Iterable[str]) -> str:
+    return ", ".join(f"{n} {outcome}" for outcome, n in sorted(Counter(outcomes).items()))
 
 
 _STYLE = """
@@ -171,46 +169,38 @@ thead th span { writing-mode: vertical-rl; transform: rotate(180deg); }
 td { width: 12px; height: 12px; border: 1px solid #fff; padding: 0; background: #eee; }
 td.equal { background: #7fb58a; } td.refused { background: #e3c878; }
 td.fault { background: #c0392b; } td.needs { background: #b8c4d6; } td.none { background: #fff; }
-#said { position: sticky; top: 0; background: #fff; min-height: 4.5em; padding: .5em 0; }
-code { background: #f4f4f4; }
-"""
-_SCRIPT = """
-const said = document.getElementById("said");
-document.querySelectorAll("td[title]").forEach(td => td.addEventListener("mouseenter", () => {
-  said.textContent = td.title;
-}));
 """
 
 
-def page(kept: Mapping[str, Mapping[str, Any]], all_of: Sequence[Capability]) -> str:
+def page(kept: Mapping[str, Any], all_of: Sequence[Capability]) -> str:
     """The table as one picture in HTML; a cell says, under the pointer, what came of it and by
     which command."""
     found = {frozenset(each["names"]): each for each in kept.values()}
-    rows = []
-    for row in all_of:
-        cells = [f"<th>{html.escape(row.name)}</th>"]
-        for column in all_of:
-            each = found.get(frozenset((row.name, column.name)))
-            if each is None or row is column:
-                alone = row is column or together((row, column)) is None
-                cells.append(f'<td class="{"none" if alone else ""}"></td>')
-                continue
-            said = (
-                f"{row.name} x {column.name}: {each['outcome']}, {each['text']}\n"
-                f"{each['command']}\n{each['when']}, {each['commit']}"
-            )
-            cells.append(f'<td class="{each["outcome"]}" title="{html.escape(said)}"></td>')
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(f"<th><span>{html.escape(each.name)}</span></th>" for each in all_of)
-    counts = Counter(each["outcome"] for each in kept.values())
-    said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+
+    def cell(row: Capability, column: Capability) -> str:
+        each = found.get(frozenset((row.name, column.name)))
+        if each is None:
+            alone = row is column or together((row, column)) is None
+            return f'<td class="{"none" if alone else ""}"></td>'
+        said = (
+            f"{row.name} x {column.name}: {each['outcome']}, {each['text']}\n"
+            f"{each['command']}\n{each['when']}, {each['commit']}"
+        )
+        return f'<td class="{each["outcome"]}" title="{html.escape(said)}"></td>'
+
+    names = [html.escape(each.name) for each in all_of]
+    head = "".join(f"<th><span>{name}</span></th>" for name in names)
+    rows = "".join(
+        f"<tr><th>{name}</th>{''.join(cell(row, column) for column in all_of)}</tr>"
+        for name, row in zip(names, all_of, strict=True)
+    )
     commits = ", ".join(sorted({each["commit"] for each in kept.values()}))
     return (
         f'<!doctype html><meta charset="utf-8"><title>What works with what</title>'
         f"<style>{_STYLE}</style><h1>What works with what</h1>"
-        f"<p>{len(kept)} cells: {said}. Commits: {html.escape(commits)}. Green is equal to one "
-        "device, yellow is refused in a sentence, red is a fault, blue needs hardware, grey was "
-        'not run, white are alternatives of which a run has one.</p><pre id="said">Point at a '
-        f"cell.</pre><table><thead><tr><th></th>{head}</tr></thead>{''.join(rows)}</table>"
-        f"<script>{_SCRIPT}</script>"
+        f"<p>{len(kept)} cells: {_counted(each['outcome'] for each in kept.values())}. Commits: "
+        f"{html.escape(commits)}. Green is equal to one device, yellow is refused in a sentence, "
+        "red is a fault, blue needs hardware, grey was not run, white are alternatives of which a "
+        "run has one. The pointer over a cell shows what came of it.</p>"
+        f"<table><thead><tr><th></th>{head}</tr></thead>{rows}</table>"
     )

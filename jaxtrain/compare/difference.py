@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import itertools
 import math
 import os
 import pathlib
@@ -94,7 +93,6 @@ def first_difference(
     mesh: Mesh,
     reference: Callable[..., Any] | None = None,
     rules: Rules | Sequence[Rule] | None = None,
-    compiler_options: dict[str, Any] | None = None,
 ) -> Difference | None:
     """Finds the equation at which a step on a mesh begins to differ from that on one device.
 
@@ -109,7 +107,6 @@ def first_difference(
       reference: the step as it is built for :func:`one_device`. Left out, it is ``step``, which
         then takes its mesh from the context or has none.
       rules: sharding rules, as for :func:`jaxtrain.compile_step`.
-      compiler_options: for XLA; on CPU, by default, those of a quick compilation.
 
     Returns:
       None where all results agree.
@@ -128,9 +125,8 @@ def first_difference(
         with context():
             jaxpr = jax.make_jaxpr(function)(*placed)
         sides.append((jaxpr, jax.tree.leaves(placed), context))
-    if compiler_options is None and mesh.devices.flat[0].platform == "cpu":
-        compiler_options = QUICK
-    return difference_of(*sides, compiler_options=compiler_options)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return difference_of(*sides, compiler_options=QUICK if on_cpu else None)
 
 
 def one_device(mesh: Mesh) -> Mesh:
@@ -142,14 +138,8 @@ def one_device(mesh: Mesh) -> Mesh:
 
 
 def difference_of(alone: tuple, spread: tuple, *, compiler_options=None) -> Difference | None:
-    """Finds the first difference of two traced programs.
-
-    Args:
-      alone: the program of one device: its closed jaxpr, its arguments, and a function that gives
-        the context to trace in.
-      spread: the program of a mesh, alike.
-      compiler_options: for XLA.
-    """
+    """Finds the first difference of the programs of one device and of a mesh: of each the closed
+    jaxpr, the arguments, and a function that gives the context to trace in."""
     jaxpr, args, context = alone
     avals = [v.aval for e in equations(jaxpr.jaxpr) for v in e.outvars]
     dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype")}
@@ -230,7 +220,8 @@ class _Search:
     def begins(self, value: Value) -> bool:
         """Whether a value is wrong in an iteration in which its operands are right."""
         wrong = ~self.right(value)
-        agree = [_over(right, wrong.ndim) for _, right in self.inputs(value)]
+        rights = [right for _, right in self.inputs(value)]
+        agree = [x.reshape(x.shape + (1,) * (wrong.ndim - x.ndim)) for x in rights]
         return value.name not in BOUNDS and bool(
             np.any(functools.reduce(np.logical_and, agree, wrong))
         )
@@ -242,22 +233,14 @@ class _Search:
 
     def inputs(self, value: Value) -> list[tuple[Value, np.ndarray]]:
         """What a value was computed from, and in which iterations that is right."""
-        other = self.pairs.get(value)
-        given = other.inputs if other and len(other.inputs) == len(value.inputs) else ()
-        found = []
-        for i, operand in enumerate(value.inputs):
-            if operand.name != "literal":
-                right = self.right(operand)
-                if not np.all(right) and given and given[i].name != "literal":
-                    right = right | self.right(operand, given[i])
-                found.append((operand, right))
-        return found
+        operands = [operand for operand in value.inputs if operand.name != "literal"]
+        return [(operand, self.right(operand)) for operand in operands]
 
-    def right(self, value: Value, other: Value | None = None) -> np.ndarray:
+    def right(self, value: Value) -> np.ndarray:
         """In which iterations of its loops a value is one that a correct program may have."""
         if value.number < 0 or self.depends(value):
             return np.ones(value.loops, bool)
-        relations = self.relations(value, other)
+        relations = self.relations(value)
         if relations is None:
             right = np.full(value.loops, self.fixed[value])
         else:
@@ -281,8 +264,7 @@ class _Search:
             return None
         again = other.data if other.number < 0 else self.perturbed[other.number]
         alone = (_iterations(x, other)[(0,) * len(other.axes)] for x in (other.data, again))
-        bounds = ((b, self.bound(other, b, c)) for b, c in zip(*alone, strict=True))
-        alone = [(b, bound, _finite(b).sum()) for b, bound in bounds]
+        alone = [(b, self.bound(other, b, c)) for b, c in zip(*alone, strict=True)]
         found = np.moveaxis(_iterations(value.data, value), len(value.axes), 0)
         alike = other.loops == value.loops and value.taken is None
         each = [[one] for one in alone] if alike else [alone] * len(found)
@@ -292,8 +274,7 @@ class _Search:
             axes, stage = dict(value.axes), 1 + list(value.axes).index("pipe")
             parts, shape = axes.pop("pipe"), found.shape[1 + len(value.axes) :]
             if shape and alone[0][0].shape[:1] == (parts * shape[0],):
-                cut = [(x, bound) for b, bound, _ in alone for x in np.split(b, parts)]
-                alone = [(x, bound, _finite(x).sum()) for x, bound in cut]
+                alone = [(x, bound) for b, bound in alone for x in np.split(b, parts)]
             stages, runs = (np.moveaxis(x, stage, 1) for x in (found, _taken(value)))
             for i, (xs, rs) in enumerate(zip(stages, runs, strict=True)):
                 all_ = [_nearest(x, alone, axes) for x, r in zip(xs, rs, strict=True) if r.any()]
@@ -349,18 +330,9 @@ class _Search:
 
 
 def _nearest(found: np.ndarray, expected: Sequence[tuple], axes: Mapping[str, int]) -> Relation:
-    """The best relation to one of several values, each with the distance that rounding may make
-    and its sum, by which most are ruled out."""
-    if len(expected) > 1:
-        sizes = [size for size in axes.values() if size > 1]
-        copies = [math.prod(s) for n in range(4) for s in itertools.combinations(sizes, n)]
-        bounds, sums = np.transpose(
-            [(bound * one.size**0.5, total) for one, bound, total in expected]
-        )
-        off = np.abs(_finite(found).sum() - np.outer(copies, sums)) <= np.outer(copies, bounds)
-        expected = [expected[i] for i in np.flatnonzero(off.any(0))] or expected[:1]
+    """The best relation to one of several values, each with the distance that rounding may make."""
     best = NEITHER
-    for one, bound, _ in expected:
+    for one, bound in expected:
         best = min(best, relate(found, one, axes, bound) or NEITHER, key=_badness)
         if best.right:
             break
@@ -388,10 +360,6 @@ def _iterations(data: Any, value: Value) -> np.ndarray:
     first, last = len(value.axes), len(value.axes) + len(value.loops)
     data = np.asarray(data)
     return data.reshape((*data.shape[:first], math.prod(value.loops), *data.shape[last:]))
-
-
-def _over(right: np.ndarray, ndim: int) -> np.ndarray:
-    return right.reshape(right.shape + (1,) * (ndim - right.ndim))
 
 
 def _finite(x: Any) -> np.ndarray:
@@ -455,9 +423,5 @@ def _libraries() -> tuple[str, ...]:
 
 def _short(name: str) -> str:
     """A path from the working folder, where it lies in that."""
-    path = pathlib.Path(name)
-    return (
-        str(path.relative_to(pathlib.Path.cwd()))
-        if path.is_relative_to(pathlib.Path.cwd())
-        else name
-    )
+    here, path = pathlib.Path.cwd(), pathlib.Path(name)
+    return str(path.relative_to(here)) if path.is_relative_to(here) else name

@@ -31,7 +31,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, named_leaves, owner_of
+from jaxtrain.tree import PyTree, key_data, named_leaves, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2}  # by policy
 TOLERANCE = TOLERANCES["f32"]
@@ -70,7 +70,7 @@ DEVICES = 8
 
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
 # busy, so several programs are compiled at once.
-COMPILERS = 2
+COMPILERS, AHEAD = 2, 8
 COMPILER_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_allow_excess_precision": False,  # see the top of this module
@@ -214,10 +214,8 @@ def parity(
     if policy not in TOLERANCES:
         raise ValueError(f"policy {policy!r} is not compared: use one of {', '.join(TOLERANCES)}")
     tolerance = TOLERANCES[policy] if tolerance is None else tolerance
-    explained = {"explain": tolerance if explain else None}
-    comparisons = list(
-        compare(experiment, layouts=layouts, steps=steps, policy=policy, **explained)
-    )
+    given = {"steps": steps, "policy": policy, "explain": tolerance if explain else None}
+    comparisons = list(compare(experiment, layouts=layouts, **given))
     console = Console(file=io.StringIO(), width=120)
     agree = report(comparisons, tolerance=tolerance, console=console)
     table = console.file.getvalue().rstrip()
@@ -270,34 +268,48 @@ def compare(
     experiment = experiment.with_(policy=policy)
     read = functools.partial(type(experiment.layout).parse, base=experiment.layout)
     layouts = {text: read(text) for text in layouts}
-    # An accumulation has its number everywhere; else a pipeline alone has microbatches.
-    numbers = [
-        x.accumulate if x.accumulate > 1 else x.microbatches(x.mesh.pipe) for x in layouts.values()
-    ]
-    accumulate = experiment.layout.accumulate
+    reference = reference_of(experiment, steps)
+    each = compiled(experiment, list(layouts.values()))
+    for layout, (number, program) in zip(layouts, each, strict=True):
+        if number == experiment.layout.accumulate:
+            reference(number)  # what one device refuses is no layout's fault
+        try:
+            found = Comparison(layout, run_layout(program.result(), reference(number)))
+        except ValueError as error:
+            found = Comparison(layout, refusal=str(error))
+        if explain is not None and not found.agrees(explain):
+            one = compile_on(experiment, read(""), number, replays=True)
+            why = difference_on(one, program.result(), reference(number))
+            found = dataclasses.replace(found, difference=why)
+        yield found
+
+
+def reference_of(experiment: Experiment, steps: int) -> Callable[[int], list[Step]]:
+    """Returns what trains on one device with so many microbatches, once for each number."""
+    alone = Layout.parse("", experiment.layout)
+    compiled_with = functools.partial(compile_on, experiment, alone)
+    return functools.cache(lambda number: run_one_device(compiled_with(number), steps))
+
+
+def compiled(
+    experiment: Experiment, layouts: Sequence[Layout]
+) -> Iterator[tuple[int, "Future[Program]"]]:
+    """Compiles for layouts, a few of them ahead of the one that is run.
+
+    Yields:
+      The number of microbatches on one device, and the program that is being compiled.
+    """
     pool = ThreadPoolExecutor(COMPILERS)
     try:
-        alone = {
-            number: pool.submit(compile_on, experiment, read(""), number)
-            for number in dict.fromkeys(numbers)
-        }
-        programs = [
-            pool.submit(compile_on, experiment, layout, number, replays=True)
-            for layout, number in zip(layouts.values(), numbers, strict=True)
-        ]
-        run = functools.cache(lambda number: run_one_device(alone[number].result(), steps))
-        if accumulate in alone:
-            run(accumulate)  # what one device refuses is no layout's fault
-        for layout, number, program in zip(layouts, numbers, programs, strict=True):
-            try:
-                found = Comparison(layout, run_layout(program.result(), run(number)))
-            except ValueError as error:
-                found = Comparison(layout, refusal=str(error))
-            if explain is not None and not found.agrees(explain):
-                one = compile_on(experiment, read(""), number, replays=True)
-                why = difference_on(one, program.result(), run(number))
-                found = dataclasses.replace(found, difference=why)
-            yield found
+        for start in range(0, len(layouts), AHEAD):
+            some = []
+            for layout in layouts[start : start + AHEAD]:
+                # An accumulation has its number everywhere; else a pipeline alone has microbatches.
+                number = layout.accumulate
+                number = number if number > 1 else layout.microbatches(layout.mesh.pipe)
+                program = pool.submit(compile_on, experiment, layout, number, replays=True)
+                some.append((number, program))
+            yield from some
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -483,14 +495,8 @@ def _compared_in(state: PyTree) -> list[Compared]:
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
-    """The largest relative error over the leaves of a tree, and the leaf that has it.
-
-    Args:
-      found, expected: trees of arrays with the same paths.
-
-    Returns:
-      The error as defined at the top of this module (infinite where something is not a number),
-      and the leaf's path.
+    """The largest error over the leaves of trees with the same paths, as defined at the top of this
+    module (infinite where something is not a number), and the path of the leaf that has it.
 
     >>> worst({"a": np.array([3, 5]), "b": np.ones(2)}, {"a": np.array([3, 4]), "b": np.ones(2)})
     (0.2, 'a')
@@ -520,19 +526,13 @@ def groups(
     """The leaves of a tree by what their path has in front of a parameter's path.
 
     A stacked parameter, and what an optimizer keeps of it, is one leaf per layer, unless what lies
-    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`).
-
-    Args:
-      tree: of arrays.
-      params: the parameters by path.
-      stack: which of them are stacked.
+    under the stack's key is no stack (:meth:`jaxtrain.Stack.fits`). ``params`` are the parameters
+    by path.
     """
     result: dict[str, dict[str, np.ndarray]] = {}
     fits = stack.fits(params)
     for name, leaf in named_leaves(tree).items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        value = np.asarray(jax.device_get(leaf))
+        value = np.asarray(jax.device_get(key_data(leaf)))
         owner = owner_of(name, params)
         # What follows no parameter (a counter) is a group by itself.
         group = result.setdefault(name if owner is None else name.removesuffix(owner), {})
@@ -546,11 +546,7 @@ def groups(
 
 
 def usual_layouts(experiment: Experiment) -> tuple[str, ...]:
-    """:data:`LAYOUTS`, and before them the experiment's own where it is another.
-
-    Raises:
-      ValueError: where the experiment's mesh does not fit on :data:`DEVICES` devices.
-    """
+    """:data:`LAYOUTS`, and before them the experiment's own where it is another."""
     own = experiment.layout
     if own.mesh.devices == -1:
         own = dataclasses.replace(own, mesh=own.mesh.filled(DEVICES))
@@ -561,11 +557,7 @@ def usual_layouts(experiment: Experiment) -> tuple[str, ...]:
 def report(
     comparisons: Iterable[Comparison], *, tolerance: float, console: Console | None = None
 ) -> bool:
-    """Prints a table of comparisons and says whether all of them agree.
-
-    Raises:
-      ValueError: where no layout fits, so that nothing was compared.
-    """
+    """Prints a table of comparisons and says whether all of them agree."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layout", max_width=len("data=2,tensor=2,pipe=2,dcn_pipe=2"))
     table.add_column("part", no_wrap=True)

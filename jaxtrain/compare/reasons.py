@@ -22,15 +22,9 @@ def reason(
     numbers: Sequence[tuple[Any, Any]] = (),
     by_device: bool = False,
 ) -> str:
-    """Says why a value differs, as the end of a sentence.
-
-    Args:
-      value: the result, or what leaves a ``shard_map``.
-      relation: of the result to that of one device.
-      operands: the operands, with their relations.
-      numbers: the literals of the equation, here and on one device.
-      by_device: whether an operand depends on the device and on nothing else.
-    """
+    """Says why a value differs, as the end of a sentence, by its relation to that of one device and
+    those of its operands, the ``numbers`` in the equation here and on one device, and whether an
+    operand depends on the device and on nothing else (``by_device``)."""
     partial = [r for _, r in operands if r.axes and r.right]
     partial.sort(key=lambda r: r.kind == "share")  # a share is as good as a sum to what is linear
     split = [r.split[0] for _, r in operands if r.split]
@@ -41,9 +35,8 @@ def reason(
     if value.name in SUMS and (why := _summed(value, partial)):
         pass
     elif value.name.startswith(DRAWS):
-        alike = axes and not np.ptp(np.float64(value.data), tuple(range(len(value.axes)))).any()
         why = "the numbers drawn depend on the layout: each device draws for its own part"
-        if alike:
+        if axes and not np.ptp(np.float64(value.data), tuple(range(len(value.axes)))).any():
             why = f"a key is shared by the shards of {_names(axes)}: all draw the same numbers"
     elif value.name == "iota" and axes:
         why = f"every device of {_names(axes)} counts from 0: add the offset of its part"

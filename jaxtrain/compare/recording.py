@@ -3,14 +3,13 @@
 A jaxpr is run again with its intermediate values as further results. Calls are run in place. A
 value inside a ``scan`` comes back stacked over the iterations, and one inside a ``shard_map``
 stacked over the devices of the axes that the map takes over, so each device's own number is there.
-Those of the branches of a ``cond`` that are not taken are zeros. The bodies of ``while`` and of
-kernels stay closed: their results alone are recorded. All values are in memory at once, so a
+All branches of a ``cond`` run, and the one that is taken gives its result. The bodies of ``while``
+and of kernels stay closed: their results alone are recorded. All values are in memory at once, so a
 program is to be small.
 """
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.planning.walk import inner_jaxpr, scan_operands
+from jaxtrain.tree import key_data
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,10 +75,8 @@ def record(
     """Runs a program and returns its values.
 
     Args:
-      jaxpr: the program.
       runs: its arguments, placed where they belong; several runs of the same shapes.
       context: entered for tracing.
-      compiler_options: for XLA.
 
     Returns:
       All values in order, with the data of the first run; those of them that are the results; and
@@ -90,7 +88,7 @@ def record(
         recorder.values.clear()
         given = [recorder.add("argument", (), (), x, x.aval, i) for i, x in enumerate(args)]
         recorder.results = recorder.run(jaxpr.jaxpr, jaxpr.consts, given, ())
-        return [_plain(value.data) for value in recorder.values]
+        return [key_data(value.data) for value in recorder.values]
 
     with context():
         compiled = jax.jit(program).lower(*runs[0]).compile(compiler_options or {})
@@ -115,7 +113,8 @@ class _Recorder:
         return self.values[-1]
 
     def run(self, jaxpr, consts, given, above) -> list[Value]:
-        constants = [Value("constant", above, (), x, v.aval) for x, v in _pairs(consts, jaxpr)]
+        pairs = zip(consts, jaxpr.constvars, strict=True)
+        constants = [Value("constant", above, (), x, v.aval) for x, v in pairs]
         env = dict(zip(jaxpr.constvars, constants, strict=True))
         env |= dict(zip(jaxpr.invars, given, strict=True))
 
@@ -135,7 +134,7 @@ class _Recorder:
             return self.shard_map(equation, inputs, here)
         if equation.primitive.name == "scan":
             return self.scan(equation, inputs, here)
-        if equation.primitive.name == "cond" and not any(map(_varying, inputs)):
+        if equation.primitive.name == "cond":
             return self.cond(equation, inputs, here)
         if (called := inner_jaxpr(equation)) is not None:
             inner = getattr(called, "jaxpr", called)
@@ -162,9 +161,10 @@ class _Recorder:
         for value, data in zip(self.values[start:], stacked, strict=True):
             value.data, value.lead, value.depth = data, (*lead, *value.lead), value.depth + 1
 
-    def leave(self, name, here, inner, data, variables) -> list[Value]:
-        triples = enumerate(zip(inner, data, variables, strict=True))
-        return [self.add(name, here, (x,), d, v.aval, i) for i, (x, d, v) in triples]
+    def bound(self, names, here, values, data, variables) -> list[Value]:
+        """Values that enter or leave a scope: each is made of one at the other side."""
+        each = enumerate(zip(names, values, data, variables, strict=True))
+        return [self.add(name, here, (x,), d, v.aval, i) for i, (name, x, d, v) in each]
 
     def shard_map(self, equation, inputs, here) -> list[Value]:
         params, start, inner = equation.params, len(self.values), []
@@ -175,8 +175,7 @@ class _Recorder:
 
         def on_device(*args):
             del self.values[start:]
-            triples = enumerate(zip(inputs, args, body.invars, strict=True))
-            given = [self.add("enter", here, (x,), a, v.aval, i) for i, (x, a, v) in triples]
+            given = self.bound(["enter"] * len(args), here, inputs, args, body.invars)
             inner[:] = self.run(body, consts, given, here)
             each = [value.data[None] for value in self.values[start:]]
             return [value.data for value in inner], each
@@ -191,41 +190,20 @@ class _Recorder:
         )(*(x.data for x in inputs))
         lead = tuple((axis, params["mesh"].shape[axis]) for axis in axes)
         self.inside(start, stacked, lead)
-        return self.leave("exit", here, inner, data, equation.outvars)
+        return self.bound(["exit"] * len(data), here, inner, data, equation.outvars)
 
     def cond(self, equation, inputs, here) -> list[Value]:
-        start, found = len(self.values), {}
-
-        def branch(k, *args):
-            body = equation.params["branches"][k]
-            del self.values[start:]
-            pairs = zip(inputs[1:], args, strict=True)
-            given = [Value("operand", here, (x,), a, x.aval) for x, a in pairs]
-            self.values += given
-            inner = self.run(body.jaxpr, body.consts, given, here)
-            found[k] = inner, self.values[start:]
-            return [x.data for x in inner], [_plain(x.data) for x in found[k][1]]
-
-        def of_all(k):
-            def one(*args):
-                results, own = branch(k, *args)
-                none = [[jnp.zeros(s.shape, s.dtype) for s in each] for each in shapes]
-                return results, [*none[:k], own, *none[k + 1 :]]
-
-            return one
-
-        operands, numbers = [x.data for x in inputs], range(len(equation.params["branches"]))
-        shapes = [jax.eval_shape(functools.partial(branch, k), *operands[1:])[1] for k in numbers]
-        results, recorded = jax.lax.switch(operands[0], [of_all(k) for k in numbers], *operands[1:])
-        del self.values[start:]
-        for k in numbers:
-            for value, data in zip(found[k][1], recorded[k], strict=True):
-                value.data, value.taken = data, value.taken or (inputs[0], k)
-            self.values += found[k][1]
-        return [
-            self.add("branch", here, (inputs[0], *(found[k][0][i] for k in numbers)), x, v.aval, i)
-            for i, (x, v) in enumerate(zip(results, equation.outvars, strict=True))
-        ]
+        index, found = inputs[0], []
+        for k, body in enumerate(equation.params["branches"]):
+            start = len(self.values)
+            found.append(self.run(body.jaxpr, body.consts, inputs[1:], here))
+            for value in self.values[start:]:
+                value.taken = value.taken or (index, k)
+        results = []
+        for i, (v, *given) in enumerate(zip(equation.outvars, *found, strict=True)):
+            data = jax.lax.select_n(index.data, *(jnp.asarray(x.data) for x in given))
+            results.append(self.add("branch", here, (index, *given), data, v.aval, i))
+        return results
 
     def scan(self, equation, inputs, here) -> list[Value]:
         params, start, inner = equation.params, len(self.values), []
@@ -234,12 +212,8 @@ class _Recorder:
 
         def step(carry, x):
             del self.values[start:]
-            triples = zip(inputs[first:], (*carry, *x), body.jaxpr.invars[first:], strict=True)
-            names = ["carry"] * len(carry) + ["element"] * len(x)
-            given = [
-                self.add(name, here, (outer,), data, v.aval, i)
-                for i, (name, (outer, data, v)) in enumerate(zip(names, triples, strict=True))
-            ]
+            names, variables = ["carry"] * len(carry) + ["element"] * len(x), body.jaxpr.invars
+            given = self.bound(names, here, inputs[first:], (*carry, *x), variables[first:])
             inner[:] = self.run(body.jaxpr, body.consts, [*inputs[:first], *given], here)
             for value, after in zip(given[: len(carry)], inner, strict=False):
                 value.inputs = (*value.inputs, after)
@@ -252,27 +226,8 @@ class _Recorder:
             step, carried, xs, length, reverse=params["reverse"], unroll=params["unroll"]
         )
         self.inside(start, stacked, ((None, length),))
-        last = self.leave(
-            "result", here, inner[: len(carried)], carried, equation.outvars[: len(carried)]
-        )
-        return last + self.leave(
-            "stack", here, inner[len(carried) :], ys, equation.outvars[len(carried) :]
-        )
-
-
-def _varying(value: Value) -> bool:
-    """Whether a type says that a value varies over axes, which zeros would have to say too."""
-    return bool(getattr(value.aval, "vma", None))
-
-
-def _pairs(consts, jaxpr):
-    return zip(consts, jaxpr.constvars, strict=True)
-
-
-def _plain(x: Any) -> Any:
-    """The data of keys; a loop's or a map's stack of them is data all the same."""
-    typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if typed else x
+        names = ["result"] * len(carried) + ["stack"] * len(ys)
+        return self.bound(names, here, inner, [*carried, *ys], equation.outvars)
 
 
 def _devices_first(value: Value, data: np.ndarray) -> np.ndarray:

@@ -71,7 +71,8 @@ def relate(found: Any, expected: Any, axes: Mapping[str, int], bound: float) -> 
     candidates = [c for c in candidates if not c[1]]
     for split, _, whole, rest in candidates:
         for over in _subsets(rest):
-            dims, count = tuple(map(rest.index, over)), math.prod(map(_size(whole, rest), over))
+            dims = tuple(map(rest.index, over))
+            count = math.prod(whole.shape[d] for d in dims)
             for kind, reduce in REDUCTIONS.items():
                 if _distance(reduce(whole, axis=dims), expected) <= bound:
                     shared = kind == "sum" and _distance(whole * count, expected) <= bound * count
@@ -112,27 +113,20 @@ def _assembled(found: Any, shape: Sequence[int], axes: Mapping[str, int]) -> Ite
         sizes = dict(axes) | {f"dimension {d}": n for d, n in enumerate(stacks)}
         names = [name for name, size in sizes.items() if size > 1]
         own = [n // m for n, m in zip(local, stacks, strict=True)]
-        # [axes..., stacks..., *own]
-        cut = [n for pair in zip(stacks, own, strict=True) for n in pair]
-        x = found.reshape((*axes.values(), *cut))
-        first, dims = len(axes), range(len(local))
-        x = x.transpose(
-            (*range(first), *(first + 2 * d for d in dims), *(first + 2 * d + 1 for d in dims))
-        )
-        x = x.reshape((*(sizes[name] for name in names), *own))
+        # [axes..., then a stack and what is stacked of each dimension]
+        x = found.reshape((*axes.values(), *itertools.chain(*zip(stacks, own, strict=True))))
+        places = {name: i for i, name in enumerate(axes)}
+        places |= {f"dimension {d}": len(axes) + 2 * d for d in range(len(local))}
         orders = [o for n in range(len(names) + 1) for o in itertools.permutations(names, n)]
         options = [_fitting(n, m, orders, sizes) for n, m in zip(own, shape, strict=True)]
         for choice in itertools.product(*options):
             used = [name for over in choice for name in over]
             if len(set(used)) == len(used):
                 rest = [name for name in names if name not in used]
-                order = [names.index(name) for name in rest]
+                order = [place for name, place in places.items() if name not in used]
                 for d, over in enumerate(choice):
-                    order += [*map(names.index, over), len(names) + d]
-                whole = [
-                    n * math.prod(sizes[name] for name in o)
-                    for n, o in zip(own, choice, strict=True)
-                ]
+                    order += [*map(places.get, over), len(axes) + 2 * d + 1]
+                whole = [n * math.prod(map(sizes.get, o)) for n, o in zip(own, choice, strict=True)]
                 y = x.transpose(order).reshape((*(sizes[name] for name in rest), *whole))
                 split = tuple((d, over) for d, over in enumerate(choice) if over)
                 yield split, tuple(whole) != tuple(shape), y[(..., *map(slice, shape))], rest
@@ -150,10 +144,6 @@ def _fitting(
 
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
-
-
-def _size(whole, rest):
-    return lambda name: whole.shape[rest.index(name)]
 
 
 def _floats(x: Any) -> np.ndarray:

@@ -47,8 +47,6 @@ class Result:
     """The measurements of one variant.
 
     Args:
-      name: its flags.
-      mesh: the mesh in words.
       step_seconds: mean of each timed round's steps.
       ratio: the median over rounds of the ratio to the first variant's ``step_seconds``.
       items_per_second: items per second at the median of ``step_seconds``.
@@ -56,7 +54,6 @@ class Result:
       compiled_bytes: memory of one device at the step's peak, by the compiler.
       measured_bytes: the same by the device's own count; None where it keeps none, and where an
         earlier variant needed more.
-      compile_seconds: compile time of the train step.
       losses: the loss of every step, including those of the round that is not timed.
       loss: mean over the steps of the last round.
       held_out: loss after the last step; None where it was not evaluated.

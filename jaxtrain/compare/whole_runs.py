@@ -20,7 +20,7 @@ from jaxtrain.run.loop import fit
 from jaxtrain.run.options import RunOptions
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, named_leaves
+from jaxtrain.tree import PyTree, key_data, named_leaves
 
 STEPS = 4
 NEW_TOKENS = 6
@@ -94,6 +94,4 @@ def _bits(found: PyTree, expected: PyTree) -> Errors:
 
 
 def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
-    is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    named = named_leaves(tree).items()
-    return {name: np.asarray(jax.random.key_data(x) if is_key(x) else x) for name, x in named}
+    return {name: np.asarray(key_data(x)) for name, x in named_leaves(tree).items()}

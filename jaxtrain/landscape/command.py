@@ -126,11 +126,7 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
 
 
 class View:
-    """An experiment on its mesh, and ``count`` held-out batches that its loss is taken of.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """An experiment on its mesh, and ``count`` held-out batches that its loss is taken of."""
 
     def __init__(self, experiment: Experiment, count: int):
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
@@ -347,11 +343,7 @@ def _reader(run: str) -> Reader:
 
 
 def _step_of(run: str, step: int | None) -> int:
-    """The checkpoint that is meant.
-
-    Raises:
-      FileNotFoundError: there is none, or not that one.
-    """
+    """The checkpoint that is meant."""
     steps = _reader(run).steps()
     if not steps or (step is not None and step not in steps):
         has = f"it has {', '.join(map(str, steps))}" if steps else "it has none"

@@ -124,9 +124,6 @@ class BlockConfig(LayerFields):
 
     >>> BlockConfig(width=24, heads=3).mlp_width
     96
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     causal: bool = True

@@ -65,20 +65,13 @@ class ConvNet(nnx.Module):
 
     def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
         inputs = (config.image[2], *config.channels)
-        pairs = list(itertools.pairwise(inputs))
-        self.convolutions = nnx.Dict(
-            {
-                str(i): nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)
-                for i, (a, b) in enumerate(pairs)
-            }
-        )
-        # Statistics in float32 whatever the image is computed in.
-        self.norms = nnx.Dict(
-            {
-                str(i): nnx.BatchNorm(b, momentum=config.momentum, rngs=rngs)
-                for i, (_, b) in enumerate(pairs)
-            }
-        )
+        self.convolutions, self.norms = nnx.Dict(), nnx.Dict()
+        for i, (a, b) in enumerate(itertools.pairwise(inputs)):
+            self.convolutions[str(i)] = nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)
+        for i, features in enumerate(config.channels):
+            # Statistics in float32 whatever the image is computed in.
+            norm = nnx.BatchNorm(features, momentum=config.momentum, rngs=rngs)
+            self.norms[str(i)] = norm
         shrink = 2 ** (len(config.channels) - 1)
         flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
         self.dense = layers.Dense(flat, config.hidden, rngs=rngs)

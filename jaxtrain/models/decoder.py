@@ -74,9 +74,6 @@ class DecoderConfig(TokenFields):
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
     (8, 96, 320)
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     seq_len: int

@@ -80,9 +80,6 @@ class EncoderConfig(TokenFields):
     >>> config = EncoderConfig(vocab_size=99, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.norm_position, config.block.causal, config.mlp_width, config.padded_vocab
     ('post', False, 96, 128)
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     mlp: Activation = "gelu_exact"  # type: ignore[valid-type]

@@ -81,9 +81,6 @@ class T5Config(TokenFields):
 
     >>> PRESETS["t5-small"]().head_dim, PRESETS["flan-t5-small"]().mlp
     (64, 'geglu')
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"

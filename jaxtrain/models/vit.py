@@ -56,9 +56,6 @@ class ViTConfig(ModelFields):
 
     >>> ViTConfig(image=(8, 8, 1), patch=2, layers=1, width=24, heads=3, classes=10).length
     17
-
-    Raises:
-      ValueError: for sizes that do not fit each other or names that are not known.
     """
 
     mlp: Activation = "gelu_exact"  # type: ignore[valid-type]

@@ -178,18 +178,7 @@ def attention(
         )
 
 
-def choose(
-    implementation: str,
-    *,
-    dtype,
-    head_dim: int,
-    backend: str | None = None,
-    length: int | None = None,
-    dropout: float = 0.0,
-    window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-) -> str:
+def choose(implementation: str, **shape: Any) -> str:
     """Returns the implementation that :func:`attention` will use: one of ``IMPLEMENTATIONS[1:]``.
 
     Args:
@@ -200,8 +189,8 @@ def choose(
       dtype: of the queries.
       head_dim: K.
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
-      length: T; None leaves it unchecked.
-      dropout: rate on the weights.
+      length: T; left out, it is not checked.
+      dropout: rate on the weights; left out, 0.
       window, causal: as for :func:`attention`; cudnn has no window to both sides.
       softcap: as for :func:`attention`; no kernel for GPUs has one.
 
@@ -215,12 +204,11 @@ def choose(
     >>> choose("auto", dtype=jnp.bfloat16, head_dim=64, backend="tpu", length=1024)
     'splash'
     """
-    shape = {"dtype": dtype, "head_dim": head_dim, "length": length, "dropout": dropout}
-    shape |= {"window": window, "softcap": softcap, "causal": causal}
-    return _choose(implementation, backend=backend or platform(), **shape).used
+    return _choose(implementation, **shape).used
 
 
-def _choose(implementation: str, *, backend: str, **shape) -> Kernel:
+def _choose(implementation: str, *, backend: str | None = None, **shape) -> Kernel:
+    backend = backend or platform()
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     wanted = FUSED.get(backend, "xla") if implementation == "auto" else implementation
@@ -380,7 +368,6 @@ def _choose_here(
     B, T, H, K = q_BTHK.shape
     choice = _choose(
         implementation,
-        backend=platform(),
         dtype=q_BTHK.dtype,
         head_dim=K,
         length=T,

@@ -52,25 +52,8 @@ def _look_up(rows: str | None, indices: jax.Array, table_VD: jax.Array) -> jax.A
     # A table split along its width is gathered first: rows are split over the same devices.
     table_VD = constrain(table_VD, None if in_shard_map() else rows, None)
     narrow = table_VD.dtype != wide(table_VD.dtype)
-    found = _narrow(table_VD, indices) if narrow else table_VD[indices]
+    found = _in_parts(WHOLE, table_VD, indices) if narrow else table_VD[indices]
     return scatter_sequence(found) if rows is not None and found.ndim == 3 else found
-
-
-@jax.custom_vjp
-def _narrow(table_VD: jax.Array, indices: jax.Array) -> jax.Array:
-    return table_VD[indices]
-
-
-def _narrow_forward(table_VD, indices):
-    return table_VD[indices], (indices, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
-
-
-def _narrow_backward(saved, d_rows):
-    indices, like = saved
-    return _sum_rows(like.shape[0], indices, d_rows).astype(like.dtype), None
-
-
-_narrow.defvjp(_narrow_forward, _narrow_backward)
 
 
 class _Split(NamedTuple):
@@ -90,6 +73,9 @@ class _Split(NamedTuple):
     def scatters(self) -> bool:
         """Whether parts of a row are added up on the device that has it next."""
         return self.before != self.after
+
+
+WHOLE = _Split((), (), (), (), ())
 
 
 def _find_split(rows: str | None, indices: Sequence[int], table: Sequence[int]) -> _Split | None:
@@ -129,9 +115,8 @@ def _in_parts(split: _Split, table_VD: jax.Array, indices_BT: jax.Array) -> jax.
         return jax.lax.psum(rows_BTD, split.table) if split.table else rows_BTD
 
     given = (_spec(split.table, ()), _spec(split.batch, split.before))
-    return _on_devices(rows_of_device, given, _spec(split.batch, split.after, ()))(
-        table_VD, indices_BT
-    )
+    found = _on_devices(split, rows_of_device, given, _spec(split.batch, split.after, ()))
+    return found(table_VD, indices_BT)
 
 
 def _in_parts_forward(split, table_VD, indices_BT):
@@ -156,7 +141,7 @@ def _in_parts_backward(split, saved, d_rows_BTD):
         return jax.lax.psum(d_table_VD, rest) if rest else d_table_VD
 
     given = (_spec(split.batch, split.before), _spec(split.batch, split.after, ()))
-    sums = _on_devices(sums_of_device, given, _spec(split.table, split.width))
+    sums = _on_devices(split, sums_of_device, given, _spec(split.table, split.width))
     return sums(indices_BT, d_rows_BTD).astype(like.dtype), None
 
 
@@ -179,7 +164,9 @@ def _sum_rows(V: int, indices: jax.Array, d_rows: jax.Array) -> jax.Array:
     return zeros.at[indices].add(d_rows.astype(dtype), mode="drop")
 
 
-def _on_devices(function, in_specs, out_specs):
+def _on_devices(split, function, in_specs, out_specs):
+    if split == WHOLE:
+        return function
     return jax.shard_map(
         function,
         in_specs=in_specs,

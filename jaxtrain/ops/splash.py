@@ -64,19 +64,13 @@ def _kernel(
     library = _kernels()
     mask = (library.CausalMask if causal else library.FullMask)((T, T))
     if window is not None:
-        sides = (window - 1, 0 if causal else window - 1)
-        mask = library.LocalMask((T, T), window_size=sides, offset=0)
+        seen = (window - 1, 0 if causal else window - 1)
+        mask = library.LocalMask((T, T), window_size=seen, offset=0)
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if T % size == 0)
+    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     return library.make_splash_mha(
         library.MultiHeadMask([mask] * H),
-        block_sizes=library.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
-        ),
+        block_sizes=library.BlockSizes(**dict.fromkeys(sides, block)),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,

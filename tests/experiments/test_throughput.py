@@ -20,6 +20,12 @@ from jaxtrain.models import decoder
 TINY = Config(model="tiny", seq_len=16, precision="f32", timings=2, calls=1)
 
 
+def tiny_trial(framework):
+    return trial.Trial(
+        framework, throughput.make_model(TINY), "f32", "adamw", "cpu", 1e9, calls=1, timings=2
+    )
+
+
 class Device:
     """A device on which batches fit up to a number of rows, with tokens per second by rows."""
 
@@ -29,8 +35,8 @@ class Device:
     def __call__(self, rows):
         self.tried.append(rows)
         if self.most is not None and rows > self.most:
-            return {"out_of_memory": True}
-        return {"tokens_per_second": self.rates(rows)}
+            return {"rows": rows, "out_of_memory": True}
+        return {"rows": rows, "tokens_per_second": self.rates(rows)}
 
 
 def fake_runs(monkeypatch, result):
@@ -42,7 +48,7 @@ def fake_runs(monkeypatch, result):
         return result(its_trial)
 
     monkeypatch.setattr(trial, "run", answer)
-    monkeypatch.setattr(trial, "last_json_line", lambda command, environment: "cpu")
+    monkeypatch.setattr(trial, "last_json_line", lambda command, environment: ["cpu", 1e12])
     return run
 
 
@@ -51,7 +57,6 @@ def rates_of(rate):
         "tokens_per_second": rate,
         "step_ms": 1e3 / rate,
         "mfu": rate / 1e4,
-        "products_flops_per_second": 1e12,
     }
 
 
@@ -72,7 +77,7 @@ def test_the_row_measures_in_processes_and_prints_the_best_batch(capsys, monkeyp
             1e3 * tokens / batch["step_ms"], rel=0.01
         )
         flops = row["flops_per_token"] * batch["tokens_per_second"]
-        assert batch["mfu"] == pytest.approx(flops / batch["products_flops_per_second"], rel=0.02)
+        assert batch["mfu"] == pytest.approx(flops / row["products_flops_per_second"], rel=0.02)
         assert batch["compile_seconds"] > 0
         assert batch["measured_peak_bytes"] is None  # which a CPU does not count
         assert batch["host_peak_bytes"] > batch["compiled_bytes"] > 0
@@ -117,7 +122,7 @@ def test_the_search_is_bounded():
 
 
 def test_running_out_of_memory_is_a_result_and_other_failures_are_not(monkeypatch):
-    tiny = throughput.make_trial(TINY, throughput.make_model(TINY), "jaxtrain", "cpu")
+    tiny = tiny_trial("jaxtrain")
 
     def too_large(_):
         return jnp.zeros(2**47).block_until_ready()
@@ -134,7 +139,7 @@ def test_running_out_of_memory_is_a_result_and_other_failures_are_not(monkeypatc
 
 
 def test_an_error_in_torch_compile_s_wrapping_is_unwrapped(monkeypatch):
-    tiny = throughput.make_trial(TINY, throughput.make_model(TINY), "torch", "cpu")
+    tiny = tiny_trial("torch")
 
     class OutOfMemoryError(RuntimeError):
         pass
@@ -150,46 +155,30 @@ def test_an_error_in_torch_compile_s_wrapping_is_unwrapped(monkeypatch):
 
 
 def test_a_step_is_timed_alone():
-    model = throughput.make_model(TINY)
-    tiny = throughput.make_trial(TINY, model, "torch", "cpu")
-    tiny = dataclasses.replace(tiny, calls=4, timings=3, rows=2, compiled=True)
+    tiny = dataclasses.replace(tiny_trial("torch"), calls=4, timings=3, rows=2, compiled=True)
     order = []
 
     def run():
         order.append("step")
         time.sleep(0.3 if len(order) == 1 else 0.02)  # the first compiles
 
-    class Products:
-        flops = 10**6
-
-        def __call__(self):
-            order.append("products")
-            time.sleep(1e-3)
-
-    def peak():
-        order.append("peak")
-        return 7
-
-    found = trial._measured(tiny, lambda: Variant(run), peak=peak, make_products=Products)
-    assert order[:6] == ["step"] * 4 + ["peak", "products"]
-    assert "step" not in order[5:]
+    found = trial.timed(tiny, Variant(run))
+    assert order == ["step"] * 4
     # Of 4 steps in 20 ms or, on a busy machine, somewhat more, on 2 rows of 16 tokens.
     assert 5 <= found["step_ms"] < 20
     assert found["tokens_per_second"] == pytest.approx(32e3 / found["step_ms"], rel=0.01)
     assert 0.1 < found["compile_seconds"] < 0.4
-    assert found["measured_peak_bytes"] == 7
-    assert 1e8 < found["products_flops_per_second"] <= 1e9
 
 
 def test_a_failed_process_is_an_error_with_its_last_lines():
-    tiny = throughput.make_trial(TINY, throughput.make_model(TINY), "jaxtrain", "cpu")
+    tiny = tiny_trial("jaxtrain")
     with pytest.raises(SystemExit, match=r"(?s)ended with 1:.*'float33' is not known"):
         trial.run(dataclasses.replace(tiny, precision="float33"), {})
 
 
 def test_a_trial_survives_the_command_line():
     model = throughput.make_model(Config(model="llama-1b", seq_len=8192))
-    sent = throughput.make_trial(Config(), model, "jaxtrain", "gpu")
+    sent = dataclasses.replace(tiny_trial("jaxtrain"), model=model)
     assert trial.Trial.from_json(sent.to_json()) == sent
 
 
@@ -281,7 +270,7 @@ def test_pytorch_takes_part_where_it_has_the_same_step(monkeypatch):
 
 def test_both_sides_have_the_same_model():
     pytest.importorskip("torch")
-    tiny = throughput.make_trial(TINY, throughput.make_model(TINY), "torch", "cpu")
+    tiny = tiny_trial("torch")
     found = trial.measure(dataclasses.replace(tiny, rows=2, model=small()))
     assert found["tokens_per_second"] > 0
     assert found["measured_peak_bytes"] is None

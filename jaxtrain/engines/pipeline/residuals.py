@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.engines.pipeline.buffers import zeros
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, key_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def residual_layout(
         )
         stored = _stored(leaves, found["sources"])
         found["keys"] = tuple(_key_implementation(leaf) for leaf in stored)
-        return tuple(_as_data(leaf) for leaf in stored)
+        return tuple(key_data(jnp.asarray(leaf)) for leaf in stored)
 
     shapes = jax.eval_shape(trace, weights, x, context)
     return Buffers(function=function, stored=shapes, **found)
@@ -101,7 +101,7 @@ def forward(
     """Returns ``function(weights, x, context)`` and the residuals to be stored."""
     y, pull = jax.vjp(lambda weights, x: layout.function(weights, x, context), weights, x)
     leaves = jax.tree.leaves(pull)
-    return y, tuple(_as_data(leaf) for leaf in _stored(leaves, layout.sources))
+    return y, tuple(key_data(jnp.asarray(leaf)) for leaf in _stored(leaves, layout.sources))
 
 
 def pullback(
@@ -164,9 +164,3 @@ def _stored(leaves: list, sources: tuple[int | None, ...]) -> list:
 def _key_implementation(leaf: Any) -> Any:
     is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
     return jax.random.key_impl(leaf) if is_key else None
-
-
-def _as_data(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
