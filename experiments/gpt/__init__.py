@@ -31,6 +31,8 @@ from jaxtrain.state import TrainState
 
 # Of the text to train on, what the byte model to compare with counts: seconds, of any corpus.
 BASELINE_BYTES = 40_000_000
+# Of a held-out document, what is continued where text has no prompts: tokens.
+BEGINNING = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ def build(config: Config) -> jt.Experiment:
     held_out_rows = {
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
+    beginning = functools.partial(asked, texts, model.seq_len // 2)
     fingerprints, mixture = {}, {}
     for name, (train, held_out) in texts.items():
         of = f".{name}" if name else ""  # the only one has no name
@@ -106,7 +109,7 @@ def build(config: Config) -> jt.Experiment:
         facts=language.facts(config, model, facts(config, texts, rows)),
         conclude=functools.partial(conclude, config, model, tokenizer, texts),
         show=lambda state, means: (
-            {"sample": "\n".join(sample(config, model, tokenizer, state))}
+            {"sample": "\n".join(sample(config, model, tokenizer, state, prompt=beginning()))}
             if config.sample_tokens
             else {}
         ),
@@ -184,16 +187,23 @@ def conclude(
             f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
-        asked = [prompt_of(held_out, model.seq_len // 2) for _, held_out in texts.values()]
-        written = sample(config, model, tokenizer, state, prompt=max(asked, key=len))
+        written = sample(config, model, tokenizer, state, prompt=asked(texts, model.seq_len // 2))
         lines += ["", "a sample it wrote:", "", *written]
     return lines
 
 
+def asked(texts: Mapping[str, tuple[data.Corpus, data.Corpus]], longest: int) -> list[int]:
+    """The longest of what held-out texts ask to be continued, of at most so many tokens."""
+    return max((prompt_of(held_out, longest) for _, held_out in texts.values()), key=len)
+
+
 def prompt_of(held_out: data.Corpus, longest: int) -> list[int]:
-    """The first held-out prompt that is no longer than so many tokens; nothing without prompts."""
-    if held_out.counts is None or held_out.pairs:
+    """The first held-out prompt that is no longer than so many tokens; of text without prompts the
+    beginning of a document, since nothing is learnt of what follows the end of another."""
+    if held_out.pairs or not len(held_out.starts):
         return []
+    if held_out.counts is None:
+        return held_out.document(0)[:-1][: min(longest, BEGINNING)].tolist()
     for index, start in enumerate(held_out.starts.tolist()):
         document = held_out.document(index)
         size = int(np.argmax(held_out.counts[start : start + len(document)]))
