@@ -236,7 +236,7 @@ def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_whe
         auto_resume=True,
         log_every=2,
         save_every=10,
-        alerts=("loss_spike:save", "grad_norm:off"),
+        alerts=("loss_spike:save", "grad_norm:off", "throughput:off"),
     )
     jt.fit(spiky(45), options)
     (told,) = [x for x in read_events(epath.Path(tmp_path / "a")) if x["event"] == "alert"]
@@ -257,7 +257,7 @@ def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_whe
         options,
         run_dir=str(tmp_path / "b"),
         save_every=23,  # step 46 is saved, and the alert of step 45 is not to come again
-        alerts=("loss_spike:stop", "grad_norm:off"),
+        alerts=("loss_spike:stop", "grad_norm:off", "throughput:off"),
     )
     with pytest.raises(Killed):  # as the run is about to end for the alert
         jt.fit(spiky(45), stopping, hooks=[Kill(46)])
