@@ -242,7 +242,7 @@ def _finetuning() -> Iterator[Capability]:
 
 
 def _changes() -> Iterator[Capability]:
-    """What users write in Python, and what a run does."""
+    """Yields what users write in Python."""
     own = functools.partial(Capability, group="of one's own")
     engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")

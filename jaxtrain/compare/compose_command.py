@@ -1,29 +1,23 @@
-"""``jaxtrain compose``: the composition table, run, printed, and written as Markdown and a page."""
+"""``jaxtrain compose``: the composition table, run and printed."""
 
 import dataclasses
-import html
-import json
 import os
 import pathlib
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import tyro
 
-import jaxtrain
 from jaxtrain.compare import compose, parity
 from jaxtrain.compare.capabilities import Capability, Together, capabilities, together
 from jaxtrain.compare.compose import Cell
-from jaxtrain.host.paths import check_on_disk, json_object, read_if_there
+from jaxtrain.compare.composition import added, markdown, said, write
+from jaxtrain.host.paths import check_on_disk
 from jaxtrain.run.main import simulate_devices
-from jaxtrain.run.provenance import commit
-
-RESULTS, PAGE, TABLE = "compose.json", "compose.html", "compose.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +38,8 @@ class ComposeOptions:
     seed: int = 0
     """Seed of the triples."""
     out: pathlib.Path | None = None
-    """Folder of the results: compose.json, to which later runs add, compose.md with the table, and
-    compose.html with every cell and its command."""
+    """Folder of the results: composition.tsv, to which later runs add, composition.md with the
+    table of jaxtrain/README.md, and composition.html with every cell and its command."""
     list: bool = False
     """Print the capabilities, and run nothing."""
 
@@ -59,7 +53,7 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
     if options.list:
         for each in all_of:
             how = " ".join((*each.flags, *([f"--layout {each.layout}"] if each.layout else [])))
-            print(f"{each.group:12} {each.name:28} {how or each.module or ''}")
+            print(f"{each.group:12} {each.name:28} {how or each.module or 'in Python'}")
         return 0
     cells = _chosen(options, all_of)
     # What is compiled beside the steps (the state that they begin with) takes as long as these.
@@ -74,7 +68,7 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
         if options.out is not None and len(found) % 20 == 0:
             write(options.out, found, all_of)
     kept = added({}, found) if options.out is None else write(options.out, found, all_of)
-    print("\n".join(markdown(kept, all_of)))
+    print(markdown(kept, all_of))
     return int(any(cell.outcome == "fault" for cell in found))
 
 
@@ -109,98 +103,5 @@ def _shown(cells: Iterable[Cell], count: int) -> Iterator[Cell]:
             print(f"  {cell.command}", file=sys.stderr, flush=True)
         if number % 20 == 0 or number == count:
             far = f"{number} of {count} ({time.monotonic() - start:.0f} s)"
-            print(f"{far}: {_counted(outcomes)}", file=sys.stderr, flush=True)
+            print(f"{far}: {said(Counter(outcomes))}", file=sys.stderr, flush=True)
         yield cell
-
-
-def write(
-    folder: pathlib.Path, found: Sequence[Cell], all_of: Sequence[Capability]
-) -> dict[str, dict[str, Any]]:
-    """Adds cells to the results in a folder, and writes its table and page anew.
-
-    Returns:
-      All results there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RESULTS
-    kept = added(json_object(read_if_there(path)), found)
-    path.write_text(json.dumps(kept, indent=0))
-    (folder / TABLE).write_text("\n".join(markdown(kept, all_of)) + "\n")
-    (folder / PAGE).write_text(page(kept, all_of))
-    return kept
-
-
-def added(kept: Mapping[str, Any], found: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-    """Adds cells to results by name."""
-    at = {"when": time.strftime("%Y-%m-%d"), "commit": commit(__file__) or jaxtrain.__version__}
-    return dict(kept) | {" x ".join(x.names): dataclasses.asdict(x) | at for x in found}
-
-
-def markdown(kept: Mapping[str, Any], all_of: Sequence[Capability]) -> list[str]:
-    """The table in lines of Markdown: each capability, how many others it works with, and the
-    exceptions."""
-    pairs = [each for each in kept.values() if len(each["names"]) == 2]
-    lines = ["| capability | equal | refused | fault | needs | refused or faulty with |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for capability in all_of:
-        name = capability.name
-        own = [each for each in pairs if name in each["names"]]
-        if not own:
-            continue
-        count = Counter(each["outcome"] for each in own)
-        apart = [each["names"] for each in own if each["outcome"] in ("refused", "fault")]
-        others = sorted(other for names in apart for other in names if other != name)
-        counts = " | ".join(str(count[kind]) for kind in ("equal", "refused", "fault"))
-        lines.append(f"| {name} | {counts} | {capability.needs or ''} | {', '.join(others)} |")
-    said = _counted(each["outcome"] for each in kept.values())
-    return [*lines, "", f"{len(kept)} cells: {said}."]
-
-
-def _counted(outcomes: Iterable[str]) -> str:
-    return ", ".join(f"{n} {outcome}" for outcome, n in sorted(Counter(outcomes).items()))
-
-
-_STYLE = """
-body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; }
-table { border-collapse: collapse; }
-th { font-weight: normal; text-align: right; padding: 0 .5em 0 0; white-space: nowrap; }
-thead th { height: 11em; vertical-align: bottom; padding: 0; }
-thead th span { writing-mode: vertical-rl; transform: rotate(180deg); }
-td { width: 12px; height: 12px; border: 1px solid #fff; padding: 0; background: #eee; }
-td.equal { background: #7fb58a; } td.refused { background: #e3c878; }
-td.fault { background: #c0392b; } td.needs { background: #b8c4d6; } td.none { background: #fff; }
-"""
-
-
-def page(kept: Mapping[str, Any], all_of: Sequence[Capability]) -> str:
-    """The table as one picture in HTML; a cell says, under the pointer, what came of it and by
-    which command."""
-    found = {frozenset(each["names"]): each for each in kept.values()}
-
-    def cell(row: Capability, column: Capability) -> str:
-        each = found.get(frozenset((row.name, column.name)))
-        if each is None:
-            alone = row is column or together((row, column)) is None
-            return f'<td class="{"none" if alone else ""}"></td>'
-        said = (
-            f"{row.name} x {column.name}: {each['outcome']}, {each['text']}\n"
-            f"{each['command']}\n{each['when']}, {each['commit']}"
-        )
-        return f'<td class="{each["outcome"]}" title="{html.escape(said)}"></td>'
-
-    names = [html.escape(each.name) for each in all_of]
-    head = "".join(f"<th><span>{name}</span></th>" for name in names)
-    rows = "".join(
-        f"<tr><th>{name}</th>{''.join(cell(row, column) for column in all_of)}</tr>"
-        for name, row in zip(names, all_of, strict=True)
-    )
-    commits = ", ".join(sorted({each["commit"] for each in kept.values()}))
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>What works with what</title>'
-        f"<style>{_STYLE}</style><h1>What works with what</h1>"
-        f"<p>{len(kept)} cells: {_counted(each['outcome'] for each in kept.values())}. Commits: "
-        f"{html.escape(commits)}. Green is equal to one device, yellow is refused in a sentence, "
-        "red is a fault, blue needs hardware, grey was not run, white are alternatives of which a "
-        "run has one. The pointer over a cell shows what came of it.</p>"
-        f"<table><thead><tr><th></th>{head}</tr></thead>{rows}</table>"
-    )

@@ -1,12 +1,11 @@
 """The composition table: its entries, its outcomes, and a real cell from flags to page."""
 
 import dataclasses
-import json
 import pathlib
 
 import pytest
 
-from jaxtrain.compare import compose
+from jaxtrain.compare import compose, composition
 from jaxtrain.compare.capabilities import capabilities, together
 from jaxtrain.layout import Layout
 from jaxtrain.run.options import OptimizerOptions
@@ -82,16 +81,18 @@ def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
 
 def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, capsys):
     both = ["--only", "tensor parallel", "--only", "frozen leaves"]
-    status, out, err = commands.run(capsys, "compose", *both, "--out", str(tmp_path))
-    assert (status, "1 of 1" in err, "1 cells: 1 equal." in out) == (0, True, True), out + err
-    (cell,) = json.loads((tmp_path / "compose.json").read_text()).values()
-    assert cell["command"].startswith("jaxtrain parity experiments.gpt --steps 4 ")
-    assert cell["commit"]
-    row = "| frozen leaves | 1 | 0 | 0 |  |  |"
-    assert row in out
-    assert row in (tmp_path / "compose.md").read_text()
-    assert (
-        'class="equal" title="tensor parallel x frozen' in (tmp_path / "compose.html").read_text()
+    (tmp_path / composition.RESULTS).write_text(
+        "fsdp x ZeRO 1\trefused\tno\t2026-11-01\ta1\ntelepathy x lamb\tequal\t0\t2026-11-01\ta1\n"
     )
+    status, out, err = commands.run(capsys, "compose", *both, "--out", str(tmp_path))
+    assert (status, "1 of 1" in err, "2 pairs, 1 equal, 1 refused." in out) == (0, True, True), err
+    assert "Refused: **ZeRO 1** with fsdp.\n" in out  # as it was kept; telepathy is none any more
+    kept = composition.read(tmp_path / composition.RESULTS)
+    assert kept.keys() == {("fsdp", "ZeRO 1"), ("tensor parallel", "frozen leaves")}
+    assert kept["tensor parallel", "frozen leaves"].commit
+    assert (tmp_path / composition.TABLE).read_text() == out
+    page = (tmp_path / composition.PAGE).read_text()
+    assert 'class="equal" title="tensor parallel x frozen leaves: equal, ' in page
+    assert "\njaxtrain parity experiments.gpt --steps 4 " in page
     status, _, err = commands.run(capsys, "compose", "--only", "telepathy")
     assert (status, "--only is 'telepathy', which is no capability" in err) == (2, True)
