@@ -15,7 +15,7 @@ import tyro
 from jaxtrain.compare import compose, parity
 from jaxtrain.compare.capabilities import Capability, Together, capabilities, together
 from jaxtrain.compare.compose import Cell
-from jaxtrain.compare.composition import added, markdown, said, write
+from jaxtrain.compare.composition import added, markdown, read, said, write
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.run.main import simulate_devices
 
@@ -40,6 +40,8 @@ class ComposeOptions:
     out: pathlib.Path | None = None
     """Folder of the results: composition.tsv, to which later runs add, composition.md with the
     table of jaxtrain/README.md, and composition.html with every cell and its command."""
+    missing: bool = False
+    """Leave out what --out has results of already."""
     list: bool = False
     """Print the capabilities, and run nothing."""
 
@@ -49,6 +51,8 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
     del rest
     if options.out is not None:
         check_on_disk(options.out, "--out")
+    elif options.missing:
+        raise ValueError("--missing is given without --out, whose results it is about: give both")
     all_of = capabilities()
     if options.list:
         for each in all_of:
@@ -56,6 +60,9 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
             print(f"{each.group:12} {each.name:28} {how or each.module or 'in Python'}")
         return 0
     cells = _chosen(options, all_of)
+    if options.missing:
+        have = read(options.out)
+        cells = [cell for cell in cells if cell.names not in have]
     # What is compiled beside the steps (the state that they begin with) takes as long as these.
     quick = parity.COMPILER_OPTIONS | {"xla_cpu_collective_call_terminate_timeout_seconds": 600}
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick.items())

@@ -38,19 +38,19 @@ def write(
       All results there, of the capabilities that there are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, names = folder / RESULTS, {each.name for each in all_of}
-    before = read(path) if path.exists() else {}
-    kept = added({key: x for key, x in before.items() if names >= set(key)}, found)
+    names = {each.name for each in all_of}
+    kept = added({key: x for key, x in read(folder).items() if names >= set(key)}, found)
     lines = ("\t".join((" x ".join(key), *result)) for key, result in sorted(kept.items()))
-    path.write_text("".join(f"{line}\n" for line in lines))
+    (folder / RESULTS).write_text("".join(f"{line}\n" for line in lines))
     (folder / TABLE).write_text(markdown(kept, all_of) + "\n")
     (folder / PAGE).write_text(page(kept, all_of))
     return kept
 
 
-def read(path: pathlib.Path) -> dict[tuple[str, ...], Result]:
-    """Reads the results that :func:`write` has written."""
-    rows = (line.split("\t") for line in path.read_text().splitlines())
+def read(folder: pathlib.Path) -> dict[tuple[str, ...], Result]:
+    """Reads the results that :func:`write` has written; none where there are none."""
+    path = folder / RESULTS
+    rows = (line.split("\t") for line in path.read_text().splitlines()) if path.exists() else ()
     return {tuple(names.split(" x ")): Result(*rest) for names, *rest in rows}
 
 

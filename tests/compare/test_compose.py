@@ -87,12 +87,14 @@ def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, cap
     status, out, err = commands.run(capsys, "compose", *both, "--out", str(tmp_path))
     assert (status, "1 of 1" in err, "2 pairs, 1 equal, 1 refused." in out) == (0, True, True), err
     assert "Refused: **ZeRO 1** with fsdp.\n" in out  # as it was kept; telepathy is none any more
-    kept = composition.read(tmp_path / composition.RESULTS)
+    kept = composition.read(tmp_path)
     assert kept.keys() == {("fsdp", "ZeRO 1"), ("tensor parallel", "frozen leaves")}
     assert kept["tensor parallel", "frozen leaves"].commit
     assert (tmp_path / composition.TABLE).read_text() == out
     page = (tmp_path / composition.PAGE).read_text()
     assert 'class="equal" title="tensor parallel x frozen leaves: equal, ' in page
     assert "\njaxtrain parity experiments.gpt --steps 4 " in page
+    status, again, err = commands.run(capsys, "compose", *both, "--missing", "--out", str(tmp_path))
+    assert (status, again, err) == (0, out, "")  # nothing is missing
     status, _, err = commands.run(capsys, "compose", "--only", "telepathy")
     assert (status, "--only is 'telepathy', which is no capability" in err) == (2, True)
