@@ -79,7 +79,11 @@ def skip_spikes(
 
     def update(updates, state, params=None, *, value=None, weight=1.0, **extra):
         if value is None:
-            raise ValueError("`skip_spikes` needs a loss: call update(..., value=loss)")
+            raise ValueError(
+                "`skip_spikes` needs a loss, and what calls the optimizer gives none, as around it "
+                "optax.MultiSteps does not: call update(..., value=loss), or accumulate by "
+                "make_optimizer(accumulate=)"
+            )
         wide = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
         new = jnp.stack([jnp.asarray(value, jnp.float32), optax.tree.norm(wide)])
         limits = _limits(state, deviations)
