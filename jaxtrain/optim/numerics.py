@@ -116,3 +116,13 @@ def check_integer(name: str, value: Any, *, low: int) -> int:
     if number < low:
         raise ValueError(f"`{name}` is {number}; it must be at least {low}")
     return number
+
+
+def check_loss(name: str, value: Any) -> None:
+    """Raises ValueError where an option's transformation is updated without ``value=loss``."""
+    if value is None:
+        raise ValueError(
+            f"`{name}` needs a loss, and what calls the optimizer gives none, as optax.MultiSteps "
+            "around it does not: call update(..., value=loss), or accumulate by "
+            "make_optimizer(accumulate=)"
+        )

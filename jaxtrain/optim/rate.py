@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.optim.numerics import check_loss
 from jaxtrain.optim.reports import reports
 
 LearningRate = float | jax.Array | Callable[[jax.Array], jax.Array]
@@ -89,8 +90,7 @@ def scale_by_learning_rate(
         del params, extra
         watched, scale = state.plateau, 1
         if plateau is not None:
-            if value is None:
-                raise ValueError("the rate follows the loss: call update(..., value=loss)")
+            check_loss("plateau_factor", value)
             _, watched = plateau.update((), watched, value=value)
             scale = watched.scale
         scaled = lambda u: (-scale * rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731

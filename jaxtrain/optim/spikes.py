@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.accumulation import hold_state, updates_made
-from jaxtrain.optim.numerics import check_integer, check_number
+from jaxtrain.optim.numerics import check_integer, check_loss, check_number
 from jaxtrain.tree import select
 
 # As in OLMo-core's SkipStepOptimizer: mean and deviation over 128 steps, judged from half of that.
@@ -78,12 +78,7 @@ def skip_spikes(
         return SkipSpikesState(tx.init(params), jnp.zeros((2, window), jnp.float32), zero, zero)
 
     def update(updates, state, params=None, *, value=None, weight=1.0, **extra):
-        if value is None:
-            raise ValueError(
-                "`skip_spikes` needs a loss, and what calls the optimizer gives none, as around it "
-                "optax.MultiSteps does not: call update(..., value=loss), or accumulate by "
-                "make_optimizer(accumulate=)"
-            )
+        check_loss("skip_spikes", value)
         wide = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
         new = jnp.stack([jnp.asarray(value, jnp.float32), optax.tree.norm(wide)])
         limits = _limits(state, deviations)
