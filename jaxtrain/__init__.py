@@ -13,9 +13,10 @@ from typing import Any
 from jaxtrain import optim
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
+from jaxtrain.jaxprs import float32_products
 from jaxtrain.loss import Last, Max, Sum, WeightedLoss, row_wise
 from jaxtrain.optim import averaged, make_optimizer, schedules
-from jaxtrain.precision import Policy, float32_products
+from jaxtrain.precision import Policy
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.placement import constrain, gather
 from jaxtrain.sharding.rules import LOGICAL_AXES, Rules, from_local_rows

@@ -4,21 +4,20 @@ Reductions, softmax, normalisation and losses stay in float32 whatever the polic
 model's part. The policy casts parameters on their way into the loss, so gradients come back in the
 dtype the parameters are kept in. A batch is cast only where the policy names its leaves, because a
 weight or a target loses bits in bfloat16 (257 becomes 256). A float32 input that is not cast makes
-every product that it meets float32: :func:`float32_products` and the report of a compiled step
-name those.
+every product that it meets float32: :func:`jaxtrain.float32_products` and the report of a
+compiled step name those.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.scaled import RECIPES, Scaled
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
-REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"
 
@@ -69,12 +68,15 @@ class Policy:
         cast to ``compute_dtype`` too; ``""`` casts all of them, None casts none.
       keep: a regex. Parameters in whose path it is found (``"norm|router"``) keep the dtype that
         ``init_fn`` gives them, in the state and in the loss.
+      recipe: a name of :data:`jaxtrain.ops.scaled.RECIPES`, such as ``"fp8"``, by which products
+        with the kernels that ``recipe_in`` finds are rounded; None for none.
+      recipe_in: a regex. Kernels in whose path it is found have products of the recipe; all of
+        attention and MLP by default, not so embeddings and heads.
 
     >>> Policy.bf16().compute_dtype
     dtype(bfloat16)
-    >>> Policy.named("float33")
-    Traceback (most recent call last):
-    ValueError: precision 'float33' is not known: use one of f32, bf16, pure_bf16, fp16
+    >>> print(Policy.named("fp8"))
+    float32 parameters, bfloat16 compute, products by fp8
     """
 
     param_dtype: Any = jnp.float32
@@ -83,8 +85,12 @@ class Policy:
     growth_interval: int = 2000
     cast_batch: str | None = None
     keep: str | None = None
+    recipe: str | None = None
+    recipe_in: str = r"(^|/)(attn|cross|mlp)/.*kernel(/base)?$"
 
     def __post_init__(self):
+        if self.recipe not in (None, *RECIPES):
+            raise ValueError(f"`recipe` is {self.recipe!r}: use one of {', '.join(RECIPES)}")
         object.__setattr__(self, "param_dtype", jnp.dtype(self.param_dtype))
         object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
 
@@ -117,14 +123,18 @@ class Policy:
 
     @classmethod
     def named(cls, name: str) -> "Policy":
-        """Returns the policy called ``name``: f32, bf16, pure_bf16 or fp16.
+        """Returns the policy called ``name``: f32, bf16, pure_bf16, fp16, or bf16 with a recipe.
 
         Raises:
           ValueError: for any other name.
         """
         if name not in POLICIES:
             raise ValueError(f"precision {name!r} is not known: use one of {', '.join(POLICIES)}")
-        return getattr(cls, name)()
+        return (
+            cls(compute_dtype=jnp.bfloat16, recipe=name)
+            if name in RECIPES
+            else getattr(cls, name)()
+        )
 
     def cast_to_param(self, params: PyTree) -> PyTree:
         """Casts floating-point parameters, but for those that ``keep`` names, to be stored.
@@ -135,8 +145,17 @@ class Policy:
         return _cast(params, self.param_dtype, keep=self.keep)
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
-        """Casts parameters to be computed with, and raises, as :meth:`cast_to_param` does."""
-        return _cast(params, self.compute_dtype, keep=self.keep)
+        """Casts parameters to be computed with, and raises, as :meth:`cast_to_param` does; kernels
+        of the recipe become :class:`jaxtrain.ops.scaled.Scaled`, under their old paths.
+
+        Raises:
+          ValueError: where ``recipe_in`` finds no kernel.
+        """
+        params = _cast(params, self.compute_dtype, keep=self.keep)
+        is_scaled = lambda x: isinstance(x, Scaled)  # noqa: E731
+        if self.recipe is None or any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled))):
+            return params  # it may have been cast already
+        return self._scaled(params)
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
         """Casts the batch leaves that ``cast_batch`` names to the compute dtype.
@@ -154,13 +173,25 @@ class Policy:
             return None
         return LossScale(jnp.float32(self.loss_scale), jnp.int32(0), self.growth_interval)
 
+    def _scaled(self, params: PyTree) -> PyTree:
+        names = {
+            name for name, x in named_leaves(params).items() if x.ndim >= 2 and _is_floating(x)
+        }
+        if not (found := {name for name in names if re.search(self.recipe_in, name)}):
+            raise ValueError(
+                f"`recipe_in` is {self.recipe_in!r}, which finds no kernel for {self.recipe} among "
+                f"{', '.join(sorted(names))}: correct it, or choose another precision"
+            )
+        return map_named(lambda name, x: Scaled(x, self.recipe) if name in found else x, params)
+
     def __str__(self) -> str:
         scaling = ", dynamic loss scale" if self.loss_scale is not None else ""
         kept = f", {self.keep!r} as it is" if self.keep is not None else ""
-        return f"{self.param_dtype} parameters, {self.compute_dtype} compute{kept}{scaling}"
+        by = f", products by {self.recipe}" if self.recipe is not None else ""
+        return f"{self.param_dtype} parameters, {self.compute_dtype} compute{by}{kept}{scaling}"
 
 
-POLICIES = ("f32", "bf16", "pure_bf16", "fp16")
+POLICIES = ("f32", "bf16", "pure_bf16", "fp16", *RECIPES)
 
 
 def as_policy(policy: Policy | str | None) -> Policy:
@@ -172,72 +203,6 @@ def as_policy(policy: Policy | str | None) -> Policy:
     if policy is None:
         return Policy.f32()
     return Policy.named(policy) if isinstance(policy, str) else policy
-
-
-def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
-    """Lists the matrix products and convolutions that take a float32 operand.
-
-    In a bf16 step the list should be empty: one float32 product on an accelerator costs what many
-    bfloat16 ones do, and nothing else shows that it is there. Pallas kernels are not looked into.
-
-    Args:
-      function: anything JAX can trace, such as an un-jitted train step.
-      *args: its arguments; shapes suffice.
-
-    Returns:
-      One line per product: operand dtypes and shapes, and where in the source it stands.
-    """
-    return products_in(jax.make_jaxpr(function)(*args).jaxpr)[1]
-
-
-def products_in(jaxpr: Any, *, outside: str | None = None) -> tuple[int, list[str], bool]:
-    """Counts the products of a traced program, leaving out a named scope.
-
-    Returns:
-      How many there are, those with a float32 operand as :func:`float32_products` lists them, and
-      whether the program computes anything in bfloat16 or float16 at all.
-    """
-    count, lines, reduced = 0, [], False
-    for eqn in equations(jaxpr, outside=outside):
-        reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
-        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
-            continue
-        count += 1
-        operands = [v.aval for v in eqn.invars[:2]]
-        if any(a.dtype in (jnp.float32, jnp.float64) for a in operands):
-            shapes = " x ".join(a.str_short() for a in operands)
-            lines.append(f"{eqn.primitive.name} {shapes}{_where(eqn)}")
-    return count, lines, reduced
-
-
-def _where(eqn: Any) -> str:
-    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
-    for frame in frames:
-        if "/jax/" not in frame.file_name and "/flax/" not in frame.file_name:
-            return f" at {frame.file_name}:{frame.line_num}"
-    return ""
-
-
-def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of its nested jaxprs, except those of Pallas kernels.
-
-    Args:
-      jaxpr: where to look.
-      but: the name of a primitive, or of a jitted function, that is not looked into either.
-      outside: a named scope, whose equations are left out.
-    """
-    for eqn in jaxpr.eqns:
-        if outside and outside in str(eqn.source_info.name_stack).split("/"):
-            continue
-        yield eqn
-        name = eqn.primitive.name
-        if name == "pallas_call" or (but and but in (name, eqn.params.get("name"))):
-            continue
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner, but=but, outside=outside)
 
 
 def _cast(tree: PyTree, dtype: Any, **option: str | None) -> PyTree:

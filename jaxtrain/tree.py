@@ -29,8 +29,13 @@ class LayerRows(NamedTuple):
     places: tuple[int, ...]
 
 
+class Unnamed:
+    """A key of a path that adds no word to it."""
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """Writes a JAX key path as words joined by ``/``."""
+    path = tuple(key for key in path if not isinstance(key, Unnamed))
     return jax.tree_util.keystr(path, simple=True, separator=SEPARATOR)
 
 

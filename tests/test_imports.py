@@ -67,7 +67,7 @@ def test_every_module_imports_without_optional_packages():
 # Each floor may import what stands before it, at any place of a file. At the top of the package a
 # file is a floor of its own.
 FLOORS = """
-host decisions tree data precision loss sharding stages state ops layout compile optim flops
+host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
 finetune models engines step methods experiment build planning run hf compare landscape cli __main__
 """
 RUN_FLOORS = """

@@ -10,6 +10,7 @@ from experiments.bench import (
     attention,
     default_run,
     pipeline,
+    recipes,
     step,
     throughput,
 )
@@ -24,6 +25,7 @@ ROWS = {
     "checkpoint": default_run.checkpoint,
     "pipeline": pipeline.main,
     "attention": attention.main,
+    "recipes": recipes.main,
     "torch": against_torch.main,
     "throughput": throughput.main,
 }

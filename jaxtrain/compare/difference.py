@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.compare.reasons import SUMS, UNEXPLAINED, reason
 from jaxtrain.compare.recording import Value, record
 from jaxtrain.compare.relations import Relation, relate
-from jaxtrain.precision import equations
+from jaxtrain.jaxprs import equations
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.placement import tracing_on
 from jaxtrain.sharding.rules import Rule, Rules

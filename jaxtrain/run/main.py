@@ -26,6 +26,7 @@ from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
+from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run import options, provenance
 from jaxtrain.run.folder import is_half_deleted, runs
@@ -59,7 +60,11 @@ class Config:
     global_batch: int = 32
     """Rows per step, over all devices."""
     precision: Literal[POLICIES] = "f32"  # type: ignore[valid-type]
-    """Dtypes; bf16 keeps float32 parameters and optimizer state."""
+    """Dtypes; bf16 keeps float32 parameters and optimizer state, and so do fp8 to nvfp4, which
+    round the operands of products."""
+    recipe_in: str | None = None
+    """Regex of the kernels whose products --precision fp8 to nvfp4 rounds, such as /mlp/; left out,
+    all of attention and MLP, and the others stay in bf16."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""
@@ -142,6 +147,13 @@ class Config:
 
             given["optimizer"] = optimizer_of
         policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
+        if self.recipe_in is not None:
+            if policy.recipe is None:
+                raise ValueError(
+                    f"`recipe_in` is {self.recipe_in!r}: --precision {self.precision} rounds no "
+                    f"operands of products; give one of {', '.join(RECIPES)}, or leave it out"
+                )
+            policy = dataclasses.replace(policy, recipe_in=self.recipe_in)
         ours = {"steps": self.steps, "layout": self.layout, "policy": policy, "seed": self.seed}
         ours |= {"items_per_step": self.global_batch, "item": "rows"}
         return Experiment.of(name=name, config=record, may_change=may_change, **ours | given)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
-from jaxtrain.precision import equations
+from jaxtrain.jaxprs import equations
 
 # What a trace calls the function of jaxtrain.ops.numerics; no function of a user's has a dot in it.
 DRAWN_BY_ROW = "jaxtrain.drawn_by_row"

@@ -18,8 +18,8 @@ from jaxtrain.compare.parity import worst
 from jaxtrain.engines.accumulated import accumulated
 from jaxtrain.engines.pipeline import pipeline
 from jaxtrain.engines.plain import plain
+from jaxtrain.jaxprs import equations
 from jaxtrain.planning.walk import scan_operands
-from jaxtrain.precision import equations
 from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves

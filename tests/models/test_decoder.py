@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.jaxprs import float32_products
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.precision import float32_products
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.stages import run_layers
 from jaxtrain.tree import map_named, named_leaves

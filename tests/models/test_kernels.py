@@ -12,10 +12,10 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compare.parity import worst
 from jaxtrain.engines.pipeline import pipeline
+from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.decoding import decoder_of
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
-from jaxtrain.precision import equations
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.decisions import Why
+from jaxtrain.jaxprs import float32_products
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, cached_attention, choose
 from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
-from jaxtrain.precision import float32_products
 from jaxtrain.sharding.mesh import make_mesh
 
 

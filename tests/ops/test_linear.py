@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.jaxprs import float32_products
 from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, matmul, matmul_float32, merge
-from jaxtrain.precision import float32_products
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import named_leaves
 

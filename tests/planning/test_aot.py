@@ -18,6 +18,7 @@ from jaxtrain.engines.pipeline.tables import make_table
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import attention
+from jaxtrain.ops.scaled import scaled_product
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.sharding.placement import constrain_tree
@@ -541,3 +542,24 @@ def test_a_deterministic_program_adds_in_a_fixed_order_on_gpus():
     assert not all("unique_indices=true" in line for line in scatters(free))
     assert "xla_gpu_deterministic_ops" in fixed.report()
     assert "xla_gpu_deterministic_ops" not in free.report()
+
+
+def test_products_of_eight_bits_are_such_in_the_gpu_compilers_program():
+    place = jax.sharding.SingleDeviceSharding(gpu()[0])
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        for shape in ((1024, 512), (512, 2048), (1024, 2048))
+    )
+
+    def products(x, w, dy):
+        y, pullback = jax.vjp(functools.partial(scaled_product, "fp8_tensor"), x, w)
+        return y, pullback(dy)
+
+    text = jax.jit(products).lower(x, w, dy).compile().as_text()
+    operands = re.findall(r"\(parameter_0\S*: (f8\w+)\S* parameter_1\S*: (f8\w+)", text)
+    assert len(re.findall(r" dot\(", text)) == 3
+    assert sorted(map(sorted, operands)) == [
+        ["f8e4m3fn", "f8e4m3fn"],
+        ["f8e4m3fn", "f8e5m2"],
+        ["f8e4m3fn", "f8e5m2"],
+    ]

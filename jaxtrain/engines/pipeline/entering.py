@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.precision import equations
+from jaxtrain.jaxprs import equations
 from jaxtrain.sharding.placement import entered_specs, gather, replicated_params, specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages

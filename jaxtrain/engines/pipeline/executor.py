@@ -100,9 +100,9 @@ def pipeline(
     plan = Pipeline(stages, table, remat == "full", skip_bubbles, specs)
     whole = loss_from_stages(stages)
 
-    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+    def engine(given, model_state, batch, rng, loss_scale, frozen=frozenset()):
         _refuse_model_state(model_state)
-        params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
+        params, batch = policy.cast_to_compute(given), policy.cast_inputs(batch)
         stages.outer(params)  # a check
         shards = find_shards(
             whole,
@@ -123,7 +123,7 @@ def pipeline(
         weights_M, dtype = _weights(entered.stages, params, batch, rng, microbatches)
         seeds = seed_and_factor(weights_M, loss_scale, dtype)
         loss, d_stacked, d_outer = _on_devices(entered, mesh, params, batch, keys_M, *seeds)
-        grads = map_named(lambda name, _: (d_stacked | d_outer).get(name), params)
+        grads = map_named(lambda name, _: (d_stacked | d_outer).get(name), given)
         return GradientSums(grads, loss, None, microbatches)
 
     engine.stack = stages.stacked

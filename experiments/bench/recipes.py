@@ -1,0 +1,77 @@
+"""Low-precision recipes: the signal of each kernel's gradient over what rounding adds to it.
+
+A GPT of the default text is trained for some steps in bf16. The gradient of the next batch is then
+taken in float32 and by every recipe, for the same weights: 20 log10 of |g| / |g - g'| in decibels,
+of the layer that has least of them.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+
+import jaxtrain as jt
+from experiments import gpt
+from experiments.bench import Rounds, machine
+from jaxtrain.build import compile_train, make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.ops.scaled import RECIPES
+from jaxtrain.sharding.rules import batch_sharding
+from jaxtrain.step import with_policy
+from jaxtrain.tree import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Rounds):
+    """The signal-to-noise ratio of gradients by recipe."""
+
+    rounds: int = 1
+    """Batches whose gradients are compared."""
+    steps: int = 50
+    """Train steps before."""
+    seq_len: int = 128
+    """Tokens per row."""
+
+
+def main(config: Config) -> None:
+    """Prints the least ratio over layers of each kind of kernel, by recipe."""
+    flags = gpt.Config(seq_len=config.seq_len, steps=config.steps + config.rounds, precision="bf16")
+    experiment = gpt.build(flags)
+    mesh = make_experiment_mesh(experiment, jax.devices()[:1])
+    state = make_state(experiment, mesh)
+    train = compile_train(experiment, make_abstract_state(experiment, mesh), mesh)
+    with experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
+        for batch in itertools.islice(stream, config.steps):
+            state, _ = train(state, batch)
+        batches = list(itertools.islice(stream, config.rounds))
+    params = jax.device_get(state.params)
+
+    def gradients(policy: jt.Policy) -> dict[str, jax.Array]:
+        loss_fn = with_policy(lambda p, _, batch, rng: loss(p, batch, rng).total, policy)
+        grad = jax.jit(jax.grad(lambda p, batch: loss_fn(p, None, batch, None)))
+        each = [grad(params, batch) for batch in batches]
+        return named_leaves(jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *each))
+
+    loss = jt.loss_from_stages(experiment.laid.stages)
+    exact = gradients(jt.Policy())
+    found = {}
+    for name in ("bf16", *RECIPES):
+        given = gradients(jt.Policy.named(name))
+        found[name] = {
+            path: round(float(decibels(exact[path], given[path])), 1)
+            for path in exact
+            if path.startswith("blocks/") and path.endswith("kernel")
+        }
+    about = {
+        "model": flags.model,
+        "steps": config.steps,
+        "tokens": config.rounds * 16 * config.seq_len,
+    }
+    print(json.dumps({"row": "recipes", **machine.facts(), **about, "least_decibels": found}))
+
+
+def decibels(exact: jax.Array, given: jax.Array) -> jax.Array:
+    """The least ratio, over batches and layers, of gradients [batches, layers, D, F]."""
+    size = lambda x: jnp.sqrt(jnp.square(x).sum((2, 3)))  # noqa: E731
+    return (20 * jnp.log10(size(exact) / size(given - exact))).min()

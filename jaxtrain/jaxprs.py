@@ -1,0 +1,75 @@
+"""Traced programs: their equations, and the dtypes of their products."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
+    """Lists the matrix products and convolutions that take a float32 operand.
+
+    In a bf16 step the list should be empty: one float32 product on an accelerator costs what many
+    bfloat16 ones do, and nothing else shows that it is there. Pallas kernels are not looked into.
+
+    Args:
+      function: anything JAX can trace, such as an un-jitted train step.
+      *args: its arguments; shapes suffice.
+
+    Returns:
+      One line per product: operand dtypes and shapes, and where in the source it stands.
+    """
+    return products_in(jax.make_jaxpr(function)(*args).jaxpr)[1]
+
+
+def products_in(jaxpr: Any, *, outside: str | None = None) -> tuple[int, list[str], bool]:
+    """Counts the products of a traced program, leaving out a named scope.
+
+    Returns:
+      How many there are, those with a float32 operand as :func:`float32_products` lists them, and
+      whether the program computes anything in bfloat16 or float16 at all.
+    """
+    count, lines, reduced = 0, [], False
+    for eqn in equations(jaxpr, outside=outside):
+        reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
+        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+            continue
+        count += 1
+        operands = [v.aval for v in eqn.invars[:2]]
+        if any(a.dtype in (jnp.float32, jnp.float64) for a in operands):
+            shapes = " x ".join(a.str_short() for a in operands)
+            lines.append(f"{eqn.primitive.name} {shapes}{_where(eqn)}")
+    return count, lines, reduced
+
+
+def _where(eqn: Any) -> str:
+    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
+    for frame in frames:
+        if "/jax/" not in frame.file_name and "/flax/" not in frame.file_name:
+            return f" at {frame.file_name}:{frame.line_num}"
+    return ""
+
+
+def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of its nested jaxprs, except those of Pallas kernels.
+
+    Args:
+      jaxpr: where to look.
+      but: the name of a primitive, or of a jitted function, that is not looked into either.
+      outside: a named scope, whose equations are left out.
+    """
+    for eqn in jaxpr.eqns:
+        if outside and outside in str(eqn.source_info.name_stack).split("/"):
+            continue
+        yield eqn
+        name = eqn.primitive.name
+        if name == "pallas_call" or (but and but in (name, eqn.params.get("name"))):
+            continue
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, but=but, outside=outside)
