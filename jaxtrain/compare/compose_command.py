@@ -25,7 +25,7 @@ class ComposeOptions:
     """Runs every pair of capabilities on 8 simulated devices, and says which pairs are equal to one
     device, which are refused, and which are faults.
 
-    The exit status is 1 where there is a fault.
+    The exit status is 1 where the table has a fault.
     """
 
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
             write(options.out, found, all_of)
     kept = added({}, found) if options.out is None else write(options.out, found, all_of)
     print(markdown(kept, all_of))
-    return int(any(cell.outcome == "fault" for cell in found))
+    return int(any(each.outcome == "fault" for each in kept.values()))
 
 
 def _chosen(options: ComposeOptions, all_of: Sequence[Capability]) -> list[Together]:

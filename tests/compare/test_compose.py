@@ -54,6 +54,17 @@ def test_parts_are_disjoint_and_all_together_are_all_pairs():
     assert f"all {len(cells):,} pairs of {len(capabilities())} capabilities" in readme
 
 
+def test_the_readme_has_the_table_of_the_results_that_are_kept():
+    """Run ``jaxtrain compose --missing --out tests/compare``, and put composition.md there."""
+    here = pathlib.Path(__file__).parent
+    kept = composition.read(here)
+    assert (
+        composition.markdown(kept, capabilities())
+        in (here.parents[1] / "jaxtrain/README.md").read_text()
+    )
+    assert not [names for names, result in kept.items() if result.outcome == "fault"]
+
+
 @pytest.mark.parametrize(
     ("found", "outcome", "text"),
     [
