@@ -25,6 +25,7 @@ from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.optim import OPTIMIZERS
@@ -233,10 +234,17 @@ def _preferences(experiment: Experiment) -> Experiment:
     )
 
 
+def _quantized(experiment: Experiment) -> Experiment:
+    """In groups of 4, which models 16 wide have several of on every device."""
+    return apply(apply(experiment, LoRA(rank=2, alpha=4.0)), Quantize("nf4-double", group=4))
+
+
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
+    names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
+    yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
 

@@ -12,7 +12,7 @@ Shapes: N tokens, D inputs, F outputs, R rank; ``...`` leading dimensions, such 
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -203,8 +203,7 @@ def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:
     ^w/b(/|$) (None, 'mlp')
     """
     rules, parts, idle = as_rules(rules), [], set()
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
-    for name, kernel in ((path_name(path), leaf) for path, leaf in leaves if _is_kernel(leaf)):
+    for name, kernel in _kernels("", params):
         rule = next((rule for rule in rules.params if re.search(rule[0], name)), None)
         if rule is not None:
             parts += _rules_of(name, kernel, rule[1])
@@ -235,6 +234,16 @@ def _rules_of(name: str, kernel: Any, axes: Axes) -> list[Rule]:
         (f"{name}/{part}", getattr(kernel, part), of) for part, of in kernel.axes(axes).items()
     )
     return [rule for part in parts for rule in _rules_of(*part)]
+
+
+def _kernels(name: str, tree: PyTree) -> Iterator[tuple[str, Kernel]]:
+    """Kernels by path, and behind each those among its parts."""
+    inner = lambda x: x is not tree and _is_kernel(x)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=inner):
+        if _is_kernel(leaf):
+            own = f"{name}/{path_name(path)}".removeprefix("/")
+            yield own, leaf
+            yield from _kernels(own, leaf)
 
 
 def _is_kernel(x: Any) -> bool:

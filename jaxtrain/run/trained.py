@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
@@ -95,7 +96,11 @@ def _shapes_of(
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
     module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
     change, stack = LoRA.of(stored), module.stages(model).stacked
-    make = lambda key: change.params(module.init(model, key), key, stack)  # noqa: E731
+
+    def make(key: jax.Array) -> dict:
+        params = change.params(module.init(model, key), key, stack)
+        return Quantize.of(stored).params(params, key, stack)
+
     return model, module, change, jax.eval_shape(make, jax.random.key(0))
 
 
