@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxtrain.finetune.change import Change
-from jaxtrain.ops.linear import kernel_rules, merge, put
+from jaxtrain.ops.linear import Dora, kernel_rules, merge, norms, put
 from jaxtrain.ops.packed import Kind, Packed, pack, pack_later
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
@@ -28,7 +28,7 @@ class Quantize(Change):
     """Codes of the kernels, such as nf4; left out, all stay as they are."""
     group: int | None = None
     """Inputs that share a scale; left out, 64, and all of them for int8."""
-    targets: tuple[str, ...] = ("/(attn|cross|mlp)/.*kernel(/base)?$",)
+    targets: tuple[str, ...] = ("/(attn|cross|mlp)/.*kernel((/low)?/base)?$",)
     """Regexes found in the paths of kernels."""
     keep: tuple[str, ...] = ()
     """Regexes of the paths of kernels that stay as they are, such as those that train."""
@@ -53,7 +53,11 @@ class Quantize(Change):
             except ValueError as error:
                 raise ValueError(f"parameter {name!r}: {error}") from None
 
-        return put(params, "|".join(f"(?:{x})" for x in self.targets), make)
+        params = put(params, "|".join(f"(?:{x})" for x in self.targets), make)
+        # DoRA begins with the norms of what it multiplies.
+        is_dora = lambda x: isinstance(x, Dora)  # noqa: E731
+        anew = lambda x: Dora(x.low, norms(x.low.base)) if is_dora(x) else x  # noqa: E731
+        return jax.tree.map(anew, params, is_leaf=is_dora)
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: the parts of packed kernels."""

@@ -16,7 +16,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
-from jaxtrain.ops.linear import LowRank
+from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
@@ -72,7 +72,7 @@ def load(
     return model, params, data.SubwordTokenizer.load(as_path(run) / TOKENIZER_FILE)
 
 
-def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank]]:
+def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank | Dora]]:
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
     with open_checkpoints(run) as checkpoints:
@@ -81,10 +81,12 @@ def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRa
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
-        is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
-        found = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_kernel)
+        is_low = lambda x: isinstance(x, LowRank)  # noqa: E731
+        bare = lambda x: dataclasses.replace(x, base=None) if is_low(x) else x  # noqa: E731
+        is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
+        found = jax.tree.map(bare, shapes, is_leaf=is_low)
+        found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        kernels = {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
         return model, checkpoints.restore_params(kernels, step)
 
 

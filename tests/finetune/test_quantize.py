@@ -12,10 +12,12 @@ from jaxtrain.cli import main as jaxtrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder
+from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import pack
 from jaxtrain.optim import frozen
 from jaxtrain.run import trained
 from jaxtrain.run.main import parse
+from jaxtrain.sharding.stack import LayerOrder
 from jaxtrain.tree import named_leaves
 
 MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=2, width=128, heads=2)
@@ -91,6 +93,26 @@ def test_only_matrices_that_stay_are_packed():
         np.testing.assert_allclose(x, y, atol=0.51 * abs(np.asarray(y)).max() / 127)
 
     jax.tree.map(close, plain, params)
+
+
+def test_dora_begins_with_the_norms_of_what_is_packed(base):
+    later, plain = hf.open_weights(base), hf.load(hf.open_weights(base))
+    lora, quantize = LoRA(rank=2, targets=("mlp/up",), dora=True), Quantize("nf4-double")
+    for packed in (False, True):
+        key = jax.random.key(0)
+        kernels = [lora.params(plain, key), lora.params(later)]
+        if packed:
+            kernels = [quantize.params(kernels[0], key), quantize.params(kernels[1])]
+        now, unread = (x["blocks"]["mlp"]["up"]["kernel"] for x in kernels)
+        lengths = np.linalg.norm(np.asarray(merge(now.low.base), np.float64), axis=-2)
+        np.testing.assert_allclose(now.magnitude, lengths, rtol=1e-6)
+        part = slice(1, 2), slice(8, 24)
+        np.testing.assert_allclose(unread.magnitude[part], lengths[part], rtol=1e-6)
+        np.testing.assert_allclose(now.merged(), merge(now.low.base), rtol=1e-5)
+        order = LayerOrder((2, 2), rows=(0, 3))
+        cut = np.asarray(unread.magnitude.cut(order))
+        np.testing.assert_allclose(cut[1, 1], lengths[1], rtol=1e-6)
+    assert cut.shape == (2, 2, 512)
 
 
 @pytest.mark.slow
