@@ -72,6 +72,15 @@ def load(
     return model, params, data.SubwordTokenizer.load(as_path(run) / TOKENIZER_FILE)
 
 
+def unmerged(run: str, step: int | None = None) -> tuple[Model, dict]:
+    """Reads a run's model and its parameters as they were trained: additions by themselves, and
+    kernels packed that were. Raises as :func:`load` does."""
+    with open_checkpoints(run) as checkpoints:
+        step = checkpoints.best_step() if step is None else step
+        model, _, _, shapes = _shapes_of(checkpoints, checkpoints.config(step))
+        return model, checkpoints.restore_params(shapes, step)
+
+
 def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank | Dora]]:
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
