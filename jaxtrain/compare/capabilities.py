@@ -237,15 +237,15 @@ def _preferences(experiment: Experiment) -> Experiment:
 
 
 def _quantized(experiment: Experiment) -> Experiment:
-    """In groups of 4, which models 16 wide have several of on every device."""
-    return apply(apply(experiment, LoRA(rank=2, alpha=4.0)), Quantize("nf4-double", group=4))
+    """With DoRA, and in groups of 4, which models 16 wide have several of on every device."""
+    lora = LoRA(rank=2, alpha=4.0, dora=True)
+    return apply(apply(experiment, lora), Quantize("nf4-double", group=4))
 
 
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
-    lora = LoRA(rank=2, alpha=4.0, dora=True)
-    yield tune("low-rank kernels", change=lambda e: apply(e, lora), **names)
+    yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import jax
 
 from jaxtrain.finetune.change import Change
-from jaxtrain.ops.linear import Dora, LowRank, kernel_rules, low_rank, merge, norms
+from jaxtrain.ops.linear import Dora, Kernel, LowRank, kernel_rules, low_rank, merge, norms
+from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
@@ -84,7 +85,14 @@ class LoRA(Change):
         return map_named(lambda name, _: not trains(name), params)
 
     def back(self, params: PyTree) -> PyTree:
-        return merge(params)
+        """Returns merged parameters; additions to packed kernels stay, which dense would take eight
+        times the memory where a run samples from what it trains."""
+        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+
+        def plain(x: Any) -> Any:
+            return x if any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed))) else merge(x)
+
+        return jax.tree.map(plain, params, is_leaf=lambda x: isinstance(x, Kernel))
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
         return kernel_rules(rules, shapes)

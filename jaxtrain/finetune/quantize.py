@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxtrain.finetune.change import Change
-from jaxtrain.ops.linear import Dora, kernel_rules, merge, norms, put
+from jaxtrain.ops.linear import Dora, kernel_rules, norms, put
 from jaxtrain.ops.packed import Kind, Packed, pack, pack_later
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
@@ -64,9 +64,6 @@ class Quantize(Change):
         is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
         of = lambda x: jax.tree.map(lambda _: is_packed(x), x)  # noqa: E731
         return jax.tree.map(of, params, is_leaf=is_packed)
-
-    def back(self, params: PyTree) -> PyTree:
-        return merge(params)
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
         return kernel_rules(rules, shapes)

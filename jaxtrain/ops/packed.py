@@ -8,6 +8,7 @@ such as layers.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -72,7 +73,8 @@ class Packed:
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
 
-        @jax.checkpoint
+        # Kept apart by the barrier: what prevents it by default takes copies of its own.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def multiplied(x: jax.Array, kernel: Packed) -> jax.Array:
             # Tied to x: XLA takes what is the same in every pass of a loop (over microbatches) out
             # of it, and would keep the dense kernels of all layers.

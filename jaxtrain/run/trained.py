@@ -16,7 +16,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
-from jaxtrain.ops.linear import Dora, LowRank
+from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
@@ -57,13 +57,13 @@ def load(
         model, module, change, shapes = _shapes_of(checkpoints, stored)
         places = None
         if mesh is not None:
-            plain, rules = jax.eval_shape(change.back, shapes), as_rules(module.RULES)
+            plain, rules = jax.eval_shape(merge, shapes), as_rules(module.RULES)
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
         params = checkpoints.restore_params(shapes, step)
     if change.rank is not None:
-        params = jax.jit(change.back, out_shardings=places)(params)
+        params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
         return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
