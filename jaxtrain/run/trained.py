@@ -45,8 +45,8 @@ def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
     """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
-    added is merged. Raises FileNotFoundError where there is no checkpoint, and ValueError where a
-    parameter does not fit the mesh.
+    added is merged, and packed kernels are made dense. Raises FileNotFoundError where there is no
+    checkpoint, and ValueError where a parameter does not fit the mesh.
 
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
@@ -62,7 +62,7 @@ def load(
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
         params = checkpoints.restore_params(shapes, step)
-    if change.rank is not None:
+    if stored.keys() & {"low_rank", "quantized"}:
         params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
         return model, params, None
