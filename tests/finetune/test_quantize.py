@@ -27,7 +27,7 @@ KERNEL = "blocks/mlp/up/kernel/base"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    hf.save(folder, MODEL, decoder.init(MODEL, jax.random.key(1)))
+    hf.save(folder, MODEL, jax.jit(lambda key: decoder.init(MODEL, key))(jax.random.key(1)))
     return str(folder)
 
 
@@ -62,6 +62,7 @@ def test_what_stays_lies_packed_on_a_mesh(base, axes):
     assert {f"{KERNEL}/codes", f"{KERNEL}/scale"} <= frozen(state.opt_state)
 
 
+@pytest.mark.slow
 def test_a_step_takes_less_by_what_is_packed(base):
     """By XLA's own account: no gradient, moment or dense copy of a kernel that stays."""
     more, sizes = ["--optimizer.name", "adamw", "--scan-unroll", "1"], {}
@@ -98,11 +99,9 @@ def test_only_matrices_that_stay_are_packed():
 def test_dora_begins_with_the_norms_of_what_is_packed(base):
     later, plain = hf.open_weights(base), hf.load(hf.open_weights(base))
     lora, quantize = LoRA(rank=2, targets=("mlp/up",), dora=True), Quantize("nf4-double")
-    for packed in (False, True):
-        key = jax.random.key(0)
-        kernels = [lora.params(plain, key), lora.params(later)]
-        if packed:
-            kernels = [quantize.params(kernels[0], key), quantize.params(kernels[1])]
+    for then in (Quantize(), quantize):
+        change = lambda params, key=None, then=then: then.params(lora.params(params, key), key)  # noqa: E731
+        kernels = jax.jit(change)(plain, jax.random.key(0)), change(later)
         now, unread = (x["blocks"]["mlp"]["up"]["kernel"] for x in kernels)
         lengths = np.linalg.norm(np.asarray(merge(now.low.base), np.float64), axis=-2)
         np.testing.assert_allclose(now.magnitude, lengths, rtol=1e-6)

@@ -24,12 +24,12 @@ LORA = LoRA(rank=2, targets=("attn",))
 
 
 def changed(plain):
-    key = jax.random.key(1)
-    return moved(Quantize("nf4").params(LORA.params(plain, key), key))
+    change = lambda plain, key: Quantize("nf4").params(LORA.params(plain, key), key)  # noqa: E731
+    return moved(jax.jit(change)(plain, jax.random.key(1)))
 
 
 def test_either_base_has_the_additions_and_the_divergence_is_its_definition():
-    plain = decoder.init(MODEL, jax.random.key(0))
+    plain = jax.jit(lambda key: decoder.init(MODEL, key))(jax.random.key(0))
     params = changed(plain)
     onto = merging.onto_original(params, named_leaves(plain))
     name = "blocks", "attn", "q", "kernel"
@@ -41,10 +41,11 @@ def test_either_base_has_the_additions_and_the_divergence_is_its_definition():
     tokens = np.random.default_rng(0).integers(0, 257, 90).astype(np.int32)
     nats, count = merging.divergence(MODEL, params, onto, tokens)
     rows = tokens[:80].reshape(5, 16)
-    p, q = (np.float64(decoder.logits(MODEL, x, rows)) for x in (params, onto))
+    logits = jax.jit(lambda params: decoder.logits(MODEL, params, rows))
+    p, q = (np.float64(logits(x)) for x in (params, onto))
     p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
     assert count == 80
-    assert nats == pytest.approx((np.exp(p) * (p - q)).sum() / 80, rel=1e-3)
+    assert nats == pytest.approx((np.exp(p) * (p - q)).sum() / 80, rel=1e-2)
     assert nats > 10 * abs(merging.divergence(MODEL, params, merge(params), tokens)[0])
 
 
