@@ -201,10 +201,10 @@ def _group(shape: Sequence[int], kind: Kind, group: int | None) -> int:
     D, unit = shape[-2], _per_byte(kind)
     group = group or (D if kind == "int8" else 64)
     if D % group or group % unit:
-        even = " and is even" if unit == 2 else ""
+        even = " and is even, or int8" if unit == 2 else ""
         raise ValueError(
             f"a kernel of shape {tuple(shape)} has {D} inputs, of which {kind} shares a scale "
-            f"among {group}: give a group that divides {D}{even}, or leave the kernel as it is"
+            f"among {group}: give a group that divides {D}{even}"
         )
     return group
 
