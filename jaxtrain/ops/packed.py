@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jaxtrain.ops.linear import Axes, Product
 from jaxtrain.sharding.stack import LayerOrder
 
 Kind = Literal["nf4", "nf4-double", "int8", "int4"]
-KINDS: tuple[str, ...] = get_args(Kind)
 # Scales that share one of the second quantization.
 NESTED = 256
 # The least number that XLA does not take for 0.
@@ -52,7 +51,7 @@ class Packed:
       scale: the bits of float32 [..., G, F], as uint32; of nf4-double uint8, which ``nested`` maps.
       nested: of nf4-double, the bits of float32 [..., 1 + F G / 256]: the mean of all scales, and
         the largest distance from it of every 256, counted along G first.
-      kind: one of :data:`KINDS`.
+      kind: a :data:`Kind`.
 
     >>> kernel = pack(jnp.linspace(-1, 1, 128).reshape(64, 2), "int8")
     >>> kernel.shape, kernel.codes.dtype, bool(abs(kernel.merged()[0, 0] + 1) < 0.01)
@@ -120,7 +119,7 @@ def pack(kernel: Any, kind: Kind, group: int | None = None) -> Packed:
 
     Args:
       kernel: [..., D, F]: a JAX array or one of NumPy, of which the parts then are too.
-      kind: one of :data:`KINDS`.
+      kind: a :data:`Kind`.
       group: g, inputs that share a scale; None means 64, and all of them for int8.
 
     Raises:

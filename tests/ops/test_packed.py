@@ -1,6 +1,7 @@
 """Packed kernels against bitsandbytes' own bits, and what they and their products keep."""
 
 import pathlib
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.ops.linear import LowRank, matmul, matmul_float32, merge
-from jaxtrain.ops.packed import KINDS, NF4, pack, pack_later
+from jaxtrain.ops.packed import NF4, Kind, pack, pack_later
 
 D, F, L, N, R = 128, 96, 4, 64, 8
 
@@ -82,7 +83,7 @@ def test_bytes_of_a_weight(kind, most):
     assert kernel.shape == (2, 1024, 512)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(Kind))
 def test_parts_of_a_weight_are_read_as_they_are_cut(kind):
     w = drawn(3, D, F)
     whole, later = pack(w, kind), pack_later(w, kind)
