@@ -112,9 +112,7 @@ def _export(options: ExportOptions) -> int:
         return _export_adapter(options)
     model, params, tokenizer = trained.load(options.run, options.step)
     stored = trained.stored(options.run)
-    text = None
-    if options.compare_on is not None:
-        text = _tokens(options.compare_on, model, tokenizer)
+    text = options.compare_on and _tokens(options.compare_on, model, tokenizer)
     if options.onto == "original":
         if "quantized" not in stored:
             raise ValueError("--onto is original: the run has no packed kernels; leave it out")

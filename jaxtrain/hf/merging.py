@@ -17,9 +17,6 @@ from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Packed
 from jaxtrain.tree import PyTree, path_name
 
-# Rows of one call of the models.
-_ROWS = 4
-
 
 def onto_original(params: PyTree, originals: Mapping[str, Any]) -> PyTree:
     """Returns merged parameters, additions to packed kernels put onto the weights that these were
@@ -58,5 +55,5 @@ def divergence(
         p_NTV, q_NTV = (jax.nn.log_softmax(logits(x, rows_NT)) for x in (params, others))
         return (jnp.exp(p_NTV) * (p_NTV - q_NTV)).sum()
 
-    parts = (rows_NT[i : i + _ROWS] for i in range(0, len(rows_NT), _ROWS))
+    parts = (rows_NT[i : i + 4] for i in range(0, len(rows_NT), 4))
     return sum(float(total(params, others, part)) for part in parts) / rows_NT.size, rows_NT.size

@@ -124,10 +124,6 @@ class Dora:
     Args:
       low: V.
       magnitude: [..., F], PEFT's ``lora_magnitude_vector``; :func:`norms` of the base at first.
-
-    >>> low = LowRank(3 * jnp.eye(2), jnp.zeros((2, 1)), jnp.zeros((1, 2)), 1.0)
-    >>> matmul(jnp.ones((1, 2)), Dora(low, norms(low.base)))
-    Array([[3., 3.]], dtype=float32)
     """
 
     low: LowRank
