@@ -22,11 +22,13 @@ from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub
 from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
 from jaxtrain.models.generate import Weights, generate_step, prompts
+from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
@@ -78,6 +80,9 @@ class Config(jt.Config):
     adapter: str | None = None
     """A folder of PEFT's files, with LoRA's additions to the model of --init-from to begin with;
     it says their ranks, targets and alpha."""
+    quantize: Kind | None = None
+    """Codes of 4 or 8 bits that hold the kernels of attention and MLP under the additions of
+    --lora.rank (QLoRA)."""
 
     @property
     def models(self) -> types.ModuleType:
@@ -323,17 +328,19 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
         own, found = hf.adapters.read(config.adapter, model, family=source.told("family"))
         lora = dataclasses.replace(own, train=lora.train)
     if lora == LoRA():
+        if config.quantize is not None:
+            raise ValueError(
+                f"--quantize is {config.quantize}: packed kernels do not train; give --lora.rank, "
+                "whose additions do"
+            )
         return experiment
     if lora.rank is None:
         raise ValueError("--lora.rank is not given, and other flags of --lora are: give it too")
-    if source is None:
-        raise ValueError(
-            f"--lora.rank is {lora.rank}: weights that stay have to be trained ones; give a model "
-            "with --init-from"
-        )
-    if _head(source.model) != _head(model):
+    if source is not None and _head(source.model) != _head(model):
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
     changed = apply(experiment, lora)
+    if config.quantize is not None:
+        changed = apply(changed, Quantize(config.quantize, keep=lora.train))
     begin = changed.task.params
     return changed.with_(params=lambda: hf.adapters.placed(begin(), found)) if found else changed
 
@@ -374,6 +381,11 @@ def of_text(
 
     ``stored`` is more of what a checkpoint's config says than the outline has.
     """
+    if config.lora.rank is not None and config.source is None:  # which a plan may lack
+        raise ValueError(
+            f"--lora.rank is {config.lora.rank}: weights that stay have to be trained ones; give a "
+            "model with --init-from"
+        )
     files = {} if config.source is None else trained.beside(config.source.path)
     if chat_template is not None:
         files[TEMPLATE] = chat_template

@@ -40,7 +40,7 @@ DAILY = ("--mesh.data 2 --mesh.tensor 2 --mesh.fsdp 2",)
 # What is typed besides, or in the place of the line's own, where these are found. The heads of the
 # default models stay, for a mesh has to divide them.
 TEXTS = "--data my_texts/"
-SIZES = "--layers 4 --width 32 --seq-len 32"
+SIZES = "--layers 4 --width 64 --seq-len 32"  # which groups of 64 weights divide
 SMALLER = {
     r"--simulate-devices": "--simulate-devices 0",  # eight are here
     r"-m experiments\.\w+ (?!--resume)": "--steps 2",
@@ -165,13 +165,21 @@ MADE = {
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out MODEL",
     ],
-    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS|runs/lora": [
+    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora": [
         f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"
     ],
     r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
-    r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/lora": ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora": [
+        "jaxtrain hf export --run runs/base --out MODEL"
+    ],
     r"--run runs/lora|ADAPTER": [
         f"{GPT_RUN} runs/lora --init-from MODEL --lora.rank 2".replace(SIZES, "--seq-len 32")
+    ],
+    r"--run runs/qlora": [
+        f"{GPT_RUN} runs/qlora --init-from MODEL --lora.rank 2 --quantize nf4".replace(
+            SIZES, "--seq-len 32"
+        ),
+        lambda: pathlib.Path("README.md").write_text("a text " * 9),
     ],
     r"--adapter ADAPTER": ["jaxtrain hf export --run runs/lora --out ADAPTER --adapter"],
     r"data PAIRS": [
@@ -213,8 +221,8 @@ def test_every_reason_has_a_line_and_extras_are_there():
     ],
 )
 def test_a_line_runs_as_it_is_typed(text, tmp_path, monkeypatch, capsys):
-    for chip, module in (("v5", "libtpu"), ("h100", "jax_cuda12_plugin")):
-        if f"--target {chip}" in text and importlib.util.find_spec(module) is None:
+    for chip, module in (("v5", "libtpu"), ("h[12]00", "jax_cuda12_plugin")):
+        if re.search(f"--target {chip}", text) and importlib.util.find_spec(module) is None:
             pytest.skip("needs the compilers: pip install 'jaxtrain[aot]'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -25,6 +25,7 @@ from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.optim import OPTIMIZERS
@@ -196,7 +197,9 @@ def _averaged(step: Callable[..., Any]) -> Callable[..., Any]:
     def both(state, batch):
         halves = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), batch)
         replicas, metrics = jax.vmap(step, in_axes=(0, 1))(state.method, halves)
-        mean = jax.tree.map(lambda x: x.mean(0), replicas.params)
+        # Codes of packed kernels do not train, and are the same in both.
+        of = lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]  # noqa: E731
+        mean = jax.tree.map(of, replicas.params)
         met = jax.tree.map(jnp.broadcast_to, mean, jax.tree.map(jnp.shape, replicas.params))
         replicas = dataclasses.replace(replicas, params=met)
         state = dataclasses.replace(state, step=state.step + 1, params=mean, method=replicas)
@@ -234,10 +237,18 @@ def _preferences(experiment: Experiment) -> Experiment:
     )
 
 
+def _quantized(experiment: Experiment) -> Experiment:
+    """With DoRA, and in groups of 4, which models 16 wide have several of on every device."""
+    lora = LoRA(rank=2, alpha=4.0, dora=True)
+    return apply(apply(experiment, lora), Quantize("nf4-double", group=4))
+
+
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
+    names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
+    yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
 

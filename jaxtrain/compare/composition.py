@@ -76,8 +76,8 @@ def markdown(kept: Results, all_of: Sequence[Capability]) -> str:
     lines.append("")
     for outcome, title in (("fault", "Faults"), ("refused", "Refused")):
         apart = [set(key) for key, x in kept.items() if len(key) == 2 and x.outcome == outcome]
-        if those := "; ".join(_by_capability(apart)):
-            lines += [f"{title}: {those}.", ""]
+        if those := [f"- {each}" for each in _by_capability(apart)]:
+            lines += [f"{title}:", "", *those, ""]
     absent = (f"{each.name} ({each.needs})" for each in all_of if each.needs)
     lines += [f"Not tried without hardware: {', '.join(absent)}.", ""]
     days = sorted({x.when for x in kept.values()})
@@ -92,7 +92,7 @@ def _by_capability(apart: list[set[str]]) -> Iterator[str]:
     while apart:
         (name, _), *_ = Counter(x for pair in apart for x in sorted(pair)).most_common(1)
         partners = sorted(x for pair in apart if name in pair for x in pair - {name})
-        yield f"**{name}** with {', '.join(partners)}"
+        yield f"**{name}** with {'; '.join(partners)}"
         apart = [pair for pair in apart if name not in pair]
 
 

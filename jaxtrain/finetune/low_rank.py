@@ -1,7 +1,8 @@
 """LoRA, the change that trains low-rank additions to kernels, which stay themselves.
 
 Hu et al. 2021, https://arxiv.org/abs/2106.09685; the scale alpha / sqrt(rank) is that of
-Kalajdzievski 2023, https://arxiv.org/abs/2312.03732.
+Kalajdzievski 2023, https://arxiv.org/abs/2312.03732, and DoRA is Liu et al. 2024,
+https://arxiv.org/abs/2402.09353.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from typing import Any, ClassVar
 import jax
 
 from jaxtrain.finetune.change import Change
-from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, merge
+from jaxtrain.ops.linear import Dora, Kernel, LowRank, kernel_rules, low_rank, merge, norms
+from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
@@ -32,6 +34,8 @@ class LoRA(Change):
     """Additions are scaled by alpha / rank."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    dora: bool = False
+    """Train the norm of each output's weights apart from their direction (DoRA)."""
     train: tuple[str, ...] = ()
     """Regexes of the paths of other parameters that train, such as ^head/ or norm."""
 
@@ -61,19 +65,38 @@ class LoRA(Change):
             alpha = self.alpha * max(rank, 1) ** (0.5 if self.rank_stabilized else 0)
             how = {"rank": rank, "alpha": alpha, "rng": rng, "stacked": stack}
             params = low_rank(params, f"^({'|'.join(map(re.escape, found))})$", **how)
-        return params
+            if self.dora and (tables := [name for name in found if not name.endswith("kernel")]):
+                raise ValueError(
+                    f"`targets` has {target!r}, which finds {tables[0]!r}: DoRA is for kernels of "
+                    "dense layers; narrow it"
+                )
+        return jax.tree.map(self._decomposed, params, is_leaf=_is_added) if self.dora else params
+
+    def _decomposed(self, kernel: Any) -> Any:
+        return Dora(kernel, norms(kernel.base)) if _is_added(kernel) else kernel
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: all but the additions and what ``train`` names."""
-        is_added = lambda x: isinstance(x, LowRank)  # noqa: E731
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_added)
-        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if is_added(leaf) for x in "ab"}
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_added)
+        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if _is_added(leaf) for x in "ab"}
+        added |= {name for name in named_leaves(params) if name.endswith("/magnitude")}
         masks.check_matches("train", self.train, params)
         trains = lambda name: name in added or any(re.search(p, name) for p in self.train)  # noqa: E731
         return map_named(lambda name, _: not trains(name), params)
 
     def back(self, params: PyTree) -> PyTree:
-        return merge(params)
+        """Returns merged parameters; additions to packed kernels stay, which dense would take eight
+        times the memory where a run samples from what it trains."""
+        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+
+        def plain(x: Any) -> Any:
+            return x if any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed))) else merge(x)
+
+        return jax.tree.map(plain, params, is_leaf=lambda x: isinstance(x, Kernel))
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
         return kernel_rules(rules, shapes)
+
+
+def _is_added(x: Any) -> bool:
+    return isinstance(x, LowRank)

@@ -1,8 +1,9 @@
 """Adapters in PEFT's files, both ways: adapter_config.json and adapter_model.safetensors.
 
 A module of theirs has ``lora_A.weight`` [R, D] and ``lora_B.weight`` [F, R], the transposes of our
-``a`` and ``b``. Where several of our kernels are parts of one tensor of theirs (q, k and v of
-GPT-2's ``c_attn``), their additions become one: A stacked, B of blocks, of the sum of their ranks.
+``a`` and ``b``, and with DoRA ``lora_magnitude_vector`` [F]. Where several of our kernels are parts
+of one tensor of theirs (q, k and v of GPT-2's ``c_attn``), their additions become one: A stacked, B
+of blocks, of the sum of their ranks.
 
 Shapes: L layers, D inputs, F outputs, R rank.
 """
@@ -23,15 +24,16 @@ from jaxtrain.hf.family import ModelConfig
 from jaxtrain.hf.table import by_tensor
 from jaxtrain.hf.weights import check_new
 from jaxtrain.host.paths import check_on_disk, is_file, json_text, read_json
-from jaxtrain.ops.linear import LowRank
+from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.tree import PyTree, named_leaves, path_name
 
+MAGNITUDE = "lora_magnitude_vector"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 # Fields of adapter_config.json that are read, or say nothing of what the model computes. Any other
 # must be empty.
-READ = "alpha_pattern lora_alpha peft_type r rank_pattern use_rslora"
+READ = "alpha_pattern lora_alpha peft_type r rank_pattern use_dora use_rslora"
 INERT = """auto_mapping base_model_name_or_path ensure_weight_tying exclude_modules fan_in_fan_out
 inference_mode layers_pattern layers_to_transform lora_dropout megatron_core peft_version
 qalora_group_size revision runtime_config target_modules task_type"""
@@ -40,7 +42,7 @@ qalora_group_size revision runtime_config target_modules task_type"""
 def save(
     folder: str | Path,
     model: ModelConfig,
-    kernels: Mapping[str, LowRank],
+    kernels: Mapping[str, LowRank | Dora],
     *,
     family: str | None = None,
     form: str = "decoder",
@@ -57,7 +59,8 @@ def save(
       base: the name or folder of the base, which ``AutoPeftModel`` looks for.
 
     Raises:
-      ValueError: a kernel is no dense layer of theirs; the folder is not empty.
+      ValueError: a kernel is no dense layer of theirs, or DoRA's of a part of one; the folder is
+        not empty.
     """
     folder = Path(folder)
     check_new(folder)
@@ -74,6 +77,14 @@ def save(
                 f"parameter {group[0].ours!r} is no kernel of a dense layer: export the run "
                 "without --adapter"
             )
+        magnitudes = [x.magnitude for x in parts if isinstance(x, Dora)]
+        if magnitudes and len(magnitudes) < len(parts):
+            lacks = next(row.ours for row in group if row.ours not in kernels)
+            raise ValueError(
+                f"parameter {lacks!r} has no magnitude, and other parts of {template!r} have: "
+                "export the run without --adapter"
+            )
+        parts = [getattr(x, "low", x) for x in parts]
         scale = next(part.scale for part in parts if part)
         R = sum(part.a.shape[-1] for part in parts if part)
         a_LDR, blocks, first = [], [], 0
@@ -95,6 +106,9 @@ def save(
             at = l if group[0].stacked else ...
             tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(a_LRD[at])
             tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(b_LFR[at])
+            if magnitudes:
+                m_LF = np.concatenate([np.asarray(x, np.float32) for x in magnitudes], axis=-1)
+                tensors[f"{module}.{MAGNITUDE}"] = m_LF[at]
         module = chosen.stored(model, template).removesuffix(".weight")
         # All behind the number of the layer: c_proj alone would be those of attention and MLP.
         targets.add(module.split("{l}.")[-1])
@@ -107,6 +121,7 @@ def save(
         "task_type": TASKS.get(form),
         "base_model_name_or_path": base,
         "inference_mode": True,
+        "use_dora": any(isinstance(x, Dora) for x in kernels.values()),
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {name: x for name, x in ranks.items() if x != rank},
@@ -125,9 +140,9 @@ def save(
 
 def read(
     folder: str | Path, model: ModelConfig, *, family: str | None = None
-) -> tuple[LoRA, dict[str, tuple[np.ndarray, np.ndarray]]]:
+) -> tuple[LoRA, dict[str, tuple[np.ndarray, ...]]]:
     """Reads an adapter: the change that has its kernels and ranks, and the parts ``a`` and ``b`` of
-    each by path, layers in natural order.
+    each by path, layers in natural order; with DoRA the magnitude too.
 
     Raises:
       FileNotFoundError, ValueError: there is no adapter, it has what LoRA here has not, or a tensor
@@ -150,7 +165,7 @@ def read(
     chosen = family_for(model, family)
     rows, shapes = chosen.rows_of(model)
     counts = {name: leaf.shape[0] for name, leaf in named_leaves(shapes).items()}
-    found, targets = {}, []
+    found, targets, dora = {}, [], bool(fields.get("use_dora"))
     for group in by_tensor(rows).values():
         names = group[0].names(counts[group[0].ours])
         modules = [chosen.stored(model, name).removesuffix(".weight") for name in names]
@@ -166,12 +181,13 @@ def read(
 
         def taken(kind: str, modules=modules, group=group) -> np.ndarray:
             each = [
-                np.asarray(tensors.pop(f"{PREFIX}{module}.{kind}.weight")[...], np.float32).T
+                np.asarray(tensors.pop(f"{PREFIX}{module}.{kind}")[...], np.float32).T
                 for module in modules
             ]
             return np.stack(each) if group[0].stacked else each[0]
 
-        a_LDR, b_LRF = taken("lora_A"), taken("lora_B")
+        a_LDR, b_LRF = taken("lora_A.weight"), taken("lora_B.weight")
+        m_LF = taken(MAGNITUDE) if dora else None
         rank = a_LDR.shape[-1]
         # Ours have one alpha; what theirs has beside it goes into b.
         alpha = _of_pattern(fields.get("alpha_pattern"), modules[0], fields["lora_alpha"])
@@ -179,26 +195,28 @@ def read(
         for row in group:
             i, n = row.part
             size = b_LRF.shape[-1] // n
-            found[row.ours] = a_LDR, b_LRF[..., i * size : (i + 1) * size]
+            part = slice(i * size, (i + 1) * size)
+            found[row.ours] = a_LDR, b_LRF[..., part], *([m_LF[..., part]] if dora else [])
             targets.append(f"^{re.escape(row.ours)}$={rank}")
     if tensors:
         raise ValueError(
             f"'{folder}' has the tensor {min(tensors)!r}, for which a {chosen.name} has no place"
         )
     alpha, stabilized = float(fields["lora_alpha"]), bool(fields.get("use_rslora"))
-    return LoRA(1, tuple(targets), alpha, stabilized), found
+    return LoRA(1, tuple(targets), alpha, stabilized, dora), found
 
 
-def placed(params: PyTree, found: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> PyTree:
+def placed(params: PyTree, found: Mapping[str, tuple[np.ndarray, ...]]) -> PyTree:
     """Returns parameters of which each kernel has the parts that :func:`read` has found."""
 
     def place(path: Any, x: Any) -> Any:
-        if not isinstance(x, LowRank):
+        if not isinstance(x, LowRank | Dora):
             return x
-        a, b = found[path_name(path)]
-        return dataclasses.replace(x, a=a, b=b)
+        a, b, *magnitude = found[path_name(path)]
+        low = dataclasses.replace(getattr(x, "low", x), a=a, b=b)
+        return Dora(low, *magnitude) if magnitude else low
 
-    is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
+    is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
     return jax.tree_util.tree_map_with_path(place, params, is_leaf=is_kernel)
 
 

@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
-from jaxtrain.hf import adapters, hub, weights
+from jaxtrain.hf import adapters, hub, merging, weights
 from jaxtrain.hf.family import INERT, OFF
 from jaxtrain.host import quiet
-from jaxtrain.host.paths import check_on_disk, json_text, read_json
+from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
+from jaxtrain.tree import named_leaves
 
 # Of a tokenizer_config.json, what is exported as the run found it.
 KEPT = ("pad_token", "padding_side", "model_max_length", "chat_template")
@@ -48,6 +50,12 @@ class ExportOptions:
     adapter: bool = False
     """Write what a run with --lora.rank has added alone, as files that PEFT opens over the model
     that the run began from."""
+    onto: Literal["dequantized", "original"] = "dequantized"
+    """Weights that additions to packed kernels (--quantize) are merged into: those that the run has
+    computed with, or those of the model that it began from."""
+    compare_on: Path | None = None
+    """A text that was not trained on: print how far the exported decoder's predictions are from the
+    trained one's, before it was merged and rounded, as a KL divergence per token."""
     max_shard_gb: float = weights.SHARD_BYTES / 1e9
     """Size of one file at most, in 10^9 bytes."""
 
@@ -104,6 +112,12 @@ def _export(options: ExportOptions) -> int:
         return _export_adapter(options)
     model, params, tokenizer = trained.load(options.run, options.step)
     stored = trained.stored(options.run)
+    text = options.compare_on and _tokens(options.compare_on, model, tokenizer)
+    if options.onto == "original":
+        if "quantized" not in stored:
+            raise ValueError("--onto is original: the run has no packed kernels; leave it out")
+        begun = _begun(stored["flags"]["init_from"])
+        params = merging.onto_original(trained.unmerged(options.run, options.step)[1], begun)
     if context := stored.get("context"):
         model = dataclasses.replace(model, seq_len=max(model.seq_len, context))
     fields, files = {}, {}
@@ -134,7 +148,32 @@ def _export(options: ExportOptions) -> int:
         files=files,
     )
     print(f"{options.out}: {weights.family_name(options.out)}, opened by transformers as it is")
+    if text is not None:
+        own, before = trained.unmerged(options.run, options.step)
+        written = weights.load(weights.open_weights(options.out, own))
+        nats, count = merging.divergence(own, before, written, text)
+        print(
+            f"KL divergence from the trained model: {nats:.3g} nats per token, over {count:,} "
+            f"tokens of {options.compare_on}"
+        )
     return 0
+
+
+def _tokens(path: Path, model: trained.Model, tokenizer: Any) -> np.ndarray:
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(f"--compare-on is {path}: it is for decoders, and the run has none")
+    if not is_file(path):
+        raise ValueError(f"--compare-on is {path}, which is no file: give a text")
+    if not len(tokens := tokenizer.encode(path.read_text())):
+        raise ValueError(f"--compare-on is {path}, which is empty: give a text")
+    return tokens
+
+
+def _begun(source: str) -> Mapping[str, Any]:
+    """The weights by path of what a run began from."""
+    path = hub.local_folder(source)
+    is_run = exists(as_path(path) / "checkpoints")
+    return named_leaves(trained.load(path)[1] if is_run else weights.open_weights(path))
 
 
 def _export_adapter(options: ExportOptions) -> int:

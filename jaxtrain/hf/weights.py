@@ -18,6 +18,7 @@ import numpy as np
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import Family, ModelConfig
+from jaxtrain.hf.quantized import dequantized
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.vit import ViTConfig
@@ -363,6 +364,8 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = read_json(path)
+    if (theirs.get("quantization_config") or {}).get("bnb_4bit_quant_type") == "nf4":
+        del theirs["quantization_config"]  # which the tensors tell
     try:
         family = family_of(theirs)
         config = family.config(theirs)
@@ -378,6 +381,7 @@ def _head(config: ModelConfig) -> tuple[Any, ...]:
 def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by the names of the table: some files leave a prefix out of all, some have the one
     table of a tied model as that of the head alone, and old ones name norms as TensorFlow does."""
+    tensors = dequantized(tensors)
     found = {_NORMS.sub(lambda x: _NORM_NAMES[x[0]], name): x for name, x in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}

@@ -12,16 +12,17 @@ Shapes: N tokens, D inputs, F outputs, R rank; ``...`` leading dimensions, such 
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
-from jaxtrain.sharding.stack import Stack
+from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
 
 Axes = Sequence[str | None]
@@ -110,6 +111,79 @@ class LowRank:
     def T(self) -> "LowRank":
         """The transpose: a tied head is that of the token table."""
         return LowRank(self.base.T, self.b.T, self.a.T, self.scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dora:
+    """The kernel ``magnitude * V / |V|`` of ``V = base + scale * a @ b``, which is never formed.
+
+    The norm is that of each output's weights, and has no gradient (Liu et al. 2024, DoRA,
+    https://arxiv.org/abs/2402.09353, section 4.3).
+
+    Args:
+      low: V.
+      magnitude: [..., F], PEFT's ``lora_magnitude_vector``; :func:`norms` of the base at first.
+    """
+
+    low: LowRank
+    magnitude: Any
+
+    def multiply(self, x: jax.Array, product: Product) -> jax.Array:
+        y = self.low.multiply(x, product)
+        low = jax.lax.stop_gradient(self.low)
+        a, b = (constrain(part, None, None) for part in (low.a, low.b))
+        squares_F = jnp.square(merge(low.base).astype(wide(a.dtype))).sum(0)
+        # |W + s a b|^2 without its D F numbers.
+        mixed_RF = 2 * matmul_float32(a.T, low.base) + low.scale * matmul_float32(a.T @ a, b)
+        squares_F += low.scale * (b * mixed_RF).sum(0)
+        return (y * (self.magnitude / jnp.sqrt(squares_F))).astype(y.dtype)
+
+    def axes(self, axes: Axes) -> Mapping[str, Axes]:
+        *lead, _, outputs = axes
+        return {"low": axes, "magnitude": (*lead, outputs)}
+
+    def merged(self) -> jax.Array:
+        v = self.low.merged()
+        scale = self.magnitude / norms(v)
+        return (v * scale[..., None, :]).astype(v.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Norms:
+    """The norms of a kernel of weights that are read when they are asked for, layer by layer."""
+
+    base: Any
+    dtype = np.dtype(np.float32)
+    shape = property(lambda self: (*self.base.shape[:-2], self.base.shape[-1]))
+
+    def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
+        *lead, outputs = (slice(*i.indices(n)) for i, n in zip(index, self.shape, strict=True))
+        out = np.empty([i.stop - i.start for i in (*lead, outputs)], self.dtype)
+        for place in np.ndindex(*out.shape[:-1]):
+            at = tuple(
+                slice(i.start + p, i.start + p + 1) for i, p in zip(lead, place, strict=True)
+            )
+            whole = lambda part, at=at: part[(*at, *[slice(None)] * (len(part.shape) - len(at)))]  # noqa: E731
+            layer = jax.tree.map(lambda part, of=whole: jnp.asarray(of(part)), self.base)
+            out[place] = np.asarray(norms(layer)).reshape(-1)[outputs]
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
+
+    def cut(self, order: LayerOrder) -> "_Norms":
+        """Returns the norms as a :class:`jaxtrain.Stack` cuts them."""
+        return _Norms(jax.tree.map(order.split, self.base))
+
+
+def norms(kernel: Any) -> Any:
+    """Returns the norm [..., F] of each output's weights in a kernel [..., D, F]; of one that is
+    yet to be read, what is read later."""
+    if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(kernel)):
+        whole = merge(kernel)
+        return jnp.sqrt(jnp.square(whole.astype(wide(whole.dtype))).sum(-2))
+    return _Norms(kernel)
 
 
 def low_rank(
@@ -203,8 +277,7 @@ def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:
     ^w/b(/|$) (None, 'mlp')
     """
     rules, parts, idle = as_rules(rules), [], set()
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_kernel)
-    for name, kernel in ((path_name(path), leaf) for path, leaf in leaves if _is_kernel(leaf)):
+    for name, kernel in _kernels("", params):
         rule = next((rule for rule in rules.params if re.search(rule[0], name)), None)
         if rule is not None:
             parts += _rules_of(name, kernel, rule[1])
@@ -235,6 +308,16 @@ def _rules_of(name: str, kernel: Any, axes: Axes) -> list[Rule]:
         (f"{name}/{part}", getattr(kernel, part), of) for part, of in kernel.axes(axes).items()
     )
     return [rule for part in parts for rule in _rules_of(*part)]
+
+
+def _kernels(name: str, tree: PyTree) -> Iterator[tuple[str, Kernel]]:
+    """Kernels by path, and behind each those among its parts."""
+    inner = lambda x: x is not tree and _is_kernel(x)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=inner):
+        if _is_kernel(leaf):
+            own = f"{name}/{path_name(path)}".removeprefix("/")
+            yield own, leaf
+            yield from _kernels(own, leaf)
 
 
 def _is_kernel(x: Any) -> bool:

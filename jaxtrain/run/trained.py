@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
-from jaxtrain.ops.linear import LowRank
+from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
 from jaxtrain.run.options import RunOptions
@@ -44,8 +45,8 @@ def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
     """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
-    added is merged. Raises FileNotFoundError where there is no checkpoint, and ValueError where a
-    parameter does not fit the mesh.
+    added is merged, and packed kernels are made dense. Raises FileNotFoundError where there is no
+    checkpoint, and ValueError where a parameter does not fit the mesh.
 
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
@@ -56,13 +57,13 @@ def load(
         model, module, change, shapes = _shapes_of(checkpoints, stored)
         places = None
         if mesh is not None:
-            plain, rules = jax.eval_shape(change.back, shapes), as_rules(module.RULES)
+            plain, rules = jax.eval_shape(merge, shapes), as_rules(module.RULES)
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
         params = checkpoints.restore_params(shapes, step)
-    if change.rank is not None:
-        params = jax.jit(change.back, out_shardings=places)(params)
+    if stored.keys() & {"low_rank", "quantized"}:
+        params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
         return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
@@ -71,7 +72,16 @@ def load(
     return model, params, data.SubwordTokenizer.load(as_path(run) / TOKENIZER_FILE)
 
 
-def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank]]:
+def unmerged(run: str, step: int | None = None) -> tuple[Model, dict]:
+    """Reads a run's model and its parameters as they were trained: additions by themselves, and
+    kernels packed that were. Raises as :func:`load` does."""
+    with open_checkpoints(run) as checkpoints:
+        step = checkpoints.best_step() if step is None else step
+        model, _, _, shapes = _shapes_of(checkpoints, checkpoints.config(step))
+        return model, checkpoints.restore_params(shapes, step)
+
+
+def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank | Dora]]:
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
     with open_checkpoints(run) as checkpoints:
@@ -80,10 +90,12 @@ def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRa
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
-        is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
-        found = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_kernel)
+        is_low = lambda x: isinstance(x, LowRank)  # noqa: E731
+        bare = lambda x: dataclasses.replace(x, base=None) if is_low(x) else x  # noqa: E731
+        is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
+        found = jax.tree.map(bare, shapes, is_leaf=is_low)
+        found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        kernels = {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
         return model, checkpoints.restore_params(kernels, step)
 
 
@@ -95,7 +107,11 @@ def _shapes_of(
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
     module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
     change, stack = LoRA.of(stored), module.stages(model).stacked
-    make = lambda key: change.params(module.init(model, key), key, stack)  # noqa: E731
+
+    def make(key: jax.Array) -> dict:
+        params = change.params(module.init(model, key), key, stack)
+        return Quantize.of(stored).params(params, key, stack)
+
     return model, module, change, jax.eval_shape(make, jax.random.key(0))
 
 

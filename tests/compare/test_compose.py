@@ -97,7 +97,9 @@ def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, cap
     )
     status, out, err = commands.run(capsys, "compose", *both, "--out", str(tmp_path))
     assert (status, "1 of 1" in err, "2 pairs, 1 equal, 1 refused." in out) == (0, True, True), err
-    assert "Refused: **ZeRO 1** with fsdp.\n" in out  # as it was kept; telepathy is none any more
+    assert (
+        "Refused:\n\n- **ZeRO 1** with fsdp\n" in out
+    )  # as it was kept; telepathy is none any more
     kept = composition.read(tmp_path)
     assert kept.keys() == {("fsdp", "ZeRO 1"), ("tensor parallel", "frozen leaves")}
     assert kept["tensor parallel", "frozen leaves"].commit

@@ -120,10 +120,18 @@ def test_with_preferences_the_additions_of_the_policy_train_alone(base):
     assert jax.tree.structure(both.task.back(params)) == jax.tree.structure(plain)
 
 
+def test_a_plan_needs_no_weights_and_a_run_does(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    given = ["--tokenizer", "bytes", "--data", str(tmp_path), "--layers", "1", "--width", "16"]
+    config = parse(gpt.Config, [*given, "--heads", "2", "--seq-len", "16", "--lora.rank", "4"])
+    assert len(trains(gpt.outline(config))) == 12
+    with pytest.raises(ValueError, match=r"--lora.rank is 4: weights .* --init-from"):
+        gpt.build(config)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--lora.rank", "4"], "--lora.rank is 4: weights that stay have to be .* --init-from"),
         (["--lora.alpha", "4"], "--lora.rank is not given, and other flags of --lora are"),
         ([None, "--lora.rank", "0"], "`rank` is 0: use 1 or more"),
         (

@@ -13,7 +13,7 @@ from jaxtrain.build import make_experiment_mesh, make_state, natural
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.hf import adapters
 from jaxtrain.models import decoder
-from jaxtrain.ops.linear import LowRank, merge
+from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.main import parse
 from jaxtrain.tree import path_name
 from tests.commands import run
@@ -22,7 +22,8 @@ from tests.hf.test_command import save_run
 
 MODEL = decoder.DecoderConfig(vocab_size=61, seq_len=16, layers=2, width=32, heads=4)
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
-is_kernel = lambda x: isinstance(x, LowRank)  # noqa: E731
+is_low = lambda x: isinstance(x, LowRank)  # noqa: E731
+is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
 
 
 def with_additions(change, params):
@@ -30,7 +31,10 @@ def with_additions(change, params):
     r = np.random.default_rng(0)
     params = change.params(params, jax.random.key(1))
     draw = lambda x: dataclasses.replace(x, b=r.normal(0, 0.1, x.b.shape).astype("f"))  # noqa: E731
-    params = jax.tree.map(lambda x: draw(x) if is_kernel(x) else x, params, is_leaf=is_kernel)
+    params = jax.tree.map(lambda x: draw(x) if is_low(x) else x, params, is_leaf=is_low)
+    is_dora = lambda x: isinstance(x, Dora)  # noqa: E731
+    own = lambda x: Dora(x.low, 1.2 * x.magnitude) if is_dora(x) else x  # noqa: E731
+    params = jax.tree.map(own, params, is_leaf=is_dora)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
     return params, {path_name(path): x for path, x in leaves if is_kernel(x)}
 
@@ -39,10 +43,11 @@ def with_additions(change, params):
 CHANGES = [
     LoRA(4, alpha=6.0),
     LoRA(4, ("/q/kernel=2", "/v/kernel", "mlp/down"), alpha=3.0, rank_stabilized=True),
+    LoRA(4, ("/(q|k|v)/kernel", "mlp/down"), alpha=6.0, dora=True),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=["all", "some"])
+@pytest.mark.parametrize("change", CHANGES, ids=["all", "some", "dora"])
 def test_what_is_written_is_read(change, tmp_path):
     plain = decoder.init(MODEL, jax.random.key(0))
     params, kernels = with_additions(change, plain)
@@ -88,11 +93,13 @@ def test_what_is_no_lora_of_ours_is_refused(tmp_path):
         adapters.read(tmp_path, dataclasses.replace(MODEL, layers=3))
     config = tmp_path / "adapter_config.json"
     fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"use_dora": True}))
-    with pytest.raises(
-        ValueError, match="use_dora True, which is not read here: merge the adapter"
-    ):
+    config.write_text(json.dumps(fields | {"use_qalora": True}))
+    with pytest.raises(ValueError, match="use_qalora True, which is not read here: merge the ad"):
         adapters.read(tmp_path, MODEL)
+    change = dataclasses.replace(CHANGES[1], dora=True)
+    kernels = with_additions(change, decoder.init(MODEL, jax.random.key(0)))[1]
+    with pytest.raises(ValueError, match=r"attn/k/kernel' has no magnitude, and other parts of"):
+        adapters.save(tmp_path / "dora", MODEL, kernels)
 
 
 TARGETS = {
@@ -100,6 +107,7 @@ TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
 }
 OPTIONS = [{}, {"use_rslora": True}, {"rank_pattern": {"X": 2}, "alpha_pattern": {"X": 32}}]
+OPTIONS += [{"use_dora": True}]
 
 
 def logits(params, config):
@@ -124,13 +132,28 @@ def test_their_adapters_have_their_logits_here(name, options, tmp_path):
         theirs.save_pretrained(tmp_path / "adapter")
     config, plain = hf.read_config(tmp_path / "base"), hf.load(hf.open_weights(tmp_path / "base"))
     change, found = adapters.read(tmp_path / "adapter", config, family=name)
-    got = logits(adapters.placed(change.params(plain), found), config)
-    np.testing.assert_allclose(got, expected, atol=1e-4)
+    params = adapters.placed(change.params(plain), found)
+    np.testing.assert_allclose(logits(params, config), expected, atol=1e-4)
+    if "use_dora" in options:
+        theirs(torch.tensor(TOKENS)).logits.square().sum().backward()
+        loss = lambda params: (decoder.logits(config, params, TOKENS) ** 2).sum()  # noqa: E731
+        grads = jax.grad(loss)(params)["blocks"]["mlp"]["down"]["kernel"]
+        for part, end in (
+            (grads.magnitude, "lora_magnitude_vector.default.weight"),
+            (grads.low.a.swapaxes(1, 2), "lora_A.default.weight"),
+            (grads.low.b.swapaxes(1, 2), "lora_B.default.weight"),
+        ):
+            ours = TARGETS[name][-1]
+            named = [
+                x.grad for path, x in theirs.named_parameters() if ours in path and end in path
+            ]
+            last = torch.stack(named)
+            np.testing.assert_allclose(part, last, rtol=1e-3, atol=1e-4 * float(abs(last).max()))
     assert np.abs(expected - logits(plain, config)).max() > 0.1
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("change", CHANGES, ids=["all", "some"])
+@pytest.mark.parametrize("change", CHANGES, ids=["all", "some", "dora"])
 def test_our_adapters_have_our_logits_there(name, change, tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     models.save(name, tmp_path / "base")

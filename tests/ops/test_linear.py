@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.jaxprs import float32_products
-from jaxtrain.ops.linear import LowRank, kernel_rules, low_rank, matmul, matmul_float32, merge
+from jaxtrain.ops.linear import Dora, LowRank, kernel_rules, low_rank, matmul, matmul_float32, merge
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import named_leaves
 
@@ -41,6 +41,25 @@ def test_a_low_rank_product_and_its_gradients_are_those_of_peft(product):
     # A kernel may stand on a kernel.
     twice = LowRank(kernel, kernel.a, kernel.b, 1.0)
     np.testing.assert_allclose(run(twice), x @ merge(twice), rtol=1e-4)
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_float32])
+def test_a_decomposed_product_is_that_of_directions_and_norms(product):
+    x, w, a, b, m, d_y = draw((N, D), (D, F), (D, R), (R, F), (F,), (N, F))
+    kernel = Dora(LowRank(*(jnp.float32(part) for part in (w, a, b)), 1.5), jnp.float32(m))
+    v = w + 1.5 * a @ b
+    scale = m / np.linalg.norm(v, axis=0)
+    y, pullback = jax.vjp(lambda x, kernel: product(x, kernel), jnp.float32(x), kernel)
+    np.testing.assert_allclose(y, x @ v * scale, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(kernel.merged(), v * scale, rtol=1e-5)
+    # The norm has no gradient.
+    d_x, grads = pullback(jnp.float32(d_y))
+    d_v = x.T @ (d_y * scale)
+    d_m = (d_y * (x @ v)).sum(0) * scale / m
+    expected = (d_y * scale) @ v.T, 1.5 * d_v @ b.T, 1.5 * a.T @ d_v, d_m
+    got = d_x, grads.low.a, grads.low.b, grads.magnitude
+    for found, gradient in zip(got, expected, strict=True):
+        np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
 
 def test_products_of_narrow_kernels_are_narrow_and_sums_of_a_head_are_not():
