@@ -22,8 +22,8 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
-from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import Rules
@@ -57,9 +57,7 @@ class Config(language.Config):
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
-    dpo_beta: float = 0.1
-    """DPO's beta: how strongly the policy is held to its reference, the model of --init-from. Used
-    only with a store of preferences."""
+    preference: Preference = dataclasses.field(default_factory=Preference)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -129,8 +127,8 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         items_per_step=tokens,
         flops_per_step=float(decoder.flops_per_token(model) * tokens),
     )
-    if config.dpo_beta != Config.dpo_beta and not pairs:
-        raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
+    if config.preference != Preference() and not pairs:
+        raise ValueError("--preference.loss and the like are for preferences, and --data has none")
     return of_preferences(config, model, experiment) if pairs else experiment
 
 
@@ -140,11 +138,10 @@ def of_preferences(
     """Makes of the experiment the one that learns preferences, against what it begins with."""
     if experiment.task.params is None:
         raise ValueError("preferences refine a trained model: give it with --init-from")
-    if not 0 < config.dpo_beta < math.inf:
-        raise ValueError(f"--dpo-beta is {config.dpo_beta}: give a number above 0")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
-    change = preferences.DPO(functools.partial(decoder.log_probs, model), config.dpo_beta)
+    log_probs = functools.partial(decoder.log_probs, model)
+    change = Preferences(log_probs, config.preference, frozen=experiment.task.freeze)
     batch = data.packed_shapes(config.global_batch, model.seq_len, pairs=True)
     # The loss is of a preference.
     return apply(experiment, change, batch=batch, derived=lambda means: {})

@@ -215,7 +215,9 @@ def _multi_steps(experiment: Experiment) -> Experiment:
 def _preferences(experiment: Experiment) -> Experiment:
     """Every two rows are an answer that is preferred to another."""
     model = trained.read_model(experiment.metadata.config, where="compose")
-    experiment = apply(experiment, preferences.DPO(functools.partial(decoder.log_probs, model)))
+    experiment = apply(
+        experiment, preferences.Preferences(functools.partial(decoder.log_probs, model))
+    )
     stages = experiment.task.stages
 
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
