@@ -36,6 +36,7 @@ from jaxtrain.tree import map_named, named_leaves
 MAY_CHANGE = {
     # Where they lie; what they hold has a fingerprint.
     **dict.fromkeys(("data", "field", "tokenizer", "init_from", "adapter"), Effect.SAME),
+    "distill.teacher": Effect.SAME,
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
@@ -219,6 +220,25 @@ def _tokenizer(config: Config) -> data.Tokenizer | None:
     name = tokenizer_name(config)
     found = data.tokenizer_of_stores(data.parse_data(config.data), name)
     return found if found or data.trained_kind(name) else data.open_tokenizer(name)
+
+
+def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
+    """Raises ValueError where a model has been trained on another tokenizer's tokens."""
+    path, own = as_path(source.path) / TOKENIZER_FILE, None
+    if exists(path):
+        own = data.SubwordTokenizer.load(path)
+    elif source.is_run:
+        own = data.ByteTokenizer()
+    if own is None:
+        raise ValueError(
+            f"the teacher in '{source.path}' has no {TOKENIZER_FILE}, which says what its tokens "
+            "are: put the file there, or give the run that it was exported from"
+        )
+    if own.fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"the teacher in '{source.path}' has learned the tokens of another tokenizer than this "
+            f"text's: give --tokenizer {path if exists(path) else 'bytes'}, or another teacher"
+        )
 
 
 def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:

@@ -23,6 +23,7 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.distill import Distill, Distillation
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
@@ -58,6 +59,7 @@ class Config(language.Config):
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
     preference: Preference = dataclasses.field(default_factory=Preference)
+    distill: Distill = dataclasses.field(default_factory=Distill)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -68,6 +70,12 @@ class Config(language.Config):
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
 
+    @functools.cached_property
+    def teacher(self) -> language.Source | None:
+        """The model to learn from; None for the text alone."""
+        path = self.distill.teacher
+        return None if path is None else language.open_source(path, self.form)
+
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
@@ -75,7 +83,9 @@ def build(config: Config) -> jt.Experiment:
     options = language.tokenizer_options(config)
     text = data.open_data(config.data, field=config.field, **options)
     tokenizer = text.tokenizer
-    model = language.model_config(config, tokenizer.vocab_size)
+    model = model_config(config, tokenizer.vocab_size)
+    if config.teacher is not None:
+        language.check_same_tokens(config.teacher, tokenizer)
     rows = text.rows(model.seq_len, config.packing)
     config = config.of_rows(rows)
     step = outline(config, vocab_size=tokenizer.vocab_size)
@@ -87,7 +97,8 @@ def build(config: Config) -> jt.Experiment:
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
     beginning = functools.partial(asked, texts, model.seq_len // 2)
-    fingerprints, mixture = {}, {}
+    taught = config.teacher and {"taught_by": language.fingerprint_of(config.teacher.model)}
+    fingerprints, mixture = dict(taught or {}), {}
     for name, (train, held_out) in texts.items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
@@ -116,7 +127,7 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
-    model = language.model_config(config, vocab_size or language.vocab_size(config))
+    model = model_config(config, vocab_size or language.vocab_size(config))
     pairs = data.holds_pairs(data.parse_data(config.data))
     tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
     experiment = language.outline(
@@ -129,7 +140,56 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     )
     if config.preference != Preference() and not pairs:
         raise ValueError("--preference.loss and the like are for preferences, and --data has none")
+    if config.teacher is not None or config.distill != Distill():
+        return with_teacher(config, model, experiment, pairs=pairs)
     return of_preferences(config, model, experiment) if pairs else experiment
+
+
+def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
+    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher."""
+    own, teacher = {}, config.teacher and config.teacher.model
+    if teacher and config.source is None and vocab_size <= teacher.vocab_size:
+        own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
+    return language.model_config(config, vocab_size, **own)
+
+
+def with_teacher(
+    config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment, *, pairs: bool
+) -> jt.Experiment:
+    """Makes of the experiment the one whose model learns from a trained one too."""
+    if config.teacher is None:
+        raise ValueError(
+            "--distill.teacher is not given, and other flags of --distill are: give it too"
+        )
+    for found, what in ((pairs, "preferences"), (model.z_loss, f"--z-loss {model.z_loss}")):
+        if found:
+            raise ValueError(f"{what} and --distill.teacher are losses of their own: leave one out")
+    path, teacher = config.distill.teacher, config.teacher.model
+    if teacher.positions == "learned" and teacher.seq_len < model.seq_len:
+        raise ValueError(
+            f"the rows have {model.seq_len} tokens and the teacher in '{path}' {teacher.seq_len} "
+            f"positions: give --seq-len {teacher.seq_len} or less"
+        )
+    if (teacher.vocab_size, teacher.padded_vocab) != (model.vocab_size, model.padded_vocab):
+        raise ValueError(
+            f"the teacher in '{path}' has {teacher.vocab_size} tokens in tables of "
+            f"{teacher.padded_vocab} rows, and the student {model.vocab_size} in "
+            f"{model.padded_vocab}: give a teacher of the same tokens"
+        )
+    teacher = dataclasses.replace(teacher, seq_len=model.seq_len, attention=model.attention)
+    forward = decoder.flops_per_token(teacher) / 3
+    change = Distillation(
+        decoder.stages(teacher),
+        functools.partial(decoder.init, teacher),
+        functools.partial(decoder.distillation_loss, model, teacher, **config.distill.numbers()),
+        depth=model.layers,
+        weights=functools.partial(config.teacher.weights, teacher),
+        teacher_rules=decoder.RULES,
+        cost=forward / decoder.flops_per_token(model),
+    )
+    alone = lambda means: language.perplexity({"loss": means["cross_entropy"]})  # noqa: E731
+    taught = apply(experiment, change, derived=alone)
+    return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
 
 
 def of_preferences(
@@ -167,6 +227,7 @@ def conclude(
             continue
         counted = len(held_out.tokens) - len(held_out.starts)
         nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
+        nats = means.get(f"{of}cross_entropy", nats)  # where a teacher has a part in the loss
         bits = nats * counted / math.log(2) / held_out.num_bytes
         if held_out.counts is not None:
             lines.append(
