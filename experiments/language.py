@@ -229,15 +229,11 @@ def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
         own = data.SubwordTokenizer.load(path)
     elif source.is_run:
         own = data.ByteTokenizer()
-    if own is None:
+    if own is None or own.fingerprint != tokenizer.fingerprint:
+        why = "has learned the tokens of another tokenizer than this text's"
         raise ValueError(
-            f"the teacher in '{source.path}' has no {TOKENIZER_FILE}, which says what its tokens "
-            "are: put the file there, or give the run that it was exported from"
-        )
-    if own.fingerprint != tokenizer.fingerprint:
-        raise ValueError(
-            f"the teacher in '{source.path}' has learned the tokens of another tokenizer than this "
-            f"text's: give --tokenizer {path if exists(path) else 'bytes'}, or another teacher"
+            f"the teacher in '{source.path}' {why if own else f'has no {TOKENIZER_FILE}'}: give a "
+            f"run, or a folder with a {TOKENIZER_FILE}, and --tokenizer the same"
         )
 
 

@@ -170,18 +170,12 @@ def with_teacher(
             f"the rows have {model.seq_len} tokens and the teacher in '{path}' {teacher.seq_len} "
             f"positions: give --seq-len {teacher.seq_len} or less"
         )
-    if (teacher.vocab_size, teacher.padded_vocab) != (model.vocab_size, model.padded_vocab):
-        raise ValueError(
-            f"the teacher in '{path}' has {teacher.vocab_size} tokens in tables of "
-            f"{teacher.padded_vocab} rows, and the student {model.vocab_size} in "
-            f"{model.padded_vocab}: give a teacher of the same tokens"
-        )
     teacher = dataclasses.replace(teacher, seq_len=model.seq_len, attention=model.attention)
     forward = decoder.flops_per_token(teacher) / 3
     change = Distillation(
         decoder.stages(teacher),
         functools.partial(decoder.init, teacher),
-        functools.partial(decoder.distillation_loss, model, teacher, **config.distill.numbers()),
+        decoder.distillation_loss(model, teacher, **config.distill.numbers()),
         depth=model.layers,
         weights=functools.partial(config.teacher.weights, teacher),
         teacher_rules=decoder.RULES,

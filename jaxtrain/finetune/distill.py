@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.finetune.change import Change
+from jaxtrain.finetune.change import STACKED, Change, apart, check_layers, without
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.sharding.rules import OptionalRules, Rule, Rules, as_rules
 from jaxtrain.sharding.stack import LayerOrder
@@ -27,7 +27,6 @@ from jaxtrain.tree import PyTree
 # Where the teacher's weights are: those of layers among the student's, so that whatever cuts these
 # cuts both, and the others beside them.
 TEACHER = "teacher"
-STACKED = "blocks"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Distillation(Change):
 
     def back(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the student's parameters alone."""
-        student = _both(params)[0]
-        return student | {STACKED: _both(student[STACKED])[0]}
+        return without(params, TEACHER)
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: Any = None) -> Rules:
         """Returns the sharding rules of both."""
@@ -120,24 +118,18 @@ class Distillation(Change):
         return dataclasses.replace(own, params=params)
 
     def stages(self, stages: Stages | None) -> Stages:
-        """Returns the stages of both; raises ValueError for a model without stages, of several
-        stacks, or of layers that share parameters."""
+        """Returns the stages of both; raises ValueError as :func:`check_layers`."""
         for each in (stages, self.teacher):
-            if each is None or len(each.blocks) > 1 or each.shared or each.stacked.key != STACKED:
-                raise ValueError(
-                    "distillation takes models of stages, in one stack 'blocks' of layers that "
-                    "share no parameters, and this student or teacher is none: write a loss with "
-                    "jaxtrain.ops.losses.divergence"
-                )
+            check_layers(each, instead="jaxtrain.ops.losses.divergence")
         M, K, still = self.order.count, self.order.sizes[1], jax.lax.stop_gradient
 
         def embed(params: PyTree, batch: PyTree, rng: jax.Array | None) -> PyTree:
-            ours, theirs = _both(params)
+            ours, theirs = apart(params, TEACHER)
             known = still(self.teacher.embed(theirs, batch, None))
             return {"student": stages.embed(ours, batch, rng), TEACHER: known}
 
         def block(layer, shared, x: PyTree, batch: PyTree, rng, index: jax.Array) -> PyTree:
-            ours, theirs = _both(layer)
+            ours, theirs = apart(layer, TEACHER)
 
             def teach(x: PyTree, row: tuple[PyTree, jax.Array]) -> tuple[PyTree, None]:
                 weights, number = row
@@ -151,12 +143,7 @@ class Distillation(Change):
             return {"student": student, TEACHER: still(known)}
 
         def head_loss(params: PyTree, x: PyTree, batch: PyTree) -> WeightedLoss:
-            ours, theirs = _both(params)
+            ours, theirs = apart(params, TEACHER)
             return self.head_loss(ours, x["student"], theirs, still(x[TEACHER]), batch)
 
         return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
-
-
-def _both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    student = dict(params)
-    return student, student.pop(TEACHER)

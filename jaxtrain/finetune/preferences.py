@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.finetune.change import Change
+from jaxtrain.finetune.change import STACKED, Change, apart, check_layers, without
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.ops.linear import LowRank
 from jaxtrain.ops.numerics import wide
@@ -49,7 +49,6 @@ Batch = Mapping[str, jax.Array]
 # Where the weights of the reference are: those of layers among the stacked ones, so that whatever
 # cuts these cuts both, and the others beside the policy's.
 REFERENCE = "reference"
-STACKED = "blocks"
 
 
 class Answers(NamedTuple):
@@ -217,18 +216,6 @@ def preference_loss(
       reference: the same of the reference, from frozen parameters among ``params`` or from those of
         an enclosing scope; None where the batch has ``reference`` [B, 2, T], computed before, or
         the loss has none.
-
-    >>> log_probs = lambda params, batch, rng: params["log_p"][batch["targets"]]
-    >>> params = {"log_p": jnp.log(jnp.array([0.2, 0.8])), "reference": jnp.log(jnp.full(2, 0.5))}
-    >>> loss_fn = preference_loss(
-    ...     log_probs,
-    ...     Preference(beta=1),
-    ...     reference=lambda params, batch: params["reference"][batch["targets"]],
-    ... )
-    >>> batch = {"targets": jnp.array([[[1], [0]]]), "segments": jnp.ones((1, 2, 1), int)}
-    >>> loss = loss_fn(params, batch | {"mask": jnp.ones((1, 2, 1))}, None)
-    >>> f"{loss.total:.4f}", float(loss.weight)  # -log sigmoid(log 4)
-    ('0.2231', 1.0)
     """
 
     def loss_fn(params: PyTree, batch: Batch, rng: jax.Array | None) -> WeightedLoss:
@@ -279,11 +266,11 @@ class Preferences(Change):
 
     @property
     def flops(self) -> tuple[float, str]:
-        """As of :class:`Change`; a step whose weights have no gradient is two thirds of one."""
+        """As of :class:`Change`: a third of a step, or half of one without gradients of weights."""
         if not self.how.has_reference:
             return 1, ""
-        share = "a third" if self.frozen is None else "half"
-        return 4 / 3 if self.frozen is None else 3 / 2, f", and {share} of it for the reference"
+        share, words = (1 / 3, "a third") if self.frozen is None else (1 / 2, "half")
+        return 1 + share, f", and {words} of it for the reference"
 
     @property
     def freeze(self) -> masks.Mask:
@@ -308,8 +295,7 @@ class Preferences(Change):
 
     def back(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the policy's parameters alone."""
-        policy, _ = _both(params)
-        return policy | {STACKED: _both(policy[STACKED])[0]}
+        return without(params, REFERENCE)
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: Any = None) -> Rules:
         """Returns a model's sharding rules, whose patterns begin with ``^``, for the reference too.
@@ -329,13 +315,8 @@ class Preferences(Change):
         return dataclasses.replace(rules, params=OptionalRules(map(both, rules.params)))
 
     def stages(self, stages: Stages | None) -> Stages:
-        """Returns the stages of both; raises ValueError for a model without stages, of several
-        stacks, or of layers that share parameters."""
-        if stages is None or len(stages.blocks) > 1 or stages.shared:
-            raise ValueError(
-                "preferences take a model of stages, in one stack of layers that share no "
-                "parameters: use preference_loss"
-            )
+        """Returns the stages of both; raises ValueError as :func:`check_layers`."""
+        check_layers(stages, instead="preference_loss")
 
         def stream(policy: PyTree, reference: Callable[[], PyTree]) -> dict[str, PyTree]:
             still = {REFERENCE: reference()} if self.how.has_reference else {}
@@ -383,8 +364,7 @@ def _rows(batch: Batch) -> dict[str, jax.Array]:
 
 def _both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The policy's parameters, or those of its layer, and the reference's."""
-    policy = dict(params)
-    kept = policy.pop(REFERENCE, {})
+    policy, kept = apart(params, REFERENCE)
     return policy, _over(_without_additions(policy), kept)
 
 

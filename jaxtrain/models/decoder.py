@@ -305,47 +305,41 @@ def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Ba
 
 
 def distillation_loss(
-    config: DecoderConfig,
-    teacher: DecoderConfig,
-    params: Params,
-    x_BTD: jax.Array,
-    teacher_params: Params,
-    teacher_x_BTE: jax.Array,
-    batch: Batch,
-    *,
-    temperature: float,
-    mix: float,
-) -> WeightedLoss:
-    """Last stage of two models, of which the first learns from the second: their configs, and for
-    each what :func:`head_loss` takes.
-
-    The loss of a token is ``(1 - mix) cross_entropy + mix temperature^2 divergence``, as
-    :func:`jaxtrain.ops.losses.divergence` defines both, which are metrics in nats.
+    config: DecoderConfig, teacher: DecoderConfig, *, temperature: float, mix: float
+) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
+    """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of two models,
+    of which the first learns from the second: ``(1 - mix) cross_entropy + mix temperature^2
+    divergence`` of every token, which are metrics in nats (:func:`jaxtrain.ops.losses.divergence`).
 
     Raises:
       ValueError: for models of different tokens.
     """
-    if (config.vocab_size, config.padded_vocab) != (teacher.vocab_size, teacher.padded_vocab):
+    ours, theirs = ((each.vocab_size, each.padded_vocab) for each in (config, teacher))
+    if ours != theirs:
         raise ValueError(
-            f"the teacher has {teacher.vocab_size} tokens in {teacher.padded_vocab} rows, and the "
-            f"student {config.vocab_size} in {config.padded_vocab}: give models of the same tokens"
+            "the teacher has {} tokens in tables of {} rows, and the student {} in {}: give a "
+            "teacher of the same tokens".format(*theirs, *ours)
         )
-    nll, correct, kl = losses.divergence(
-        _final_norm(config, params, x_BTD),
-        layers.head_kernel(config, params),
-        _final_norm(teacher, teacher_params, teacher_x_BTE),
-        layers.head_kernel(teacher, teacher_params),
-        batch["targets"],
-        batch["mask"],
-        vocab_size=config.vocab_size,
-        temperature=temperature,
-        softcaps=(config.logit_softcap, teacher.logit_softcap),
-        chunk=config.loss_chunk,
-    )
-    metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
-    total = (1 - mix) * nll + mix * temperature**2 * kl
-    weight = batch["mask"].astype(total.dtype).sum()
-    return WeightedLoss(total, weight, jax.tree.map(jax.lax.stop_gradient, metrics))
+
+    def loss(params, x_BTD, teacher_params, teacher_x_BTE, batch):
+        nll, correct, kl = losses.divergence(
+            _final_norm(config, params, x_BTD),
+            layers.head_kernel(config, params),
+            _final_norm(teacher, teacher_params, teacher_x_BTE),
+            layers.head_kernel(teacher, teacher_params),
+            batch["targets"],
+            batch["mask"],
+            vocab_size=config.vocab_size,
+            temperature=temperature,
+            softcaps=(config.logit_softcap, teacher.logit_softcap),
+            chunk=config.loss_chunk,
+        )
+        metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
+        total = (1 - mix) * nll + mix * temperature**2 * kl
+        weight = batch["mask"].astype(total.dtype).sum()
+        return WeightedLoss(total, weight, jax.lax.stop_gradient(metrics))
+
+    return loss
 
 
 def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

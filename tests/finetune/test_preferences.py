@@ -306,14 +306,16 @@ def test_a_loss_without_a_reference_has_no_second_model():
 
 def test_with_low_rank_additions_the_base_is_there_once():
     """The reference is the model without additions, and has copies of what else trains."""
-    batch, lora = packed()[1].batch(0), LoRA(rank=2, train=("^final_norm/",))
+    batch, lora = packed()[1].batch(0), LoRA(rank=1, train=("^final_norm/",))
     base = decoder.init(MODEL, jax.random.key(0))
     params = lora.params(base, jax.random.key(1))
     change = dataclasses.replace(DPO, frozen=lora.freeze)
     both = change.params(params)
     kept = named_leaves(both).keys() - named_leaves(params).keys()
     assert kept == {"reference/final_norm/scale", "reference/final_norm/bias"}
-    moved = map_named(lambda n, x: x + 0.1 if n[-2:] == "/b" or n[:5] == "final" else x, both)
+    r = np.random.default_rng(0)
+    more = lambda x: x + 0.1 * r.normal(size=x.shape).astype("f")  # noqa: E731
+    moved = map_named(lambda n, x: more(x) if n[-2:] == "/b" or n[:5] == "final" else x, both)
     loss = jt.loss_from_stages(change.stages(decoder.stages(MODEL)))
 
     def copied(params, batch, rng):
@@ -323,9 +325,10 @@ def test_with_low_rank_additions_the_base_is_there_once():
         )(params, batch, rng)
 
     policy = change.back(moved)
+    sides = ((loss, moved), (copied, policy))
     found, expected = (
-        jax.grad(lambda p, f=f: f(p, batch, None).total)(p)
-        for f, p in ((loss, moved), (copied, policy))
+        jax.jit(jax.grad(lambda p, f=f: f(p, batch, None).total)).lower(p).compile(FAST)(p)
+        for f, p in sides
     )
     trains = jax.tree.map(lambda still: not still, lora.freeze(policy))
     found = change.back(found)
@@ -334,25 +337,19 @@ def test_with_low_rank_additions_the_base_is_there_once():
     assert len(errors) > 10
     assert max(errors) < 1e-4
 
-    def memory(change):
-        """Bytes of a step's arguments."""
-        both = change.params(params)
-        optimizer = jt.make_optimizer("adamw", 1e-3, freeze=lambda p: jax.tree.map(
-            operator.or_, lora.freeze(p), resolve("freeze", change.freeze, p)))  # fmt: skip
-        state = jt.init_state(lambda rng: both, optimizer, jax.random.key(0))
-        step = jt.build_train_step(
-            jt.loss_from_stages(change.stages(decoder.stages(MODEL))), optimizer
-        )
-        compiled = jax.jit(step).lower(state, batch).compile(FAST)
-        return compiled.memory_analysis().argument_size_in_bytes
-
+    optimizer = jt.make_optimizer("adamw", 1e-3, freeze=lambda p: jax.tree.map(
+        operator.or_, lora.freeze(p), resolve("freeze", change.freeze, p)))  # fmt: skip
+    state = jt.init_state(lambda rng: both, optimizer, jax.random.key(0))
+    step = jt.build_train_step(loss, optimizer)
+    compiled = jax.jit(step).lower(state, batch).compile(FAST)
     size = sum(x.nbytes for x in jax.tree.leaves(base))
-    assert 0.9 * size < memory(DPO) - memory(change) < size
+    kept = compiled.memory_analysis().argument_size_in_bytes
+    assert size < kept - sum(x.nbytes for x in batch.values()) < 1.5 * size
 
 
 def test_models_of_several_stacks_are_refused():
     stages = dataclasses.replace(decoder.stages(MODEL), shared=("embed",))
     with pytest.raises(
-        ValueError, match="one stack of layers that share no parameters: use prefer"
+        ValueError, match=r"in one stack 'blocks' of layers that share no parameters.*use pref"
     ):
         DPO.stages(stages)
