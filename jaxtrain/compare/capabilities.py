@@ -214,7 +214,7 @@ def _multi_steps(experiment: Experiment) -> Experiment:
 
 
 def _preferences(experiment: Experiment) -> Experiment:
-    """Every row is an answer that is preferred to another, which is the row moved by a token."""
+    """Every row is an answer that is preferred to another, of other bytes."""
     model = trained.read_model(experiment.metadata.config, where="compose")
     log_probs, frozen = functools.partial(decoder.log_probs, model), experiment.task.freeze
     experiment = apply(experiment, Preferences(log_probs, frozen=frozen))
@@ -223,8 +223,9 @@ def _preferences(experiment: Experiment) -> Experiment:
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
         @functools.wraps(function)
         def paired(*given: Any) -> Any:
-            sides = ((name, [x, jnp.roll(x, 1, axis=-1)]) for name, x in given[place].items())
-            batch = {name: jnp.stack(each, axis=1) for name, each in sides}
+            batch = {name: jnp.stack([x, x], axis=1) for name, x in given[place].items()}
+            for name in ("tokens", "targets"):
+                batch[name] = batch[name].at[:, 1].add(128) % model.vocab_size
             batch["segments"] = jnp.ones_like(batch["segments"])
             return function(*given[:place], batch, *given[place + 1 :])
 
