@@ -21,6 +21,7 @@ from jaxtrain.compare.parity import worst
 from jaxtrain.experiment import Experiment
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distillation
+from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.models import decoder
 from jaxtrain.ops.losses import divergence
 from jaxtrain.run import trained as trained_run
@@ -294,3 +295,10 @@ def test_a_teacher_of_other_tokens_is_refused(texts, tmp_path):
     data.SubwordTokenizer.train(documents, 290).save(tmp_path / "model" / "tokenizer.json")
     with pytest.raises(ValueError, match=r"of another tokenizer than this text's: give a run"):
         gpt.build(parse(gpt.Config, given))
+
+
+def test_a_model_has_one_loss():
+    with pytest.raises(
+        ValueError, match="Distillation and Preferences each have a loss of their own"
+    ):
+        apply(experiment_of(6), Preferences(lambda params, x, batch: x))
