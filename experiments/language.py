@@ -38,6 +38,7 @@ from jaxtrain.tree import map_named, named_leaves
 MAY_CHANGE = {
     # Where they lie; what they hold has a fingerprint.
     **dict.fromkeys(("data", "field", "tokenizer", "init_from", "adapter"), Effect.SAME),
+    "distill.teacher": Effect.SAME,
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
@@ -224,6 +225,21 @@ def _tokenizer(config: Config) -> data.Tokenizer | None:
     name = tokenizer_name(config)
     found = data.tokenizer_of_stores(data.parse_data(config.data), name)
     return found if found or data.trained_kind(name) else data.open_tokenizer(name)
+
+
+def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
+    """Raises ValueError where a model has been trained on another tokenizer's tokens."""
+    path, own = as_path(source.path) / TOKENIZER_FILE, None
+    if exists(path):
+        own = data.SubwordTokenizer.load(path)
+    elif source.is_run:
+        own = data.ByteTokenizer()
+    if own is None or own.fingerprint != tokenizer.fingerprint:
+        why = "has learned the tokens of another tokenizer than this text's"
+        raise ValueError(
+            f"the teacher in '{source.path}' {why if own else f'has no {TOKENIZER_FILE}'}: give a "
+            f"run, or a folder with a {TOKENIZER_FILE}, and --tokenizer the same"
+        )
 
 
 def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:

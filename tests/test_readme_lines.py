@@ -188,6 +188,7 @@ MADE = {
     ],
     r"runs/gpt-1|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
     r"runs/gpt-2": [f"{GPT_RUN} runs/gpt-2"],
+    r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
     r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
     r"--init-from runs/spans|--run runs/spans": [

@@ -22,8 +22,9 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
-from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.distill import Distill, Distillation
+from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import Rules
@@ -57,9 +58,8 @@ class Config(language.Config):
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
-    dpo_beta: float = 0.1
-    """DPO's beta: how strongly the policy is held to its reference, the model of --init-from. Used
-    only with a store of preferences."""
+    preference: Preference = dataclasses.field(default_factory=Preference)
+    distill: Distill = dataclasses.field(default_factory=Distill)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -70,6 +70,12 @@ class Config(language.Config):
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
 
+    @functools.cached_property
+    def teacher(self) -> language.Source | None:
+        """The model to learn from; None for the text alone."""
+        path = self.distill.teacher
+        return None if path is None else language.open_source(path, self.form)
+
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
@@ -77,7 +83,9 @@ def build(config: Config) -> jt.Experiment:
     options = language.tokenizer_options(config)
     text = data.open_data(config.data, field=config.field, **options)
     tokenizer = text.tokenizer
-    model = language.model_config(config, tokenizer.vocab_size)
+    model = model_config(config, tokenizer.vocab_size)
+    if config.teacher is not None:
+        language.check_same_tokens(config.teacher, tokenizer)
     rows = text.rows(model.seq_len, config.packing)
     config = config.of_rows(rows)
     step = outline(config, vocab_size=tokenizer.vocab_size)
@@ -89,7 +97,8 @@ def build(config: Config) -> jt.Experiment:
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
     beginning = functools.partial(asked, texts, model.seq_len // 2)
-    fingerprints, mixture = {}, {}
+    taught = config.teacher and {"taught_by": language.fingerprint_of(config.teacher.model)}
+    fingerprints, mixture = dict(taught or {}), {}
     for name, (train, held_out) in texts.items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
@@ -118,7 +127,7 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
-    model = language.model_config(config, vocab_size or language.vocab_size(config))
+    model = model_config(config, vocab_size or language.vocab_size(config))
     pairs = data.holds_pairs(data.parse_data(config.data))
     tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
     experiment = language.outline(
@@ -129,9 +138,52 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         items_per_step=tokens,
         flops_per_step=float(decoder.flops_per_token(model) * tokens),
     )
-    if config.dpo_beta != Config.dpo_beta and not pairs:
-        raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
+    if config.preference != Preference() and not pairs:
+        raise ValueError("--preference.loss and the like are for preferences, and --data has none")
+    if config.teacher is not None or config.distill != Distill():
+        return with_teacher(config, model, experiment, pairs=pairs)
     return of_preferences(config, model, experiment) if pairs else experiment
+
+
+def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
+    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher."""
+    own, teacher = {}, config.teacher and config.teacher.model
+    if teacher and config.source is None and vocab_size <= teacher.vocab_size:
+        own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
+    return language.model_config(config, vocab_size, **own)
+
+
+def with_teacher(
+    config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment, *, pairs: bool
+) -> jt.Experiment:
+    """Makes of the experiment the one whose model learns from a trained one too."""
+    if config.teacher is None:
+        raise ValueError(
+            "--distill.teacher is not given, and other flags of --distill are: give it too"
+        )
+    for found, what in ((pairs, "preferences"), (model.z_loss, f"--z-loss {model.z_loss}")):
+        if found:
+            raise ValueError(f"{what} and --distill.teacher are losses of their own: leave one out")
+    path, teacher = config.distill.teacher, config.teacher.model
+    if teacher.positions == "learned" and teacher.seq_len < model.seq_len:
+        raise ValueError(
+            f"the rows have {model.seq_len} tokens and the teacher in '{path}' {teacher.seq_len} "
+            f"positions: give --seq-len {teacher.seq_len} or less"
+        )
+    teacher = dataclasses.replace(teacher, seq_len=model.seq_len, attention=model.attention)
+    forward = decoder.flops_per_token(teacher) / 3
+    change = Distillation(
+        decoder.stages(teacher),
+        functools.partial(decoder.init, teacher),
+        decoder.distillation_loss(model, teacher, **config.distill.numbers()),
+        depth=model.layers,
+        weights=functools.partial(config.teacher.weights, teacher),
+        teacher_rules=decoder.RULES,
+        cost=forward / decoder.flops_per_token(model),
+    )
+    alone = lambda means: language.perplexity({"loss": means["cross_entropy"]})  # noqa: E731
+    taught = apply(experiment, change, derived=alone)
+    return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
 
 
 def of_preferences(
@@ -140,11 +192,10 @@ def of_preferences(
     """Makes of the experiment the one that learns preferences, against what it begins with."""
     if experiment.task.params is None:
         raise ValueError("preferences refine a trained model: give it with --init-from")
-    if not 0 < config.dpo_beta < math.inf:
-        raise ValueError(f"--dpo-beta is {config.dpo_beta}: give a number above 0")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
-    change = preferences.DPO(functools.partial(decoder.log_probs, model), config.dpo_beta)
+    log_probs = functools.partial(decoder.log_probs, model)
+    change = Preferences(log_probs, config.preference, frozen=experiment.task.freeze)
     batch = data.packed_shapes(config.global_batch, model.seq_len, pairs=True)
     # The loss is of a preference.
     return apply(experiment, change, batch=batch, derived=lambda means: {})
@@ -170,6 +221,7 @@ def conclude(
             continue
         counted = len(held_out.tokens) - len(held_out.starts)
         nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
+        nats = means.get(f"{of}cross_entropy", nats)  # where a teacher has a part in the loss
         bits = nats * counted / math.log(2) / held_out.num_bytes
         if held_out.counts is not None:
             lines.append(

@@ -22,9 +22,10 @@ from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.experiment import Experiment, optimizer_for
-from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.distill import Distillation
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
@@ -217,14 +218,18 @@ def _multi_steps(experiment: Experiment) -> Experiment:
 
 
 def _preferences(experiment: Experiment) -> Experiment:
-    """Every two rows are an answer that is preferred to another."""
+    """Every row is an answer that is preferred to another, of other bytes."""
     model = trained.read_model(experiment.metadata.config, where="compose")
-    experiment = apply(experiment, preferences.DPO(functools.partial(decoder.log_probs, model)))
+    log_probs, frozen = functools.partial(decoder.log_probs, model), experiment.task.freeze
+    experiment = apply(experiment, Preferences(log_probs, frozen=frozen))
     stages = experiment.task.stages
 
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(function)
         def paired(*given: Any) -> Any:
-            batch = {name: x.reshape(-1, 2, *x.shape[1:]) for name, x in given[place].items()}
+            batch = {name: jnp.stack([x, x], axis=1) for name, x in given[place].items()}
+            for name in ("tokens", "targets"):
+                batch[name] = batch[name].at[:, 1].add(128) % model.vocab_size
             batch["segments"] = jnp.ones_like(batch["segments"])
             return function(*given[:place], batch, *given[place + 1 :])
 
@@ -243,6 +248,18 @@ def _quantized(experiment: Experiment) -> Experiment:
     return apply(apply(experiment, lora), Quantize("nf4-double", group=4))
 
 
+def _distilled(experiment: Experiment) -> Experiment:
+    """A wider teacher, whose layers are no multiple of the student's."""
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    sizes = {"layers": model.layers + 2, "width": 24, "head_dim": None, "mlp_width": None}
+    teacher = dataclasses.replace(model, **sizes)
+    # As drawn, all tokens are alike to both models, and their divergence is rounding.
+    init = lambda rng: jax.tree.map(lambda x: 4 * x, decoder.init(teacher, rng))  # noqa: E731
+    loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5)
+    given = {"depth": model.layers, "teacher_rules": decoder.RULES}
+    return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
+
+
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
@@ -251,6 +268,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
+    names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
+    yield tune("distillation", change=_distilled, **names)
 
 
 def _changes() -> Iterator[Capability]:

@@ -12,6 +12,9 @@ from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree
 
+# The key of the layers of a model that has another one beside it, layer by layer.
+STACKED = "blocks"
+
 
 class Change:
     """What :func:`apply` takes: a subclass says what is not as before. A library user calls its
@@ -53,7 +56,8 @@ def apply(experiment: Any, change: Change, **fields: Any) -> Any:
       fields: other fields of the experiment that change with it, such as ``batch``.
 
     Raises:
-      ValueError: the change has stages of its own, and the loss of the experiment is not of stages.
+      ValueError: the change has stages of its own, and the loss of the experiment is not of stages;
+        or it has a loss of its own, and a change before it has too.
     """
     task = experiment.task
     stack = task.rules.stacked if task.stages is None else task.stages.stacked
@@ -62,6 +66,15 @@ def apply(experiment: Any, change: Change, **fields: Any) -> Any:
             f"experiment {experiment.name!r} has a `loss_fn`, which {type(change).__name__} cannot "
             "change: leave it out, so that the loss is that of the stages"
         )
+
+    if stages is not None and stages.head_loss is not task.stages.head_loss:
+        own = type(change).__name__
+        if (before := getattr(task.stages.head_loss, "changed_by", None)) is not None:
+            raise ValueError(
+                f"{before} and {own} each have a loss of their own, of which a model has one: "
+                "apply one of the two"
+            )
+        stages.head_loss.changed_by = own
 
     def init_fn(rng: jax.Array) -> Any:
         if not task.has_model_state:
@@ -92,3 +105,24 @@ def apply(experiment: Any, change: Change, **fields: Any) -> Any:
         config={**experiment.metadata.config, **change.record},
         **fields,
     )
+
+
+def apart(params: Mapping[str, Any], key: str) -> tuple[dict[str, Any], Any]:
+    """Returns the parameters of a model, or of its layer, and what another has under ``key``."""
+    own = dict(params)
+    return own, own.pop(key, {})
+
+
+def without(params: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the parameters of a model alone, beside which another has some under ``key``."""
+    own, _ = apart(params, key)
+    return own | {STACKED: apart(own[STACKED], key)[0]}
+
+
+def check_layers(stages: Stages | None, *, instead: str) -> None:
+    """Raises ValueError for a model beside whose layers no other can lie; ``instead`` mends it."""
+    if stages is None or len(stages.blocks) > 1 or stages.shared or stages.stacked.key != STACKED:
+        raise ValueError(
+            f"the model is not made of stages, in one stack '{STACKED}' of layers that share no "
+            f"parameters, beside which another model could lie: use {instead}"
+        )

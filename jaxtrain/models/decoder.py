@@ -304,6 +304,44 @@ def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Ba
     )
 
 
+def distillation_loss(
+    config: DecoderConfig, teacher: DecoderConfig, *, temperature: float, mix: float
+) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
+    """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of two models,
+    of which the first learns from the second: ``(1 - mix) cross_entropy + mix temperature^2
+    divergence`` of every token, which are metrics in nats (:func:`jaxtrain.ops.losses.divergence`).
+
+    Raises:
+      ValueError: for models of different tokens.
+    """
+    ours, theirs = ((each.vocab_size, each.padded_vocab) for each in (config, teacher))
+    if ours != theirs:
+        raise ValueError(
+            "the teacher has {} tokens in tables of {} rows, and the student {} in {}: give a "
+            "teacher of the same tokens".format(*theirs, *ours)
+        )
+
+    def loss(params, x_BTD, teacher_params, teacher_x_BTE, batch):
+        nll, correct, kl = losses.divergence(
+            _final_norm(config, params, x_BTD),
+            layers.head_kernel(config, params),
+            _final_norm(teacher, teacher_params, teacher_x_BTE),
+            layers.head_kernel(teacher, teacher_params),
+            batch["targets"],
+            batch["mask"],
+            vocab_size=config.vocab_size,
+            temperature=temperature,
+            softcaps=(config.logit_softcap, teacher.logit_softcap),
+            chunk=config.loss_chunk,
+        )
+        metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
+        total = (1 - mix) * nll + mix * temperature**2 * kl
+        weight = batch["mask"].astype(total.dtype).sum()
+        return WeightedLoss(total, weight, jax.lax.stop_gradient(metrics))
+
+    return loss
+
+
 def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Final norm and output projection: float32 [B, T, vocab_size]."""
     x_BTD, kernel_DV = _final_norm(config, params, x_BTD), layers.head_kernel(config, params)

@@ -1,7 +1,7 @@
 """Output logits and the cross-entropy of tokens, without keeping the logits.
 
-Shapes: B batch, T positions, N tokens (of a tile), D width, V columns of the projection (vocabulary
-and padding), S shards of the batch, M = N / S.
+Shapes: B batch, T positions, N tokens (of a tile), D width, E width of a teacher, V columns of the
+projection (vocabulary and padding), S shards of the batch, M = N / S.
 """
 
 import functools
@@ -97,6 +97,72 @@ def log_probs(
     return -_checkpointed_losses(form, x_BTD, kernel_DV, None, targets_BT)[0]
 
 
+def divergence(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    teacher_x_BTE: jax.Array,
+    teacher_kernel_EV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    softcaps: tuple[float | None, float | None] = (None, None),
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums a student's ``-log softmax(logits)[target]``, and its divergence from a teacher.
+
+    The divergence of a token is ``KL(p || q)`` in nats, of ``p = softmax(teacher / temperature)``
+    and ``q = softmax(student / temperature)``. The teacher has no gradient. Logits of both exist
+    for one tile of tokens at a time, and for gradients they are computed again.
+
+    Args:
+      teacher_x_BTE, teacher_kernel_EV: the teacher's hidden states and projection, to as many
+        columns.
+      softcaps: the student's and the teacher's.
+
+    Other arguments and errors are those of :func:`cross_entropy`.
+
+    Returns:
+      The sums, weighted by the mask, of the cross-entropy, of tokens whose target has the student's
+      largest logit, and of the divergence; float32 scalars.
+
+    >>> one, logits = jnp.ones((1, 1, 1)), jnp.log(jnp.array([[0.2, 0.8], [0.5, 0.5]]))
+    >>> token = jnp.zeros((1, 1), int), jnp.ones((1, 1))
+    >>> total, _, kl = divergence(one, logits[:1], one, logits[1:], *token, vocab_size=2)
+    >>> f"{total:.4f}, {kl:.4f}"  # -log 0.2, and log(0.5 / 0.4)
+    '1.6094, 0.2231'
+    """
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    forms = [_Form(vocab_size, tiles, 0.0, softcap) for softcap in softcaps]
+    shards = _batch_shards(x_BTD.shape[0])
+    teacher_x_BTE, teacher_kernel_EV = jax.lax.stop_gradient((teacher_x_BTE, teacher_kernel_EV))
+    kernels = (
+        copies(each, shards, axes=(None, "vocab")) for each in (kernel_DV, teacher_kernel_EV)
+    )
+    kernel_SDV, teacher_kernel_SEV = kernels
+    mask_BT = mask_BT.astype(wide(x_BTD.dtype))
+
+    @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
+    def tile(_, parts):
+        x_BTD, targets_BT, teacher_x_BTE = parts
+        x_ND, targets_N = _gathered((x_BTD, targets_BT))
+        (teacher_x_NE,) = _gathered((teacher_x_BTE,))
+        logits_NV = _tile_logits(forms[0], x_ND, kernel_SDV)
+        teacher_NV = _tile_logits(forms[1], teacher_x_NE, teacher_kernel_SEV)
+        nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
+        known = jnp.arange(logits_NV.shape[1]) < vocab_size
+        log_p_NV, log_q_NV = (
+            jax.nn.log_softmax(jnp.where(known, x / temperature, MASKED))
+            for x in (teacher_NV, logits_NV)
+        )
+        kl_N = jnp.where(known, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0).sum(axis=1)
+        return None, _in_rows((nll_N, hit_N, kl_N), parts)
+
+    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, teacher_x_BTE)
+    return tuple((each_BT * mask_BT).sum() for each_BT in per_token)
+
+
 class _Form(NamedTuple):
     """Static arguments of the tiled loss."""
 
@@ -115,9 +181,7 @@ def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
     @functools.partial(jax.checkpoint, prevent_cse=form.tiles == 1)
     def tile(_, parts):
         x_ND, targets_N = _gathered(parts)
-        x_SMD = x_ND.reshape(shards, -1, x_ND.shape[1])
-        product_SMV = jax.vmap(matmul_float32)(x_SMD, kernel_SDV)
-        logits_NV = _logits(form, product_SMV.reshape(len(x_ND), -1), bias_V)
+        logits_NV = _tile_logits(form, x_ND, kernel_SDV, bias_V)
         return None, _in_rows(_token_losses(form.vocab_size, logits_NV, targets_N)[0], parts)
 
     return _over_tiles(tile, None, form.tiles, x_BTD, targets_BT)[1]
@@ -185,6 +249,13 @@ def _backward(form, saved, cotangents):
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+def _tile_logits(form, x_ND, kernel_SDV, bias_V=None):
+    shards = jax.tree.leaves(kernel_SDV)[0].shape[0]
+    x_SMD = x_ND.reshape(shards, -1, x_ND.shape[1])
+    product_SMV = jax.vmap(matmul_float32)(x_SMD, kernel_SDV)
+    return _logits(form, product_SMV.reshape(len(x_ND), -1), bias_V)
 
 
 def _logits(form, product_NV, bias_V):

@@ -101,6 +101,7 @@ def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, cap
         "Refused:\n\n- **ZeRO 1** with fsdp\n" in out
     )  # as it was kept; telepathy is none any more
     kept = composition.read(tmp_path)
+    # As it was kept; telepathy is no capability any more.
     assert kept.keys() == {("fsdp", "ZeRO 1"), ("tensor parallel", "frozen leaves")}
     assert kept["tensor parallel", "frozen leaves"].commit
     assert (tmp_path / composition.TABLE).read_text() == out

@@ -113,7 +113,8 @@ def test_a_new_head_trains_and_both_stacks_of_t5_have_additions(tmp_path):
 def test_with_preferences_the_additions_of_the_policy_train_alone(base):
     experiment = gpt.outline(parse(gpt.Config, flags(base)))
     alone = trains(experiment)
-    both = apply(experiment, preferences.DPO(lambda params, x, batch: x))
+    frozen = experiment.task.freeze
+    both = apply(experiment, preferences.Preferences(lambda params, x, batch: x, frozen=frozen))
     assert trains(both) == alone
     params = both.task.init_fn(jax.random.key(0))
     plain = jax.eval_shape(lambda: decoder.init(MODEL, jax.random.key(0)))

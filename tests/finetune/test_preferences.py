@@ -1,8 +1,10 @@
-"""DPO is the paper's formula, of whole conversations, on every mesh and however rows are packed."""
+"""Losses of preferences are their papers' formulas, of whole conversations, on every mesh and
+however rows are packed."""
 
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,11 @@ from jaxtrain.compare.parity import worst
 from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.experiment import Experiment
 from jaxtrain.finetune import preferences
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.models import decoder
+from jaxtrain.optim.masks import resolve
 from jaxtrain.stages import run_layers
+from jaxtrain.tree import map_named, named_leaves
 from tests import problems
 from tests.problems import record_gradients
 
@@ -27,7 +32,8 @@ FAST = {"xla_backend_optimization_level": 0}
 BETA, T, ROWS, STEPS = 0.4, 32, 8, 2
 MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=T, layers=2, width=16, heads=2)
 LOG_PROBS = functools.partial(decoder.log_probs, MODEL)
-DPO = preferences.DPO(LOG_PROBS, BETA)
+HOW = {name: preferences.Preference(name, BETA) for name in preferences.LOSSES}
+DPO = preferences.Preferences(LOG_PROBS, HOW["dpo"])
 
 
 def definition(policy, reference, beta):
@@ -35,6 +41,35 @@ def definition(policy, reference, beta):
     (chosen, rejected), (was_chosen, was_rejected) = policy.T, reference.T
     h = beta * (chosen - was_chosen - rejected + was_rejected)
     return -np.log(1 / (1 + np.exp(-h)))
+
+
+def of_trl(name, policy, reference, length, beta, gamma):
+    """The losses and rewards of the pairs of one row, of torch's sums [pairs, 2], as TRL's trainers
+    write them: DPO's (of which ipo takes means, and kto_pair), CPO's (simpo) and ORPO's."""
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    if name in ("ipo", "simpo", "orpo"):
+        policy, reference = policy / length, reference / length
+    (chosen, rejected), (was_chosen, was_rejected) = policy.T, reference.T
+    logits = (chosen - rejected) - (was_chosen - was_rejected)
+    rewards = beta * (policy - reference if name in ("dpo", "ipo", "kto") else policy)
+    if name == "dpo":
+        return -logsigmoid(beta * logits), rewards
+    if name == "ipo":
+        return (logits - 1 / (2 * beta)) ** 2, rewards
+    if name == "kto":
+        chosen_kl = (chosen - was_chosen).mean().clamp(min=0).detach()
+        rejected_kl = (rejected - was_rejected).mean().clamp(min=0).detach()
+        first = 1 - torch.sigmoid(beta * (chosen - was_chosen - rejected_kl))
+        second = 1 - torch.sigmoid(beta * (chosen_kl - (rejected - was_rejected)))
+        return (first + second) / 2, rewards
+    if name == "simpo":
+        return -logsigmoid(beta * (chosen - rejected - gamma / beta)), rewards
+    log_odds = (chosen - rejected) - (
+        torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
+    )
+    return -chosen - beta * logsigmoid(log_odds), rewards
 
 
 @functools.cache
@@ -75,57 +110,63 @@ def sums_of(params, corpus, pairs):
     return (found * counts[:, 1:]).sum(axis=1).reshape(-1, 2)
 
 
-def test_the_loss_and_its_gradient_are_those_of_the_paper():
+@pytest.mark.parametrize("name", preferences.LOSSES)
+def test_losses_and_gradients_are_those_of_the_papers(name):
     torch = pytest.importorskip("torch")
     r = np.random.default_rng(0)
-    policy, reference = r.normal(-2, 1, (2, 3, 2, 7)).astype(np.float32)
+    policy, reference = -np.abs(r.normal(1, 1, (2, 3, 2, 7))).astype(np.float32)
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 3, 3, 3]])
     segments = np.stack([segments, [[1] * 7, [1, 1, 0, 0, 0, 0, 0]], np.zeros((2, 7), int)])
     mask = (r.random(segments.shape) < 0.7) * (segments > 0).astype(np.float32)
+    mask[0, 0, [0, 3, 5]] = mask[0, 1, [0, 1, 4]] = mask[1, :, 0] = 1  # none is without tokens
     batch = {"mask": mask, "segments": segments}
 
+    def sums(x, row, numbers):
+        counted = x[row] * torch.tensor(mask[row])
+        own = lambda side, s: counted[side][torch.tensor(segments[row, side] == s)].sum()  # noqa: E731
+        return torch.stack([torch.stack([own(0, s), own(1, s)]) for s in numbers])
+
     ours = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    gains, pairs = (ours - torch.tensor(reference, dtype=torch.float64)) * torch.tensor(mask), []
-    for row, s in ((0, 1), (0, 2), (0, 3), (1, 1)):
-        pairs.append([gains[row, side][segments[row, side] == s].sum() for side in (0, 1)])
-    pairs = torch.stack([torch.stack(pair) for pair in pairs])
-    margins = BETA * (pairs[:, 0] - pairs[:, 1])
-    losses = -torch.nn.functional.logsigmoid(margins)
+    all_of = ours, torch.tensor(reference, dtype=torch.float64), torch.ones_like(ours)
+    rows = [[sums(x, *row) for x in all_of] for row in ((0, (1, 2, 3)), (1, (1,)))]
+    losses, rewards = zip(*(of_trl(name, *row, BETA, 0.3) for row in rows), strict=True)
+    losses, rewards = torch.cat(losses), torch.cat(rewards).detach().numpy()
     losses.sum().backward()
-    numbers = pairs.detach().numpy()
-    np.testing.assert_allclose(
-        losses.detach(), definition(numbers, np.zeros_like(numbers), BETA), rtol=1e-12
-    )
+
+    how = dataclasses.replace(HOW[name], gamma=0.3 if name == "simpo" else None)
+    theirs = reference if how.has_reference else None
 
     def loss(policy):
-        return preferences.dpo(policy - reference, batch, beta=BETA)
+        return preferences.pair_loss(policy, batch, how, reference=theirs)
 
     found = loss(policy)
     np.testing.assert_allclose(found.total, losses.sum().item(), rtol=1e-5)
     means = found.means()
     assert found.weight == 4
-    rewards = BETA * numbers.mean(axis=0)
-    np.testing.assert_allclose([means["reward_chosen"], means["reward_rejected"]], rewards, 1e-4)
-    np.testing.assert_allclose(means["margin"], rewards[0] - rewards[1], 1e-4)
-    assert means["accuracy"] == (numbers[:, 0] > numbers[:, 1]).mean()
+    expected = rewards.mean(axis=0)
+    np.testing.assert_allclose([means["reward_chosen"], means["reward_rejected"]], expected, 1e-4)
+    np.testing.assert_allclose(means["margin"], expected[0] - expected[1], 1e-4)
+    assert means["accuracy"] == (rewards[:, 0] > rewards[:, 1]).mean()
     gradient = jax.grad(lambda policy: loss(policy).total)(policy)
     np.testing.assert_allclose(gradient, ours.grad, rtol=1e-4, atol=1e-6)
+    assert np.abs(gradient).max() > 1e-3
 
 
-def experiment_of(batch, **given):
-    stages = DPO.stages(decoder.stages(MODEL))
+def experiment_of(batch, name="dpo", **given):
+    change = dataclasses.replace(DPO, how=HOW[name])
+    stages = change.stages(decoder.stages(MODEL))
     optimizer = optax.chain(
-        record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=DPO.freeze)
+        record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=change.freeze)
     )
     given = {"gather": "model", "pipeline": {"microbatches": 4, "schedule": "1f1b"}} | given
     given = problems.with_layout(given)
     return Experiment.of(
-        name="dpo",
-        init_fn=both,
+        name="preferences",
+        init_fn=both if HOW[name].has_reference else lambda rng: params_of(rng)[0],
         loss_fn=jt.loss_from_stages(stages),
         stages=stages,
         optimizer=optimizer,
-        rules=DPO.rules(decoder.RULES),
+        rules=change.rules(decoder.RULES),
         batch=batch,
         train_batches=None,
         steps=STEPS,
@@ -134,10 +175,10 @@ def experiment_of(batch, **given):
 
 
 @functools.cache
-def trained(axes=(), accumulate=1):
+def trained(axes=(), accumulate=1, name="dpo"):
     """Metrics, gradients, moments and parameters after some steps on a batch."""
     batch = packed()[1].batch(0)
-    experiment = experiment_of(batch, mesh=dict(axes), accumulate=accumulate)
+    experiment = experiment_of(batch, name, mesh=dict(axes), accumulate=accumulate)
     mesh = make_experiment_mesh(experiment, jax.devices()[: math.prod(dict(axes).values())])
     state = make_state(experiment, mesh)
     step = build_step(experiment, state, mesh)
@@ -173,9 +214,9 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
     alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
     flat = {name: x.reshape(-1, T) for name, x in batch.items()}
     known = batch | {"reference": np.asarray(alone(theirs, flat)).reshape(ROWS, 2, T)}
-    by_batch = preferences.dpo_loss(alone, beta=BETA)
-    by_weights = preferences.dpo_loss(
-        alone, reference=lambda params, rows: alone(theirs, rows), beta=BETA
+    by_batch = preferences.preference_loss(alone, HOW["dpo"])
+    by_weights = preferences.preference_loss(
+        alone, HOW["dpo"], reference=lambda params, rows: alone(theirs, rows)
     )
     np.testing.assert_allclose(by_batch(ours, known, None).means()["loss"], losses.mean(), 1e-5)
     step = jt.build_train_step(by_weights, record_gradients(), accumulate=2)
@@ -184,7 +225,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
     assert metrics["weight"] == len(pairs) == counts.sum()
     np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-5)
     assert worst(state.opt_state, expected)[0] < 1e-4
-    with pytest.raises(ValueError, match=r"no array 'reference' .* or give dpo_loss"):
+    with pytest.raises(ValueError, match=r"no array 'reference' .* or give preference_loss"):
         by_batch(ours, batch, None)
 
 
@@ -193,7 +234,8 @@ def test_stages_are_the_loss_of_policy_and_reference():
     ours, theirs = params_of(jax.random.key(5))
     stages = DPO.stages(decoder.stages(MODEL))
     alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
-    plain = preferences.dpo_loss(alone, reference=lambda _, rows: alone(theirs, rows), beta=BETA)
+    by_weights = lambda _, rows: alone(theirs, rows)  # noqa: E731
+    plain = preferences.preference_loss(alone, HOW["dpo"], reference=by_weights)
     found = jt.loss_from_stages(stages)(both(jax.random.key(5)), batch, None).means()
     for name, expected in plain(ours, batch, None).means().items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -239,7 +281,75 @@ def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulat
         assert error < 1e-5, where
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in HOW if name != "dpo"])
+@pytest.mark.parametrize("axes", [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("pipe", 2),)])
+def test_other_losses_agree_with_one_device(name, axes):
+    accumulate = 1 if axes[0][0] == "pipe" else 2
+    for found, expected in zip(trained(axes, accumulate, name), trained(name=name), strict=True):
+        error, where = worst(found, expected)[:2]
+        assert error < 1e-5, where
+
+
+def test_a_loss_without_a_reference_has_no_second_model():
+    change = dataclasses.replace(DPO, how=HOW["orpo"])
+    params = decoder.init(MODEL, jax.random.key(0))
+    assert jax.tree.structure(change.params(params)) == jax.tree.structure(params)
+    assert not change.freeze
+    batch = packed()[1].batch(0)
+    x = change.stages(decoder.stages(MODEL)).embed(params, batch, None)
+    assert x.keys() == {"policy"}
+    found = jt.loss_from_stages(change.stages(decoder.stages(MODEL)))(params, batch, None)
+    plain = preferences.preference_loss(lambda p, rows, rng: log_probs(p, rows), HOW["orpo"])
+    np.testing.assert_allclose(found.total, plain(params, batch, None).total, rtol=1e-5)
+
+
+def test_with_low_rank_additions_the_base_is_there_once():
+    """The reference is the model without additions, and has copies of what else trains."""
+    batch, lora = packed()[1].batch(0), LoRA(rank=1, train=("^final_norm/",))
+    base = decoder.init(MODEL, jax.random.key(0))
+    params = lora.params(base, jax.random.key(1))
+    change = dataclasses.replace(DPO, frozen=lora.freeze)
+    both = change.params(params)
+    kept = named_leaves(both).keys() - named_leaves(params).keys()
+    assert kept == {"reference/final_norm/scale", "reference/final_norm/bias"}
+    r = np.random.default_rng(0)
+    more = lambda x: x + 0.1 * r.normal(size=x.shape).astype("f")  # noqa: E731
+    moved = map_named(lambda n, x: more(x) if n[-2:] == "/b" or n[:5] == "final" else x, both)
+    loss = jt.loss_from_stages(change.stages(decoder.stages(MODEL)))
+
+    def copied(params, batch, rng):
+        alone = lambda params, rows, rng=None: log_probs(params, rows)  # noqa: E731
+        return preferences.preference_loss(
+            alone, HOW["dpo"], reference=lambda _, rows: alone(base, rows)
+        )(params, batch, rng)
+
+    policy = change.back(moved)
+    sides = ((loss, moved), (copied, policy))
+    found, expected = (
+        jax.jit(jax.grad(lambda p, f=f: f(p, batch, None).total)).lower(p).compile(FAST)(p)
+        for f, p in sides
+    )
+    trains = jax.tree.map(lambda still: not still, lora.freeze(policy))
+    found = change.back(found)
+    pairs = zip(*map(jax.tree.leaves, (found, expected, trains)), strict=True)
+    errors = [float(abs(a - b).max() / abs(b).max()) for a, b, is_trained in pairs if is_trained]
+    assert len(errors) > 10
+    assert max(errors) < 1e-4
+
+    optimizer = jt.make_optimizer("adamw", 1e-3, freeze=lambda p: jax.tree.map(
+        operator.or_, lora.freeze(p), resolve("freeze", change.freeze, p)))  # fmt: skip
+    state = jt.init_state(lambda rng: both, optimizer, jax.random.key(0))
+    step = jt.build_train_step(loss, optimizer)
+    compiled = jax.jit(step).lower(state, batch).compile(FAST)
+    size = sum(x.nbytes for x in jax.tree.leaves(base))
+    kept = compiled.memory_analysis().argument_size_in_bytes
+    assert size < kept - sum(x.nbytes for x in batch.values()) < 1.5 * size
+
+
 def test_models_of_several_stacks_are_refused():
     stages = dataclasses.replace(decoder.stages(MODEL), shared=("embed",))
-    with pytest.raises(ValueError, match="one stack of layers that share no parameters: use dpo_l"):
+    with pytest.raises(
+        ValueError, match=r"in one stack 'blocks' of layers that share no parameters.*use pref"
+    ):
         DPO.stages(stages)
