@@ -12,6 +12,7 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -22,10 +23,12 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
+from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
+from jaxtrain.run import trained
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -54,12 +57,16 @@ class Config(language.Config):
     """"bytes", as where it is left out; a tokenizer.json, or the folder of one; a number trains a
     BPE tokenizer of that many tokens first, and unigram:N or wordpiece:N one of those. Stores have
     their own."""
+    chat_template: str | None = None
+    """Chat template for rows of conversations (messages; prompt and completion; chosen and
+    rejected): chatml, plain, a Jinja file, or the folder of a model; left out, that of
+    --init-from."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
     dpo_beta: float = 0.1
     """DPO's beta: how strongly the policy is held to its reference, the model of --init-from. Used
-    only with a store of preferences."""
+    only with preferences."""
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -75,7 +82,8 @@ def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, sample_tokens=0)
     options = language.tokenizer_options(config)
-    text = data.open_data(config.data, field=config.field, **options)
+    chat = template_name(config)
+    text = data.open_data(config.data, field=config.field, chat=chat, **options)
     tokenizer = text.tokenizer
     model = language.model_config(config, tokenizer.vocab_size)
     rows = text.rows(model.seq_len, config.packing)
@@ -119,7 +127,7 @@ def build(config: Config) -> jt.Experiment:
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
     model = language.model_config(config, vocab_size or language.vocab_size(config))
-    pairs = data.holds_pairs(data.parse_data(config.data))
+    pairs = data.holds_pairs(data.parse_data(config.data), config.field)
     tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
     experiment = language.outline(
         config,
@@ -132,6 +140,27 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     if config.dpo_beta != Config.dpo_beta and not pairs:
         raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
     return of_preferences(config, model, experiment) if pairs else experiment
+
+
+def template_name(config: Config) -> str | None:
+    """The chat template's flag, or the folder of what the run begins with, if it has one.
+
+    Raises:
+      ValueError: there are conversations to read, and none of the two.
+    """
+    source, template = config.source, config.chat_template
+    if source is not None and template is None:
+        beside = trained.beside(source.path)
+        told = json.loads(beside.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
+        template = source.path if TEMPLATE in beside or told else None
+    paths = () if template else data.parse_data(config.data).paths.values()
+    if any(data.conversations_in(path, config.field) for path in paths):
+        of = f", and the model in '{source.path}' has none" if source else ""
+        raise ValueError(
+            f"--data {config.data} has conversations, which need a chat template{of}: give "
+            "--chat-template, such as chatml"
+        )
+    return template
 
 
 def of_preferences(
