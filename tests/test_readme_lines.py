@@ -50,11 +50,13 @@ SMALLER = {
     r"(-m|parity|compare) experiments\.gpt (?!.*(--init-from|--resume))": SIZES,
     r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
     r"-m experiments\.gpt\.generate": "--tokens 4",
+    r"-m experiments\.finetune": "--global-batch 8",
+    r"experiments\.finetune .*(chat|pairs)\.jsonl": "--seq-len 128 --sample-tokens 4",
     r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
     r"-m experiments\.bert ": "--examples 2",
     r"-m experiments\.t5 ": "--examples 8",
     r"-m experiments.*--model (gpt2|llama)": "--heads 8",
-    r"jaxtrain plan experiments": "--layers 2 --width 128 --heads 16 --seq-len 64",
+    r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
@@ -103,6 +105,8 @@ def run(words):
         generate.main(words[3:])
     else:
         module = importlib.import_module(words[2])
+        if words[2] == "experiments.finetune":
+            return module.main(words[3:])
         jt.main(module.Config, module.build, words[3:])
 
 
@@ -161,6 +165,10 @@ MADE = {
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
     r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
+    r"ENCODER": [
+        f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
+        "jaxtrain hf export --run runs/words --out ENCODER",
+    ],
     r"rows\.csv.*MODEL": [
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out MODEL",
