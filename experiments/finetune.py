@@ -37,6 +37,8 @@ from jaxtrain.run.refusal import refusing
 # Kinds of data by the fields of a row: the first that a row has all fields of. What has no rows is
 # a folder of texts, or of images.
 KINDS = {
+    "questions and answers": [{"question", "context"}],
+    "tokens and tags": [{"tokens", "tags"}],
     "source and target": [{"source", "target"}],
     "conversations": list(FORMS.values()),
     "images": [{"image", "label"}],
@@ -44,7 +46,7 @@ KINDS = {
     "texts": [{"text"}],
 }
 # What a model of a form learns, and the flags for it. The lengths of rows are those of BERT's
-# script for GLUE, and of TRL's trainer for conversations.
+# scripts for GLUE and SQuAD, and of TRL's trainer for conversations.
 LEARNS = {
     "decoder": {
         "conversations": {"packing": "fit", "seq_len": 1024},
@@ -52,6 +54,8 @@ LEARNS = {
     },
     "encoder": {
         "text and label": {"task": "classify", "seq_len": 128},
+        "tokens and tags": {"task": "tags", "seq_len": 128},
+        "questions and answers": {"task": "answers", "seq_len": 384},
         "texts": {"task": "mask", "seq_len": 128},
     },
     "encoder-decoder": {"source and target": {"task": "rows"}, "texts": {"task": "spans"}},
@@ -79,8 +83,8 @@ class Config:
     ORG/NAME@REVISION)."""
     data: str
     """Rows of conversations (messages; prompt and completion; chosen and rejected), of text and
-    label, or of source and target, in JSONL, CSV, TSV or Parquet; a folder of texts, a token store,
-    or a folder of images."""
+    label, tokens and tags, question, context and answers, or source and target, in JSONL, CSV, TSV
+    or Parquet; a folder of texts, a token store, or a folder of images."""
     field: str = "text"
     """Field of a row that holds its text, or the form of conversation to read."""
 
@@ -131,7 +135,10 @@ def defaults(config: Config, typed: set[str]) -> tuple[types.ModuleType, Any]:
     optimizer = OptimizerOptions(name=name, learning_rate=whole, weight_decay=0.01)
     if "--optimizer.name" in typed:  # whose rate is the experiment's
         optimizer = dataclasses.replace(optimizer, learning_rate=None)
-    tuned = {"run": RunOptions(eval_epochs=1.0, save_best=True), "optimizer": optimizer}
+    tuned = {
+        "run": RunOptions(eval_first=True, eval_epochs=1.0, save_best=True),
+        "optimizer": optimizer,
+    }
     return module, module.Config(epochs=3.0, **tuned, **own)
 
 

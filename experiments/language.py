@@ -41,6 +41,7 @@ MAY_CHANGE = {
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
     **dict.fromkeys(("held_out_rows", "held_out_bytes", "held_out_text*"), Effect.EVALUATION),
+    **dict.fromkeys(("also_held_out", "text.old"), Effect.EVALUATION),
 }
 # Which experiment trains models of which form.
 TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}

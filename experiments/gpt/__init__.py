@@ -69,6 +69,9 @@ class Config(language.Config):
     only with preferences."""
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
+    also_held_out: str | None = None
+    """Text as for --data, which is not trained on and of which the held-out loss is measured too,
+    as old/loss: what a model forgets that is tuned on other text."""
 
     steps: int = 250
     global_batch: int = 16
@@ -96,9 +99,11 @@ def build(config: Config) -> jt.Experiment:
     held_out_rows = {
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
+    old = old_text(config, text, chat) if config.also_held_out else {}
+    held_out_rows |= {name: data.pack(each, model.seq_len) for name, (_, each) in old.items()}
     beginning = functools.partial(asked, texts, model.seq_len // 2)
     fingerprints, mixture = {}, {}
-    for name, (train, held_out) in texts.items():
+    for name, (train, held_out) in (texts | old).items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
     if isinstance(rows, data.Mixture):
@@ -111,11 +116,11 @@ def build(config: Config) -> jt.Experiment:
             },
         }
     return step.with_(
-        **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
+        **config.batches_of(rows, held_out_rows),
         **mixture,
         **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
         facts=language.facts(config, model, facts(config, texts, rows)),
-        conclude=functools.partial(conclude, config, model, tokenizer, texts),
+        conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (
             {"sample": "\n".join(sample(config, model, tokenizer, state, prompt=beginning()))}
             if config.sample_tokens
@@ -140,6 +145,26 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     if config.dpo_beta != Config.dpo_beta and not pairs:
         raise ValueError(f"--dpo-beta {config.dpo_beta} is for preferences, and --data has none")
     return of_preferences(config, model, experiment) if pairs else experiment
+
+
+def old_text(
+    config: Config, text: data.TextData, chat: str | None
+) -> dict[str, tuple[data.Corpus, data.Corpus]]:
+    """The text of --also-held-out, under the name of its evaluation set."""
+    own = data.open_data(
+        config.also_held_out, field=config.field, chat=chat, **language.tokenizer_options(config)
+    )
+    told = f"--also-held-out is {config.also_held_out}: it must have"
+    if list(own.found) != [""] or "old" in text.found:
+        raise ValueError(f"{told} one source, and --data none of the name old; give those")
+    if own.tokenizer.fingerprint != text.tokenizer.fingerprint:
+        raise ValueError(f"{told} the tokenizer of --data {config.data}; make it with that")
+    corpora = own.stores[""].corpus(), own.held_out(config.held_out_bytes)[""]
+    if corpora[0].pairs != next(iter(text.stores.values())).pairs:
+        raise ValueError(
+            f"{told} preferences where --data has, and text where that has; give those"
+        )
+    return {"old": corpora}
 
 
 def template_name(config: Config) -> str | None:
@@ -216,7 +241,8 @@ def conclude(
             f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
-        written = sample(config, model, tokenizer, state, prompt=asked(texts, model.seq_len // 2))
+        learned = {name: each for name, each in texts.items() if name != "old"}
+        written = sample(config, model, tokenizer, state, prompt=asked(learned, model.seq_len // 2))
         lines += ["", "a sample it wrote:", "", *written]
     return lines
 

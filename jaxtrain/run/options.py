@@ -47,7 +47,8 @@ class RunOptions:
       eval_every: Steps between evaluations; 0 evaluates only at the end.
       eval_epochs: Passes over the training rows between evaluations, fractions too; 0 counts steps,
         by eval_every.
-      eval_first: Evaluate before the first step too, as step 0.
+      eval_first: Evaluate before the first step too, as step 0; what is concluded then has the
+        held-out losses of before and after.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better

@@ -11,11 +11,13 @@ import pytest
 
 from experiments import finetune, gpt
 from jaxtrain import cli, data, hf
+from jaxtrain.build import rows_of
 from jaxtrain.data.chat import load_template
 from jaxtrain.data.store import source_of
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.run import trained
 from jaxtrain.run.main import load_config
+from jaxtrain.run.observe.summary import since_start
 
 SIZES = {"layers": 2, "width": 16, "heads": 2}
 MODELS = {
@@ -198,6 +200,33 @@ def test_conversations_are_read_as_those_of_a_store(made, name, tmp_path):
     assert built.data.batch == gpt.outline(config).data.batch
 
 
+def test_the_loss_of_old_text_is_measured_beside_the_new_and_before_and_after(made, tmp_path):
+    flags = {"init_from": str(made / "decoder"), "tokenizer": "bytes", "seq_len": 32}
+    one = gpt.build(gpt.Config(data=str(made / "texts.jsonl"), **flags))
+    (tmp_path / "old.txt").write_text("other words\n" * 99)
+    old = {"also_held_out": str(tmp_path / "old.txt")}
+    both = gpt.build(gpt.Config(data=str(made / "texts.jsonl"), **flags, **old))
+    alone = gpt.build(gpt.Config(data=old["also_held_out"], **flags))
+    for name, expected in (("", one), ("old", alone)):
+        for ours, theirs in zip(
+            both.data.eval_batches[name](None), expected.data.eval_batches[""](None), strict=True
+        ):
+            jax.tree.map(np.testing.assert_array_equal, rows_of(ours), rows_of(theirs))
+    assert both.metadata.fingerprints["text"] == one.metadata.fingerprints["text"]
+    with pytest.raises(
+        ValueError, match=r"it must have preferences where --data has, and text whe"
+    ):
+        gpt.build(gpt.Config(data=str(made / "pairs.jsonl"), chat_template="plain", **flags, **old))
+    assert since_start(str(tmp_path), {"loss": 1.0}) == []  # it is no run
+    log = [{"step": 0, "eval/loss": 2.0, "eval/old/loss": 1.0}, {"step": 4, "eval/old/loss": 1.5}]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)) + "\n")
+    lines = since_start(str(tmp_path), {"loss": 0.5, "old/loss": 1.5, "accuracy": 1.0})
+    assert [line.split() for line in lines[1:3]] == [
+        ["loss", "2.0000", "0.5000", "-1.5000"],
+        ["old/loss", "1.0000", "1.5000", "+0.5000"],
+    ]
+
+
 @pytest.mark.slow
 def test_a_tuned_model_is_evaluated_by_epochs_and_its_best_weights_are_exported_and_resumed(
     made, tmp_path, capsys
@@ -210,7 +239,7 @@ def test_a_tuned_model_is_evaluated_by_epochs_and_its_best_weights_are_exported_
     finetune.main([*flags, "--epochs", "2"])
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     epochs = {x["step"]: int(x["data/epoch"]) for x in log if "data/epoch" in x}
-    assert [epochs[x["step"]] for x in log if "eval/loss" in x] == [1, 2]
+    assert [epochs.get(x["step"]) for x in log if "eval/loss" in x] == [None, 1, 2]
     said = capsys.readouterr().out
     assert "best saved" in said
     with pytest.raises(SystemExit):
