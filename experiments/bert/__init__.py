@@ -25,7 +25,7 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from experiments.bert import answers, classify, mask, tags
-from experiments.bert.rows import FIRST, MASK, Text, row_length, special_id
+from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
 from jaxtrain import data
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
@@ -37,8 +37,8 @@ from jaxtrain.optim.rules import LEARNING_RATES
 RATES = {"muon": 2e-3}
 # A published model is tuned with that of BERT's paper (Devlin et al. 2019, appendix A.3).
 PUBLISHED = RATES | {"adamw": 5e-5}
-# A task is a module that has the model's HEAD, METADATA of the experiment, the shapes of what is
-# `predicted`, and the functions `open_rows`, `text_of` and `conclude`.
+# A task is a module that has the HEAD of its model, METADATA of the experiment, the axis of what
+# is PREDICTED of a row (M predictions, T positions), and `open_rows`, `text_of` and `conclude`.
 TASKS = {"mask": mask, "classify": classify, "tags": tags, "answers": answers}
 
 
@@ -137,12 +137,11 @@ def batch_shapes(config: Config, length: int) -> dict[str, jax.ShapeDtypeStruct]
     """The shapes and dtypes of a batch, without any text."""
     shapes = data.packed_shapes(config.global_batch, length)
     rows = {name: shapes[name] for name in ("tokens", "segments")}
-    return rows | {
-        name: jax.ShapeDtypeStruct(
-            (config.global_batch, *size), np.float32 if name == "mask" else np.int32
-        )
-        for name, size in TASKS[config.task].predicted(config, length).items()
-    }
+    sizes = {"T": length, "M": data.predictions(length, config.mask_rate), "2": 2}
+    for name, axis in TASKS[config.task].PREDICTED.items():
+        size = (config.global_batch, *([sizes[axis]] if axis else []))
+        rows[name] = jax.ShapeDtypeStruct(size, np.float32 if name == "mask" else np.int32)
+    return rows
 
 
 def model_config(config: Config, vocab_size: int) -> EncoderConfig:

@@ -14,36 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bert.rows import (
-    BY_ACCURACY,
-    FIRST,
-    HELD_OUT,
-    Text,
-    of_sides,
-    outputs,
-    pair_row,
-    row_length,
-    special_id,
-)
+from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
-HEAD, METADATA = "spans", BY_ACCURACY
+HEAD, METADATA = "spans", common.BY_ACCURACY
+PREDICTED = {"types": "T", "span": "2", "mask": ""}
 # Tokens of an answer at most, as in BERT's script for SQuAD.
 LONGEST = 30
-
-
-def predicted(config: Any, length: int) -> dict[str, tuple[int, ...]]:
-    """The sizes of what a row has besides tokens."""
-    del config
-    return {"types": (length,), "span": (2,), "mask": ()}
 
 
 def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
     """The config, the texts, and both sides of rows."""
     fields = ("question", "context")
-    sides = data.read_rows(config.data, fields, held_out=HELD_OUT)
+    sides = data.read_rows(config.data, fields, held_out=common.HELD_OUT)
     if sides is None:
         raise ValueError(
             f"--task answers reads rows of question, context and answers, and '{config.data}' has "
@@ -80,13 +65,13 @@ def answers_of(row: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def text_of(
     config: Any, model: EncoderConfig, opened: Any, tokenizer: data.SubwordTokenizer
-) -> Text:
+) -> common.Text:
     """Rows of questions and contexts; held-out questions are evaluated whole."""
     sides = opened[0], data.spread(opened[1], config.held_out_rows)
     train, held_out = (AnswerRows(config, model, tokenizer, rows) for rows in sides)
     task = f"where in its context an answer stands; rows share {config.stride} tokens"
     read = ("question", "context", "answers", "answers.text", "answers.answer_start")
-    return Text(tokenizer, train, held_out, task=task, **of_sides(sides, *read))
+    return common.Text(tokenizer, train, held_out, task=task, **common.of_sides(sides, *read))
 
 
 class AnswerRows:
@@ -105,8 +90,8 @@ class AnswerRows:
         tokenizer: data.SubwordTokenizer,
         rows: Sequence[Mapping[str, Any]],
     ):
-        self.length, self.typed = row_length(config, model), (model.token_types or 1) > 1
-        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
+        self.length, self.typed = common.row_length(config, model), (model.token_types or 1) > 1
+        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
         self.questions = [dict(row) | {"answers": answers_of(row)} for row in rows]
         asked = tokenizer.encode_batch([row["question"] for row in rows])
         self._asked = [tokens[: self.length // 2] for tokens in asked]
@@ -135,7 +120,7 @@ class AnswerRows:
         number, first = self.windows[index]
         before = self.before(number)
         part = self._contexts[number][first : first + self.length - before - 1]
-        row = pair_row(self.ends, self._asked[number], part, self.length, typed=self.typed)
+        row = common.pair_row(self.ends, self._asked[number], part, self.length, typed=self.typed)
         span = np.zeros(2, np.int32)
         for text, start in self.questions[number]["answers"][:1]:
             starts_N, stops_N = self.letters[number].T
@@ -151,14 +136,16 @@ class AnswerRows:
 def conclude(
     config: Any,
     model: EncoderConfig,
-    text: Text,
+    text: common.Text,
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
     """Says how well held-out questions were answered, by SQuAD's measures, and shows some."""
     del means
     rows, may_lack = text.held_out, not all(each["answers"] for each in text.train.questions)
-    logits = outputs(model, state, rows, lambda logits_BT2: logits_BT2, size=config.global_batch)
+    logits = common.outputs(
+        model, state, rows, lambda logits_BT2: logits_BT2, size=config.global_batch
+    )
     found = best_answers(rows, logits, may_lack=may_lack)
     golds = [[said for said, _ in each["answers"]] or [""] for each in rows.questions]
     pairs = list(zip(found, golds, strict=True))

@@ -8,26 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bert.rows import (
-    BY_ACCURACY,
-    FIRST,
-    HELD_OUT,
-    Text,
-    fragments,
-    guesses,
-    inside,
-    of_sides,
-    pair_row,
-    row_length,
-    special_id,
-    split_of,
-)
+from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.host import extras
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
-HEAD, METADATA, FIELDS = "classes", BY_ACCURACY, "text and label"
+HEAD, METADATA, FIELDS = "classes", common.BY_ACCURACY, "text and label"
+PREDICTED = {"label": "", "mask": ""}
 # Its tests are about all the other packages, and larger than them together.
 NO_PACKAGE = {"test"}
 BASELINE_ROWS = 50_000
@@ -36,20 +24,15 @@ _NEEDS = "the baseline comes with scikit-learn"
 _sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
 
 
-def predicted(config: Any, length: int) -> dict[str, tuple[int, ...]]:
-    """The sizes of what a row has besides tokens."""
-    return {"label": (), "mask": ()}
-
-
 def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
     """The config with all classes of labelled rows, their texts, and both sides of them; of text
     without labels None."""
     _sklearn()  # before anything is trained
     sides = None
     if config.data != "python":
-        sides = data.read_rows(config.data, (config.field, "label"), held_out=HELD_OUT)
+        sides = data.read_rows(config.data, (config.field, "label"), held_out=common.HELD_OUT)
     if sides is None:
-        return config, split_of(config), None
+        return config, common.split_of(config), None
     names = {str(row["label"]) for side in sides for row in side}
     config = dataclasses.replace(config, classes=len(names))
     return config, data.texts_of_rows(sides, (config.field, "text_pair")), sides
@@ -57,7 +40,7 @@ def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
 
 def text_of(
     config: Any, model: EncoderConfig, opened: Any, tokenizer: data.SubwordTokenizer
-) -> Text:
+) -> common.Text:
     """Rows with their class: the package or the folder that they are of, or what they say."""
     make = classified_text if isinstance(opened, data.Split) else labelled_text
     return make(config, model, opened, tokenizer)
@@ -65,7 +48,7 @@ def text_of(
 
 def classified_text(
     config: Any, model: EncoderConfig, split: data.Split, tokenizer: data.SubwordTokenizer
-) -> Text:
+) -> common.Text:
     """Rows with the package, or the folder, that they are of."""
     classes = largest_classes(split, config)
     number = {name: label for label, name in enumerate(classes)}
@@ -74,12 +57,12 @@ def classified_text(
         chosen = [each for each in side if class_of(each.name) in number]
         corpus = data.tokenize(chosen, tokenizer)
         labels = [number[class_of(each.name)] for each in chosen]
-        rows.append(fragments(config, model, tokenizer, corpus, labels=labels))
+        rows.append(common.fragments(config, model, tokenizer, corpus, labels=labels))
         files.append(len(chosen))
         prints.append(corpus.fingerprint)
     held_out = data.spread(rows[1], config.held_out_rows)
     task = f"which of {len(classes)}: {', '.join(classes)}"
-    return Text(tokenizer, rows[0], held_out, tuple(files), tuple(prints), task, classes)
+    return common.Text(tokenizer, rows[0], held_out, tuple(files), tuple(prints), task, classes)
 
 
 def labelled_text(
@@ -87,7 +70,7 @@ def labelled_text(
     model: EncoderConfig,
     sides: Sequence[Sequence[Mapping[str, Any]]],
     tokenizer: data.SubwordTokenizer,
-) -> Text:
+) -> common.Text:
     """Rows that say their class themselves; of what is too long for one, the end is cut off."""
     names = {str(row["label"]) for side in sides for row in side}
     # Labels 0 to 10 keep their numbers.
@@ -97,8 +80,8 @@ def labelled_text(
         counts_K = np.bincount(train.labels, minlength=len(classes))
         train.weights_K = len(train) / len(classes) / np.maximum(counts_K, 1)
     some, task = data.spread(held_out, config.held_out_rows), ", ".join(classes)
-    found = of_sides(sides, config.field, "text_pair", "label") | {"classes": classes}
-    return Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
+    found = common.of_sides(sides, config.field, "text_pair", "label") | {"classes": classes}
+    return common.Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
 
 
 class LabelledRows:
@@ -112,8 +95,8 @@ class LabelledRows:
         rows: Sequence[Mapping[str, Any]],
         classes: Sequence[str],
     ):
-        self.length = row_length(config, model)
-        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
+        self.length = common.row_length(config, model)
+        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
         self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
         self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
         parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
@@ -127,7 +110,7 @@ class LabelledRows:
         text, pair = (part[index].tolist() for part in self._tokens)
         while len(text) + len(pair) > self.length - 2 - bool(pair):
             (text if len(text) >= len(pair) else pair).pop()
-        row = pair_row(self.ends, text, pair, self.length, typed=self.typed)
+        row = common.pair_row(self.ends, text, pair, self.length, typed=self.typed)
         return row | {"label": label, "mask": np.float32(self.weights_K[label])}
 
 
@@ -163,7 +146,7 @@ def largest_classes(split: data.Split, config: Any) -> tuple[str, ...]:
 def conclude(
     config: Any,
     model: EncoderConfig,
-    text: Text,
+    text: common.Text,
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
@@ -178,14 +161,14 @@ def conclude(
     if not config.examples:
         return lines
     lines += ["", "held-out fragments, where they are from, and what it says:", ""]
-    for row, guess in guesses(config, model, text, state):
-        words = " ".join(text.tokenizer.decode(inside(row)).split())
+    for row, guess in common.guesses(config, model, text, state):
+        words = " ".join(text.tokenizer.decode(common.inside(row)).split())
         was, said = text.classes[row["label"]], text.classes[guess]
         lines.append(f"  {words[:60]:60}  {was:16} {said}")
     return lines
 
 
-def baseline(text: Text) -> float:
+def baseline(text: common.Text) -> float:
     """The accuracy of logistic regression on the counted words of the same rows."""
     sklearn = _sklearn()
     words = sklearn.feature_extraction.text.TfidfVectorizer(
@@ -194,7 +177,7 @@ def baseline(text: Text) -> float:
 
     def side(rows: Any) -> tuple[list[str], list[int]]:
         found = [rows[i] for i in range(min(len(rows), BASELINE_ROWS))]
-        texts = [text.tokenizer.decode(inside(row)) for row in found]
+        texts = [text.tokenizer.decode(common.inside(row)) for row in found]
         return texts, [int(row["label"]) for row in found]
 
     (train, labels), (held_out, wanted) = side(text.train), side(text.held_out)

@@ -5,36 +5,33 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bert.rows import MASK, Text, fragments, guesses, special_id, split_of
+from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
 HEAD, METADATA = "tokens", {}
-
-
-def predicted(config: Any, length: int) -> dict[str, tuple[int, ...]]:
-    """The sizes of what a row has besides tokens."""
-    return dict.fromkeys(
-        ("places", "targets", "mask"), (data.predictions(length, config.mask_rate),)
-    )
+PREDICTED = {"places": "M", "targets": "M", "mask": "M"}
 
 
 def open_rows(config: Any) -> tuple[Any, data.Split, None]:
     """The config, and the text."""
-    return config, split_of(config), None
+    return config, common.split_of(config), None
 
 
 def text_of(
     config: Any, model: EncoderConfig, split: data.Split, tokenizer: data.SubwordTokenizer
-) -> Text:
+) -> common.Text:
     """Rows with masked tokens: held-out ones always with the same."""
     store = data.cached_store(split, tokenizer)
     corpora = store.corpus("train"), store.corpus("held_out")
-    train, held_out = (fragments(config, model, tokenizer, corpus) for corpus in corpora)
-    masking = {"mask": special_id(tokenizer, MASK), "vocab_size": tokenizer.vocab_size}
+    train, held_out = (common.fragments(config, model, tokenizer, corpus) for corpus in corpora)
+    masking = {
+        "mask": common.special_id(tokenizer, common.MASK),
+        "vocab_size": tokenizer.vocab_size,
+    }
     masking["rate"] = config.mask_rate
-    return Text(
+    return common.Text(
         tokenizer,
         data.MaskedTokens(train, **masking, seed=config.seed),
         data.MaskedTokens(data.spread(held_out, config.held_out_rows), **masking, seed=0),
@@ -47,7 +44,7 @@ def text_of(
 def conclude(
     config: Any,
     model: EncoderConfig,
-    text: Text,
+    text: common.Text,
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
@@ -62,7 +59,7 @@ def conclude(
     if not config.examples:
         return lines
     lines += ["", "masked in held-out text, what stood there, and what it guessed:", ""]
-    for row, guess_T in guesses(config, model, text, state):
+    for row, guess_T in common.guesses(config, model, text, state):
         place, target = int(row["places"][0]), int(row["targets"][0])
         before, after, was, said = (
             text.tokenizer.decode(ids)

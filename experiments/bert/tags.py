@@ -14,35 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bert.rows import (
-    BY_ACCURACY,
-    FIRST,
-    HELD_OUT,
-    Text,
-    guesses,
-    of_sides,
-    pair_row,
-    row_length,
-    special_id,
-)
+from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
-HEAD, METADATA, FIELDS = "tags", BY_ACCURACY, "tokens and tags"
-
-
-def predicted(config: Any, length: int) -> dict[str, tuple[int, ...]]:
-    """The sizes of what a row has besides tokens."""
-    del config
-    return dict.fromkeys(("types", "targets", "mask"), (length,))
+HEAD, METADATA, FIELDS = "tags", common.BY_ACCURACY, "tokens and tags"
+PREDICTED = {"types": "T", "targets": "T", "mask": "T"}
 
 
 def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
     """The config with all tags, the texts, and both sides of rows, whose tags are numbers."""
-    sides = data.read_rows(config.data, ("tokens", "tags"), held_out=HELD_OUT)
+    sides = data.read_rows(config.data, ("tokens", "tags"), held_out=common.HELD_OUT)
     if sides is None:
         raise ValueError(f"--task tags reads rows of tokens and tags, and '{config.data}' has none")
     for row in (row for side in sides for row in side):
@@ -80,7 +65,7 @@ def names_of(config: Any, found: set[Any]) -> tuple[str, ...]:
 
 def text_of(
     config: Any, model: EncoderConfig, opened: Any, tokenizer: data.SubwordTokenizer
-) -> Text:
+) -> common.Text:
     """Rows of words, of which the first token of each has the word's tag."""
     names = config.tag_names
     train, held_out = (TagRows(config, model, tokenizer, rows) for rows in opened)
@@ -95,8 +80,8 @@ def text_of(
     task = f"the tag of every word, of {len(names)}: {', '.join(names)}"
     if cut := train.cut + held_out.cut:
         task += f"; {cut:,} words are beyond the row's length and left out"
-    found = of_sides(opened, "tokens", "tags") | {"classes": names, "more": more}
-    return Text(tokenizer, train, some, task=task, **found)
+    found = common.of_sides(opened, "tokens", "tags") | {"classes": names, "more": more}
+    return common.Text(tokenizer, train, some, task=task, **found)
 
 
 class TagRows:
@@ -110,8 +95,8 @@ class TagRows:
         tokenizer: data.SubwordTokenizer,
         rows: Sequence[Mapping[str, Any]],
     ):
-        self.length, self.cut = row_length(config, model), 0
-        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
+        self.length, self.cut = common.row_length(config, model), 0
+        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
         self._tokens, self._places, self._tags = [], [], []
         texts = [" ".join(row["tokens"]) for row in rows]
         for row, (ids_N, letters_N2) in zip(rows, tokenizer.encode_placed(texts), strict=True):
@@ -132,7 +117,7 @@ class TagRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         targets_T, mask_T = np.zeros(self.length, np.int32), np.zeros(self.length, np.float32)
         targets_T[self._places[index]], mask_T[self._places[index]] = self._tags[index], 1
-        row = pair_row(self.ends, self._tokens[index], (), self.length)
+        row = common.pair_row(self.ends, self._tokens[index], (), self.length)
         return row | {"targets": targets_T, "mask": mask_T}
 
 
@@ -202,7 +187,7 @@ def span_scores(means: Mapping[str, Any]) -> dict[str, float]:
 def conclude(
     config: Any,
     model: EncoderConfig,
-    text: Text,
+    text: common.Text,
     state: TrainState,
     means: Mapping[str, float],
 ) -> list[str]:
@@ -214,7 +199,7 @@ def conclude(
     if not config.examples:
         return lines
     lines += ["", "held-out words of some rows, their tags, and what it says:", ""]
-    for row, guess_T in guesses(config, model, text, state):
+    for row, guess_T in common.guesses(config, model, text, state):
         places = np.flatnonzero(row["mask"])
         for place, stop in list(zip(places, [*places[1:], row["segments"].sum() - 1], strict=True))[
             :4

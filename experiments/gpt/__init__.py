@@ -12,7 +12,6 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -23,12 +22,10 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
-from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
-from jaxtrain.run import trained
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -85,7 +82,7 @@ def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, sample_tokens=0)
     options = language.tokenizer_options(config)
-    chat = template_name(config)
+    chat = config.chat_template or (config.source and config.source.path)
     text = data.open_data(config.data, field=config.field, chat=chat, **options)
     tokenizer = text.tokenizer
     model = language.model_config(config, tokenizer.vocab_size)
@@ -165,27 +162,6 @@ def old_text(
             f"{told} preferences where --data has, and text where that has; give those"
         )
     return {"old": corpora}
-
-
-def template_name(config: Config) -> str | None:
-    """The chat template's flag, or the folder of what the run begins with, if it has one.
-
-    Raises:
-      ValueError: there are conversations to read, and none of the two.
-    """
-    source, template = config.source, config.chat_template
-    if source is not None and template is None:
-        beside = trained.beside(source.path)
-        told = json.loads(beside.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
-        template = source.path if TEMPLATE in beside or told else None
-    paths = () if template else data.parse_data(config.data).paths.values()
-    if any(data.conversations_in(path, config.field) for path in paths):
-        of = f", and the model in '{source.path}' has none" if source else ""
-        raise ValueError(
-            f"--data {config.data} has conversations, which need a chat template{of}: give "
-            "--chat-template, such as chatml"
-        )
-    return template
 
 
 def of_preferences(

@@ -217,10 +217,11 @@ def load_template(name: str) -> ChatTemplate:
             path = folder / TEMPLATE
             path = path if exists(path) else config
         if not is_file(path):
-            raise FileNotFoundError(
-                f"chat template '{name}' does not exist; give a file or a model's folder, or "
-                f"{' or '.join(TEMPLATES)}"
-            )
+            wrong = f"chat template '{name}' does not exist"
+            if is_folder(as_path(name)):
+                wrong = f"'{name}' has no chat template for conversations"
+            known = " or ".join(TEMPLATES)
+            raise FileNotFoundError(f"{wrong}; give a file or a model's folder, or {known}")
         config = path if path.suffix == ".json" else config
         values = read_json(config) if exists(config) else {}
         for each, token in values.items():

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.bert import Config, build, outline
 from experiments.bert.classify import class_of, largest_classes
-from experiments.bert.rows import split_of
+from experiments.bert.common import split_of
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state, rows_of
 from jaxtrain.models.encoder import EncoderConfig
