@@ -143,6 +143,14 @@ def make_rows():
     pathlib.Path("rows.csv").write_text("\n".join(["text,label", *csv]))
     rows = [{"source": f"count {n}", "target": label[n % 2]} for n in range(90)]
     pathlib.Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tagged = [{"tokens": ["stage", str(n)], "tags": ["O", "B-N"]} for n in range(90)]
+    answers = [{"text": [str(n)], "answer_start": [6]} for n in range(90)]
+    asked = [
+        {"question": "which?", "context": f"stage {n}", "answers": each}
+        for n, each in enumerate(answers)
+    ]
+    for name, lines in (("names.jsonl", tagged), ("questions.jsonl", asked)):
+        pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
 def make_module():
@@ -159,7 +167,7 @@ MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
     r"chat\.jsonl|pairs\.jsonl|PAIRS": [make_conversations],
-    r"rows\.": [make_rows],
+    r"rows\.|names\.|questions\.": [make_rows],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],

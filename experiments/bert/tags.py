@@ -198,13 +198,13 @@ def conclude(
         lines[0] += f"; of spans {', '.join(scores)}"
     if not config.examples:
         return lines
-    lines += ["", "held-out words of some rows, their tags, and what it says:", ""]
+    lines += ["", "a held-out word of some rows, its tag, and what it says:", ""]
     for row, guess_T in common.guesses(config, model, text, state):
-        places = np.flatnonzero(row["mask"])
-        for place, stop in list(zip(places, [*places[1:], row["segments"].sum() - 1], strict=True))[
-            :4
-        ]:
-            word = text.tokenizer.decode(row["tokens"][place:stop]).strip()
-            was, said = (text.classes[each[place]] for each in (row["targets"], guess_T))
-            lines.append(f"  {word[:40]:40}  {was:16} {said}")
+        if not row["mask"].any():
+            continue
+        place = int((row["mask"] * (1 + (row["targets"] > 0))).argmax())  # a span's, if it has one
+        stop = [*np.flatnonzero(row["mask"][place + 1 :]), row["segments"].sum() - 2 - place][0]
+        word = text.tokenizer.decode(row["tokens"][place : place + 1 + stop]).strip()
+        was, said = (text.classes[each[place]] for each in (row["targets"], guess_T))
+        lines.append(f"  {word[:60]:60}  {was:16} {said}")
     return lines
