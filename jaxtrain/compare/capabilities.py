@@ -238,6 +238,9 @@ def _with_head(head: str, experiment: Experiment) -> Experiment:
     config = experiment.metadata.config
     model = trained.read_model(config, where="compose")
     model = dataclasses.replace(model, head=head, classes=3 if head == "tags" else None)
+    if head == "spans":  # A norm's bias before it would have no gradient but rounding.
+        own = {"norm_position": "pre", "bias": False, "pooling": "mean"}
+        model = dataclasses.replace(model, **own)
     stages = encoder.stages(model)
 
     def head_loss(params: Any, x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> Any:

@@ -22,6 +22,7 @@ from jaxtrain.build import rows_of
 from jaxtrain.compare import parity
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.models import encoder
+from jaxtrain.models.generate import generate_step
 from jaxtrain.run import trained
 from jaxtrain.run.main import main, parse
 from tests.commands import run as command
@@ -229,6 +230,12 @@ def test_what_is_no_row_of_words_or_questions_is_refused(files, tmp_path):
         built(files, "answers", "--tag-names", "O")
 
 
+def test_an_encoder_cannot_generate():
+    model = encoder.EncoderConfig(vocab_size=9, seq_len=4, layers=1, width=8, heads=2)
+    with pytest.raises(ValueError, match="a model of the form encoder cannot generate: it reads"):
+        generate_step(model, max_new_tokens=2)
+
+
 def test_answers_may_be_flat_or_listed():
     row = {"question": "?", "context": "a b"}
     listed = row | {"answers": [{"text": "b", "answer_start": 2}]}
@@ -295,4 +302,5 @@ def test_every_mesh_and_pipeline_agrees_with_one_device(files, task, lora, tmp_p
     pipe = "pipe=2,fsdp=2,tensor=2,pipeline.microbatches=2"
     layouts = ["data=2,fsdp=2,tensor=2", pipe, "data=8,zero=2"]
     for comparison in parity.compare(build(config), layouts=layouts, steps=2):
-        assert comparison.agrees(1e-5), comparison
+        # The last norm's bias has no gradient from a softmax over places, but rounding.
+        assert comparison.agrees(1e-5 if task == "tags" else 1e-4), comparison
