@@ -124,6 +124,28 @@ def test_the_first_token_of_a_word_has_its_tag_and_numbers_are_as_good_as_names(
         built(tmp_path, "tags", "--tag-names", "O", "B-A")
 
 
+def test_a_token_of_the_space_before_a_word_is_not_the_word():
+    class Spaced:
+        """Tokens are letters; what a row begins and ends with are 8 and 9."""
+
+        eod = 9
+
+        def special_id(self, name):
+            return 8
+
+        def encode_placed(self, texts):
+            letters = [np.stack([np.arange(len(t)), 1 + np.arange(len(t))], -1) for t in texts]
+            return [
+                (np.full(len(t), 5, np.int32), each) for t, each in zip(texts, letters, strict=True)
+            ]
+
+    model = encoder.EncoderConfig(vocab_size=10, seq_len=9, layers=1, width=8, heads=2)
+    given = [{"tokens": ["ab", "", "c", "def", "g"], "tags": [1, 2, 3, 4, 5]}]
+    rows = tags.TagRows(Config(seq_len=9), model, Spaced(), given)
+    assert rows[0]["targets"].tolist() == [0, 1, 0, 0, 0, 3, 0, 4, 0]
+    assert (rows[0]["mask"].sum(), rows.cut) == (3, 1)
+
+
 def spans(tags):
     """Kind, first and last word of every span, by the definition, one word after the other."""
     found, begun = [], None
@@ -183,6 +205,11 @@ def test_an_answer_is_found_again_in_the_parts_of_a_long_context(files):
             said = text.tokenizer.decode(row["tokens"][a : b + 1]).strip()
             assert said == question["answers"][0][0]
     assert max(parts.values()) > 1
+    for number, letters in enumerate(rows.letters):
+        room = 24 - rows.before(number) - 1
+        firsts = [first for of, first in rows.windows if of == number]
+        assert firsts == [i * (room - 4) for i in range(len(firsts))]  # four are shared
+        assert firsts[-1] + room >= len(letters) > (firsts[-1] + 4 if len(firsts) > 1 else 0)
     # A model that is sure of the right places gives the right answers.
     logits = np.zeros((len(rows), 24, 2))
     for index in range(len(rows)):
