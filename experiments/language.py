@@ -37,12 +37,14 @@ from jaxtrain.tree import map_named, named_leaves
 # What a resumed run may have otherwise besides what all may, and what that means for its steps.
 MAY_CHANGE = {
     # Where they lie; what they hold has a fingerprint.
-    **dict.fromkeys(("data", "field", "tokenizer", "init_from", "adapter"), Effect.SAME),
+    **dict.fromkeys(("data", "field", "chat_template", "tokenizer"), Effect.SAME),
+    **dict.fromkeys(("init_from", "adapter"), Effect.SAME),
     "distill.teacher": Effect.SAME,
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
     **dict.fromkeys(("held_out_rows", "held_out_bytes", "held_out_text*"), Effect.EVALUATION),
+    **dict.fromkeys(("also_held_out", "text.old"), Effect.EVALUATION),
 }
 # Which experiment trains models of which form.
 TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}

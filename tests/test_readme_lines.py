@@ -50,11 +50,13 @@ SMALLER = {
     r"(-m|parity|compare) experiments\.gpt (?!.*(--init-from|--resume))": SIZES,
     r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
     r"-m experiments\.gpt\.generate": "--tokens 4",
+    r"-m experiments\.finetune": "--global-batch 8",
+    r"experiments\.finetune .*(chat|pairs)\.jsonl": "--seq-len 128 --sample-tokens 4",
     r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
     r"-m experiments\.bert ": "--examples 2",
     r"-m experiments\.t5 ": "--examples 8",
     r"-m experiments.*--model (gpt2|llama)": "--heads 8",
-    r"jaxtrain plan experiments": "--layers 2 --width 128 --heads 16 --seq-len 64",
+    r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
@@ -103,6 +105,8 @@ def run(words):
         generate.main(words[3:])
     else:
         module = importlib.import_module(words[2])
+        if words[2] == "experiments.finetune":
+            return module.main(words[3:])
         jt.main(module.Config, module.build, words[3:])
 
 
@@ -139,6 +143,14 @@ def make_rows():
     pathlib.Path("rows.csv").write_text("\n".join(["text,label", *csv]))
     rows = [{"source": f"count {n}", "target": label[n % 2]} for n in range(90)]
     pathlib.Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tagged = [{"tokens": ["stage", str(n)], "tags": ["O", "B-N"]} for n in range(90)]
+    answers = [{"text": [str(n)], "answer_start": [6]} for n in range(90)]
+    asked = [
+        {"question": "which?", "context": f"stage {n}", "answers": each}
+        for n, each in enumerate(answers)
+    ]
+    for name, lines in (("names.jsonl", tagged), ("questions.jsonl", asked)):
+        pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
 def make_module():
@@ -155,12 +167,16 @@ MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
     r"chat\.jsonl|pairs\.jsonl|PAIRS": [make_conversations],
-    r"rows\.": [make_rows],
+    r"rows\.|names\.|questions\.": [make_rows],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
     r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
+    r"ENCODER": [
+        f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
+        "jaxtrain hf export --run runs/words --out ENCODER",
+    ],
     r"rows\.csv.*MODEL": [
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out MODEL",

@@ -49,12 +49,17 @@ class Config(language.Config):
 
     data: str = "python"
     """Text to learn: "python" (the standard library's source), a folder or file (text, JSONL,
-    Parquet, Arrow), a store that `jaxtrain tokenize` has made, or several of those by shares:
-    code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind it from step 1000 on."""
+    Parquet, Arrow; rows of conversations too), a store that `jaxtrain tokenize` has made, or
+    several of those by shares: code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind
+    it from step 1000 on."""
     tokenizer: str | None = None
     """"bytes", as where it is left out; a tokenizer.json, or the folder of one; a number trains a
     BPE tokenizer of that many tokens first, and unigram:N or wordpiece:N one of those. Stores have
     their own."""
+    chat_template: str | None = None
+    """Chat template for rows of conversations (messages; prompt and completion; chosen and
+    rejected): chatml, plain, a Jinja file, or the folder of a model; left out, that of
+    --init-from."""
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
@@ -62,6 +67,9 @@ class Config(language.Config):
     distill: Distill = dataclasses.field(default_factory=Distill)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
+    also_held_out: str | None = None
+    """Text as for --data, which is not trained on and of which the held-out loss is measured too,
+    as old/loss: what a model forgets that is tuned on other text."""
 
     steps: int = 250
     global_batch: int = 16
@@ -81,7 +89,8 @@ def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, sample_tokens=0)
     options = language.tokenizer_options(config)
-    text = data.open_data(config.data, field=config.field, **options)
+    chat = config.chat_template or (config.source and config.source.path)
+    text = data.open_data(config.data, field=config.field, chat=chat, **options)
     tokenizer = text.tokenizer
     model = model_config(config, tokenizer.vocab_size)
     if config.teacher is not None:
@@ -96,10 +105,12 @@ def build(config: Config) -> jt.Experiment:
     held_out_rows = {
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
+    old = old_text(config, text, chat) if config.also_held_out else {}
+    held_out_rows |= {name: data.pack(each, model.seq_len) for name, (_, each) in old.items()}
     beginning = functools.partial(asked, texts, model.seq_len // 2)
     taught = config.teacher and {"taught_by": language.fingerprint_of(config.teacher.model)}
     fingerprints, mixture = dict(taught or {}), {}
-    for name, (train, held_out) in texts.items():
+    for name, (train, held_out) in (texts | old).items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
     if isinstance(rows, data.Mixture):
@@ -112,11 +123,11 @@ def build(config: Config) -> jt.Experiment:
             },
         }
     return step.with_(
-        **config.batches_of(rows, held_out_rows.get("", held_out_rows)),
+        **config.batches_of(rows, held_out_rows),
         **mixture,
         **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
         facts=language.facts(config, model, facts(config, texts, rows)),
-        conclude=functools.partial(conclude, config, model, tokenizer, texts),
+        conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (
             {"sample": "\n".join(sample(config, model, tokenizer, state, prompt=beginning()))}
             if config.sample_tokens
@@ -128,7 +139,7 @@ def build(config: Config) -> jt.Experiment:
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
     model = model_config(config, vocab_size or language.vocab_size(config))
-    pairs = data.holds_pairs(data.parse_data(config.data))
+    pairs = data.holds_pairs(data.parse_data(config.data), config.field)
     tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
     experiment = language.outline(
         config,
@@ -186,6 +197,26 @@ def with_teacher(
     return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
 
 
+def old_text(
+    config: Config, text: data.TextData, chat: str | None
+) -> dict[str, tuple[data.Corpus, data.Corpus]]:
+    """The text of --also-held-out, under the name of its evaluation set."""
+    own = data.open_data(
+        config.also_held_out, field=config.field, chat=chat, **language.tokenizer_options(config)
+    )
+    told = f"--also-held-out is {config.also_held_out}: it must have"
+    if list(own.found) != [""] or "old" in text.found:
+        raise ValueError(f"{told} one source, and --data none of the name old; give those")
+    if own.tokenizer.fingerprint != text.tokenizer.fingerprint:
+        raise ValueError(f"{told} the tokenizer of --data {config.data}; make it with that")
+    corpora = own.stores[""].corpus(), own.held_out(config.held_out_bytes)[""]
+    if corpora[0].pairs != next(iter(text.stores.values())).pairs:
+        raise ValueError(
+            f"{told} preferences where --data has, and text where that has; give those"
+        )
+    return {"old": corpora}
+
+
 def of_preferences(
     config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment
 ) -> jt.Experiment:
@@ -239,7 +270,8 @@ def conclude(
             f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
     if config.sample_tokens:
-        written = sample(config, model, tokenizer, state, prompt=asked(texts, model.seq_len // 2))
+        learned = {name: each for name, each in texts.items() if name != "old"}
+        written = sample(config, model, tokenizer, state, prompt=asked(learned, model.seq_len // 2))
         lines += ["", "a sample it wrote:", "", *written]
     return lines
 

@@ -28,7 +28,7 @@ from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, encoder
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
@@ -260,12 +260,39 @@ def _distilled(experiment: Experiment) -> Experiment:
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 
+def _with_head(head: str, experiment: Experiment) -> Experiment:
+    """An encoder with a head for tags or spans, which are functions of its tokens."""
+    config = experiment.metadata.config
+    model = trained.read_model(config, where="compose")
+    model = dataclasses.replace(model, head=head, classes=3 if head == "tags" else None)
+    if head == "spans":  # A norm's bias before it would have no gradient but rounding.
+        own = {"norm_position": "pre", "bias": False, "pooling": "mean"}
+        model = dataclasses.replace(model, **own)
+    stages = encoder.stages(model)
+
+    def head_loss(params: Any, x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+        tokens_BT, seen_BT = batch["tokens"], (batch["segments"] > 0).astype(jnp.float32)
+        told = {"targets": tokens_BT % 3, "mask": seen_BT}
+        if head == "spans":
+            told = {"span": tokens_BT[:, :2] % jnp.array([1, 3]), "mask": seen_BT[:, 0]}
+        return stages.head_loss(params, x_BTD, {"segments": batch["segments"]} | told)
+
+    return experiment.with_(
+        init_fn=functools.partial(encoder.init, model),
+        stages=dataclasses.replace(stages, head_loss=head_loss),
+        config={**config, "model": dataclasses.asdict(model)},
+    )
+
+
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
+    for name, head in (("tags of words", "tags"), ("answers in contexts", "spans")):
+        head = {"change": functools.partial(_with_head, head), "called": "head|encoder"}
+        yield tune(name, module="experiments.bert", **head)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,12 @@ TEMPLATES = {
 }
 # What transformers calls the files of a template and of its tokens.
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
-_SIDES = {"chosen", "rejected"}
+# Which fields a record has, by the name of each form that it may be read by.
+FORMS = {
+    "messages": {"messages"},
+    "completion": {"prompt", "completion"},
+    "chosen": {"chosen", "rejected"},
+}
 _ASKING = ("user", "system", "developer")
 FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
 # Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
@@ -181,6 +186,15 @@ class ChatTemplate:
         return value
 
 
+def forms_of(fields: Iterable[str]) -> list[str]:
+    """Returns the forms of conversation that a record with these fields may be read by.
+
+    >>> forms_of(["prompt", "chosen", "rejected", "messages"])
+    ['messages', 'chosen']
+    """
+    return [form for form, each in FORMS.items() if each <= set(fields)]
+
+
 def load_template(name: str) -> ChatTemplate:
     """Reads a chat template.
 
@@ -203,10 +217,11 @@ def load_template(name: str) -> ChatTemplate:
             path = folder / TEMPLATE
             path = path if exists(path) else config
         if not is_file(path):
-            raise FileNotFoundError(
-                f"chat template '{name}' does not exist; give a file or a model's folder, or "
-                f"{' or '.join(TEMPLATES)}"
-            )
+            wrong = f"chat template '{name}' does not exist"
+            if is_folder(as_path(name)):
+                wrong = f"'{name}' has no chat template for conversations"
+            known = " or ".join(TEMPLATES)
+            raise FileNotFoundError(f"{wrong}; give a file or a model's folder, or {known}")
         config = path if path.suffix == ".json" else config
         values = read_json(config) if exists(config) else {}
         for each, token in values.items():
@@ -317,8 +332,7 @@ def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> li
         return answer if whole else messages("prompt") + answer
 
     has = {name for name in FIELDS if record.get(name) is not None}
-    forms = {"messages": {"messages"}, "completion": {"prompt", "completion"}}
-    forms = {name: each for name, each in (forms | {"chosen": _SIDES}).items() if has >= each}
+    forms = forms_of(has)
     if not forms:
         raise ValueError(
             f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it "
@@ -329,7 +343,7 @@ def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> li
             f"{where} may be read by its {' or by its '.join(forms)}: say which, as in "
             f"--field {min(forms)}"
         )
-    form = field if field in forms else next(iter(forms))
+    form = field if field in forms else forms[0]
     if form == "messages":
         return [messages("messages")]
     return [answered(name) for name in (("chosen", "rejected") if form == "chosen" else [form])]

@@ -11,9 +11,9 @@ import tyro
 
 from jaxtrain.data.chat import load_template
 from jaxtrain.data.loader import spread
-from jaxtrain.data.mixtures import open_tokenizer
+from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
-from jaxtrain.data.sources import HELD_OUT, open_text
+from jaxtrain.data.sources import HELD_OUT
 from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
 from jaxtrain.data.writing import cpus, write_store
 from jaxtrain.host.least import check_least
@@ -61,15 +61,10 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     check_local(options.out)  # before a tokenizer is trained
     name = options.chat_template
     chat = None if name is None else load_template(name)
-    opened = functools.partial(
-        open_text, options.data, field=options.field, held_out=options.held_out
-    )
-    split = opened(chat=chat)
     kept = Path(options.out) / TOKENIZER
-    tokenizer = open_tokenizer(options.tokenizer, split, kept=kept if exists(kept) else None)
-    if chat is not None:
-        chat = dataclasses.replace(chat, special=tokenizer.special_pattern)
-        split = opened(chat=chat)
+    make = functools.partial(open_tokenizer, options.tokenizer, kept=kept if exists(kept) else None)
+    text = {"field": options.field, "held_out": options.held_out}
+    split, tokenizer, chat = open_documents(options.data, make, chat=chat, **text)
     source = source_of(options.data, options.field, options.held_out, chat)
     store = write_store(
         split,

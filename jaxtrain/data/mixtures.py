@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import sources
+from jaxtrain.data.chat import ChatTemplate, forms_of, load_template
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
 from jaxtrain.data.store import MANIFEST, Store, check_local, is_store, open_store, source_of
@@ -223,7 +224,8 @@ class TextData:
         stores = {}
         for name, found in self.found.items():
             if not isinstance(found, Store):
-                source = source_of(self.spec.paths[name], self.field)
+                chat = found.train.files and found.train.files.chat
+                source = source_of(self.spec.paths[name], self.field, chat=chat)
                 found = cached_store(found, self.tokenizer, source=source)
             stores[name] = found
         return stores
@@ -252,6 +254,7 @@ def open_data(
     field: str = "text",
     tokenizer: str = "bytes",
     kept: os.PathLike[str] | None = None,
+    chat: str | None = None,
 ) -> TextData:
     """Opens what ``--data`` names; text that is no store becomes one under the cache when used.
 
@@ -262,13 +265,14 @@ def open_data(
       tokenizer: "bytes", a ``tokenizer.json``, or a number: a BPE tokenizer of that many tokens is
         trained on the text ("unigram:N" and "wordpiece:N": one of those). Stores have their own.
       kept: a tokenizer that was trained before, to take instead where there is that file.
+      chat: the template of rows that are conversations, as for `load_template`; None for none.
 
     Raises:
       ValueError: stores of different tokenizers, preferences beside something else, and what the
         stores and the text raise.
     """
     spec = parse_data(text)
-    holds_pairs(spec)
+    holds_pairs(spec, field)
     encoder = tokenizer_of_stores(spec, tokenizer)
     found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():
@@ -277,9 +281,37 @@ def open_data(
         else:
             if is_remote(path) and exists(as_path(path) / MANIFEST):
                 check_local(path)
-            found[name] = sources.open_text(path, field=field)
-            encoder = encoder or open_tokenizer(tokenizer, found[name], kept=kept)
+            template = load_template(chat) if chat and conversations_in(path, field) else None
+            make = functools.partial(open_tokenizer, tokenizer, kept=kept)
+            if encoder is not None:
+                make = lambda split, found=encoder: found  # noqa: E731
+            found[name], encoder, _ = open_documents(path, make, field=field, chat=template)
     return TextData(spec, encoder, found, field)
+
+
+def open_documents(
+    path: str,
+    make_tokenizer: Callable[[sources.Split], Tokenizer],
+    *,
+    chat: ChatTemplate | None = None,
+    **options: Any,
+) -> tuple[sources.Split, Tokenizer, ChatTemplate | None]:
+    """Opens text or conversations, and the tokenizer of them; returns the template, too, with the
+    special tokens that it may use. Options are those of `jaxtrain.data.open_text`."""
+    split = sources.open_text(path, chat=chat, **options)
+    tokenizer = make_tokenizer(split)
+    if chat is not None:
+        chat = dataclasses.replace(chat, special=tokenizer.special_pattern)
+        split = sources.open_text(path, chat=chat, **options)
+    return split, tokenizer, chat
+
+
+def conversations_in(path: str, field: str = "text") -> str | None:
+    """Returns the form of conversation that the rows of a file or folder have, a name of
+    `jaxtrain.data.chat.FORMS`; None where they have the field of a text, or are none."""
+    names = sources.fields_of(path)
+    forms = [form for form in forms_of(names) if field == form or field not in names]
+    return field if field in forms else next(iter(forms), None)
 
 
 def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | None:
@@ -307,13 +339,18 @@ def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | Non
     return found
 
 
-def holds_pairs(spec: DataSpec) -> bool:
-    """Whether the sources hold preferences, as stores alone may.
+def holds_pairs(spec: DataSpec, field: str = "text") -> bool:
+    """Whether the sources hold preferences, in a store or in rows of conversations.
 
     Raises:
       ValueError: some do and some do not.
     """
-    pairs = {path: is_store(path) and open_store(path).pairs for path in spec.paths.values()}
+    pairs = {
+        path: open_store(path).pairs
+        if is_store(path)
+        else conversations_in(path, field) == "chosen"
+        for path in spec.paths.values()
+    }
     if len(set(pairs.values())) > 1:
         has, has_not = (
             next(path for path in pairs if pairs[path] is each) for each in (True, False)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from etils import epath
 
-from jaxtrain.data.chat import FIELDS, ChatTemplate
+from jaxtrain.data.chat import FIELDS, ChatTemplate, forms_of
 from jaxtrain.host import extras, storage
 from jaxtrain.host.paths import as_path, exists, is_file, is_folder, look
 
@@ -322,6 +322,17 @@ def read_rows(
     return sides
 
 
+def fields_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Returns the names of the fields of the first row of a file, or of a folder's first file of
+    rows; none where there is no row, as in texts and images."""
+    root, suffixes = as_path(path), (*ROW_SUFFIXES, *TABLE_SUFFIXES)
+    files = [root] if is_file(root) else []
+    if not files and is_folder(root):
+        files = [root / name for name in find_files(root, suffixes)[:1]]
+    rows = (_rows_of(file) for file in files if file.name.lower().endswith(suffixes))
+    return tuple(next(itertools.chain.from_iterable(rows), ()))
+
+
 def texts_of_rows(sides: Iterable[list[dict[str, Any]]], fields: Iterable[str]) -> Split:
     """Returns the texts of rows as documents, such as a tokenizer learns from."""
 
@@ -550,8 +561,7 @@ def _text_of(record: dict[str, Any], where: str, field: str) -> bytes:
 
 def _of_conversations(names: Iterable[str]) -> str:
     """Returns advice for rows that are conversations instead of text; empty for other rows."""
-    conversation = ({"messages"}, {"prompt", "completion"}, {"chosen", "rejected"})
-    if not any(each <= set(names) for each in conversation):
+    if not forms_of(names):
         return ""
     return "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
 

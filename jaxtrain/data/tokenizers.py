@@ -364,6 +364,21 @@ class SubwordTokenizer(_BytePieces):
         """Returns the ids of texts that each follow a special token."""
         return self._encode(self._inside, texts)
 
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, int32 [T], and where in it, counted in letters, what each
+        stands for begins and ends, int [T, 2]."""
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        found = []
+        for encoding in self._tokenizer.encode_batch(valid, add_special_tokens=False):
+            ids_T = np.array(encoding.ids, np.int32)
+            letters_T2 = np.array(encoding.offsets, int).reshape(-1, 2)
+            if self._never[ids_T].any():
+                parts = [self._as_text(ids_T[i : i + 1]) for i in range(len(ids_T))]
+                ids_T = np.concatenate(parts)
+                letters_T2 = np.repeat(letters_T2, list(map(len, parts)), axis=0)
+            found.append((ids_T, letters_T2))
+        return found
+
     def _encode(self, tokenizer: Any, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         # Odd parts are the invalid bytes of a text, which UTF-8 text itself cannot contain.
         split = [

@@ -46,6 +46,8 @@ BERT_ROWS = (
     Row("head/bias", "cls.predictions.bias", vocab=0),
     *dense("head/pool", "bert.pooler.dense"),
     *dense("head/out", "classifier"),
+    *dense("head/tags", "classifier"),
+    *dense("head/spans", "qa_outputs"),
 )
 
 ROBERTA_ROWS = (
@@ -55,6 +57,8 @@ ROBERTA_ROWS = (
     Row("head/bias", "lm_head.bias", vocab=0),
     *dense("head/pool", "classifier.dense"),
     *dense("head/out", "classifier.out_proj"),
+    *dense("head/tags", "classifier"),
+    *dense("head/spans", "qa_outputs"),
 )
 
 
@@ -76,7 +80,7 @@ def _modernbert_rows() -> tuple[Row, ...]:
         Row("head/transform/kernel", "head.dense.weight", T),
         Row("head/norm/scale", "head.norm.weight"),
         Row("head/bias", "decoder.bias", vocab=0),
-        *dense("head/out", "classifier"),
+        *(row for ours in ("out", "tags", "spans") for row in dense(f"head/{ours}", "classifier")),
     )
 
 
@@ -121,7 +125,13 @@ VIT_FIELDS = _SHAPE | {
     "attention_probs_dropout_prob": Field("attention_dropout", 0.0),
 }
 
-_HEADS = {"ForMaskedLM": "tokens", "ForSequenceClassification": "classes", "Model": "none"}
+_HEADS = {
+    "ForMaskedLM": "tokens",
+    "ForSequenceClassification": "classes",
+    "ForTokenClassification": "tags",
+    "ForQuestionAnswering": "spans",
+    "Model": "none",
+}
 
 # What the architectures predict; the first of a head is what is written.
 BERT_HEADS, ROBERTA_HEADS, MODERNBERT_HEADS = (
@@ -131,7 +141,7 @@ BERT_HEADS, ROBERTA_HEADS, MODERNBERT_HEADS = (
 BERT_HEADS["BertForPreTraining"] = "tokens"
 VIT_HEADS = {"ViTForImageClassification": "classes", "ViTModel": "none"}
 # Tensors of heads, of which a model with another head reads none or some.
-OF_HEADS = r"^(cls|classifier|lm_head|head|decoder)\.|(^|\.)pooler\."
+OF_HEADS = r"^(cls|classifier|qa_outputs|lm_head|head|decoder)\.|(^|\.)pooler\."
 
 
 def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any
     named = theirs.get("architectures") or list(heads)
     head = heads[named[0]]
     labels, number = theirs.get("id2label"), theirs.pop("num_labels", None)
-    if head != "classes":
+    if head not in ("classes", "tags"):
         return {"head": head}
     if labels is not None and not isinstance(labels, dict):
         raise ValueError(f"id2label={labels!r} is not an object")

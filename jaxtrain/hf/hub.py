@@ -22,20 +22,22 @@ FILES = (
 )
 
 
-def local_folder(name: str | Path) -> str:
+def local_folder(name: str | Path, *, agree: bool = True) -> str:
     """Returns the folder of a model: ``name`` where it is one, or can be none of the hub's; else
     the one in the hub's cache, into which it is downloaded if it is not there.
 
-    Every process calls it, and all get the commit that the first one has found. Raises ValueError
-    where the package is missing, or the hub has no such model, or not for this login, and OSError
-    where the hub cannot be reached, and its cache lacks the model.
+    Every process calls it, and all get the commit that the first one has found; without ``agree``
+    each finds its own, as before the processes have met. Raises ValueError where the package is
+    missing, or the hub has no such model, or not for this login, and OSError where the hub cannot
+    be reached, and its cache lacks the model.
     """
     name = str(name)
     found = _NAME.fullmatch(name)
     if found is None or exists(as_path(name)):
         return name
     model, revision = found["model"], found["revision"]
-    first = from_first_process(lambda: _downloaded(name, model, revision))
+    find = lambda: _downloaded(name, model, revision)  # noqa: E731
+    first = from_first_process(find) if agree else find()
     return first if exists(first) else _downloaded(name, model, Path(first).name)
 
 

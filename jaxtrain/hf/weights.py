@@ -127,8 +127,10 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     if (most := max(counts.values())) > len(tensors):  # before there are as many names
         raise ValueError(f"'{folder}' has {len(tensors)} tensors for {most} layers in config.json")
 
-    # A head that the folder lacks is initialised anew; another head of the folder is ignored.
+    # A head that the folder lacks is initialised anew; another head of the folder is ignored, also
+    # where its tensor has the name and the shape of one that is lacking.
     new_head = _head(config) != _head(own)
+    own_paths = family.rows_of(own)[0].keys() if new_head else ()
 
     def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:
         row = rows[path]
@@ -136,7 +138,8 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
         wanted = row.their_shape(inner, config.vocab_size)
         names = row.names(shape.shape[0])
         of_head = new_head and path.startswith("head/")
-        if of_head and any(name not in tensors or tensors[name].shape != wanted for name in names):
+        lacks = (name not in tensors or tensors[name].shape != wanted for name in names)
+        if of_head and (path not in own_paths or any(lacks)):
             return None
         for name in names:
             if name not in tensors:

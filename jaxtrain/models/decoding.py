@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models import decoder, encoder_decoder, layers
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
 from jaxtrain.ops.attention import cached_attention
 from jaxtrain.ops.per_device import split_over
@@ -86,6 +87,11 @@ class Decoder(Protocol):
 
 def decoder_of(config: DecoderConfig | T5Config) -> Decoder:
     """Returns the decoder of a model."""
+    if isinstance(config, EncoderConfig):
+        raise ValueError(
+            "a model of the form encoder cannot generate: it reads whole rows; give a decoder or "
+            "an encoder-decoder"
+        )
     return SourceDecoder(config) if isinstance(config, T5Config) else CausalDecoder(config)
 
 

@@ -10,7 +10,9 @@ A batch is a dict: ``tokens`` int32 [B, T], and optionally ``segments``, ``posit
 decoder: attention stays within a document, and 0 is padding) and ``types`` (int32 [B, T], by
 default 0). With a head for tokens there are ``targets`` int32 and ``mask`` float32, [B, T], or
 [B, M] with ``places`` int32 [B, M]: the positions of a row that are predicted, so that the head
-works on these alone. With a head for classes there are ``label`` int32 and ``mask`` float32, [B].
+works on these alone. With a head for classes there are ``label`` int32 and ``mask`` float32, [B];
+with one for tags ``targets`` and ``mask``, [B, T]; with one for spans ``span`` int32 [B, 2], the
+positions of the first and the last token, and ``mask`` [B].
 
 Shapes: B batch, T positions, M predictions of a row, N = B * T tokens, D width, L layers, V rows of
 the token table, C classes.
@@ -38,7 +40,7 @@ from jaxtrain.stages import Stages, loss_from_stages, run_layers
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
 
-HEADS = ("tokens", "classes", "none")
+HEADS = ("tokens", "classes", "tags", "spans", "none")
 POOLINGS = ("first", "first_normed", "mean")
 
 RULES = OptionalRules(
@@ -47,8 +49,8 @@ RULES = OptionalRules(
         (r"^embed/types$", (None, "embed")),
         (r"^embed/norm/(scale|bias)$", (None,)),
         # Whole on purpose: they are small, and only the last stage of a pipeline has them.
-        (r"^head/(transform|pool|out)/kernel$", (None, None)),
-        (r"^head/(transform|pool|norm|out)/(bias|scale)$", (None,)),
+        (r"^head/(transform|pool|out|tags|spans)/kernel$", (None, None)),
+        (r"^head/(transform|pool|norm|out|tags|spans)/(bias|scale)$", (None,)),
         (r"^head/bias$", ("vocab",)),
     )
 )
@@ -68,11 +70,12 @@ class EncoderConfig(TokenFields):
       unused_positions: rows of the table of positions before that of a row's first token: RoBERTa
         has 2, which nothing reads. None means none.
       head: what the model predicts: masked ``tokens``, by the transposed token table; ``classes``
-        of a row, from its first token; ``none``, whose result are hidden states.
-      classes: C, with that head.
+        of a row, from its first token; ``tags``, a class of every token; ``spans``, the tokens that
+        an answer begins and ends with; ``none``, whose result are hidden states.
+      classes: C, with a head for classes or tags.
       pooling: what a head for classes reads: the ``first`` token, under a dense layer and tanh; or
         the ``first_normed`` or the ``mean`` of the row, under what a head for tokens has, a dense
-        layer, an activation and a norm.
+        layer, an activation and a norm, which heads for tags and spans then have too.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
     :class:`ModelFields` and, of each layer, :class:`LayerFields`.
@@ -96,10 +99,10 @@ class EncoderConfig(TokenFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.classes is None) == (self.head == "classes"):
+        if (self.classes is None) == (self.head in ("classes", "tags")):
             raise ValueError(
                 f"classes={self.classes} and head={self.head!r}: give a number of classes with "
-                "head='classes', and with no other"
+                "head='classes' or head='tags', and with no other"
             )
 
     @functools.cached_property
@@ -242,6 +245,28 @@ class ClassHead(nnx.Module):
         return layers.class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
 
 
+class PlaceHead(Transform):
+    """Maps the hidden state of every token to float32 logits: of its tag, or of a span that begins
+    and of one that ends there."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.name, self.normed = config.head, config.pooling != "first"
+        if self.normed:
+            super().__init__(config, rngs=rngs)
+        setattr(self, self.name, layers.dense(config.width, config.classes or 2, rngs))
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        del segments_BT
+        x_BTD, out = gather_sequence(x_BTD), getattr(self, self.name)
+        x_BTD = self.hidden(x_BTD) if self.normed else x_BTD
+        if self.name == "spans":
+            # A softmax over places is the same for every bias: its gradient would be rounding
+            # alone, of which an optimizer like Adam makes whole steps.
+            out.bias.set_value(jax.lax.stop_gradient(out.bias[...]))
+        logits_NC = layers.class_logits(out, x_BTD.reshape(-1, x_BTD.shape[-1]))
+        return logits_NC.reshape(*x_BTD.shape[:2], -1)
+
+
 def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
     """Draws float32 parameters: kernels and tables N(0, 0.02), biases zero.
 
@@ -258,7 +283,8 @@ def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
 
 
 def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
-    """Returns ``loss(params, batch, rng)``: the cross-entropy of masked tokens, or of classes.
+    """Returns ``loss(params, batch, rng)``: the cross-entropy of masked tokens, of classes or tags,
+    or of the two ends of spans, their mean.
 
     ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
     the mask) and the metric ``accuracy``.
@@ -290,7 +316,8 @@ def encode(
 def logits(
     config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns float32 logits: of tokens [B, T, vocab_size], or of classes [B, C].
+    """Returns float32 logits: of tokens [B, T, vocab_size], of classes [B, C], of tags [B, T, C],
+    or of the first and the last token of spans [B, T, 2].
 
     Arguments are those of :func:`encode`.
 
@@ -298,7 +325,7 @@ def logits(
       ValueError: the model has no head.
     """
     module, x_BTD = _head(config, params), encode(config, params, batch, rng)
-    if config.head == "classes":
+    if config.head != "tokens":
         return module(x_BTD, batch.get("segments"))
     kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
     return layers.token_logits(config, module.hidden(x_BTD), kernel_DV, bias_V)
@@ -330,14 +357,35 @@ def head_loss(
     """
     module = _head(config, params)
     x_BTD = _final_norm(config, params, x_BTD)
-    if config.head == "classes":
-        return layers.class_loss(module(x_BTD, batch.get("segments")), batch)
+    if config.head != "tokens":
+        return logits_loss(config, module(x_BTD, batch.get("segments")), batch)
     if "places" in batch:
         # A product, which every partitioner can split, and not a gather.
         chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
         x_BTD = constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
     kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
     return layers.token_loss(config, module.hidden(x_BTD), kernel_DV, batch, bias_V=bias_V)
+
+
+def logits_loss(config: EncoderConfig, logits: jax.Array, batch: Batch) -> WeightedLoss:
+    """The cross-entropy of :func:`logits` of classes, tags or spans, and their accuracy; a span is
+    right where both of its ends are, and none ends in padding."""
+    if config.head == "classes":
+        return layers.class_loss(logits, batch)
+    if config.head == "tags":
+        flat = {"label": batch["targets"].reshape(-1), "mask": batch["mask"].reshape(-1)}
+        return layers.class_loss(logits.reshape(-1, logits.shape[-1]), flat)
+    if "segments" in batch:
+        logits = jnp.where(batch["segments"][..., None] > 0, logits, jnp.finfo(logits).min / 2)
+    log_p_BT2, span_B2 = jax.nn.log_softmax(logits, axis=1), batch["span"]
+    mask_B = batch["mask"].astype(log_p_BT2.dtype)
+    nll_B = -jnp.take_along_axis(log_p_BT2, span_B2[:, None], axis=1).mean((1, 2))
+    hits_B = (log_p_BT2.argmax(axis=1) == span_B2).all(axis=1)
+    return WeightedLoss(
+        total=(nll_B * mask_B).sum(),
+        weight=mask_B.sum(),
+        metrics={"accuracy": (hits_B * mask_B).sum()},
+    )
 
 
 parameter_count = functools.partial(layers.parameter_count, init)
@@ -366,13 +414,14 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
 
 def _head(config: EncoderConfig, params: Params) -> nnx.Module:
     if config.head == "none":
-        raise ValueError("head='none' predicts nothing: give head='tokens' or head='classes'")
+        raise ValueError("head='none' predicts nothing: give head='tokens', or another")
     return layers.apply(_head_of(config), config, params["head"])
 
 
 def _head_of(config: EncoderConfig) -> type[nnx.Module] | None:
     classes = ClassHead if config.pooling == "first" else NormedClassHead
-    return {"tokens": TokenHead, "classes": classes, "none": None}[config.head]
+    places = {"tags": PlaceHead, "spans": PlaceHead}
+    return ({"tokens": TokenHead, "classes": classes, "none": None} | places)[config.head]
 
 
 def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -195,6 +195,14 @@ def fit(
     options = options or RunOptions()
     _check_plugs(hooks, writers)
     calls = experiment.layout.steps_per_call
+    if options.eval_epochs:
+        if (epoch := experiment.data.steps_per_epoch) is None:
+            raise ValueError(
+                f"`eval_epochs` is {options.eval_epochs}, and how many rows an epoch has is not "
+                "known: give `eval_every`"
+            )
+        every = calls * math.ceil(options.eval_epochs * float(epoch) / calls)
+        options = dataclasses.replace(options, eval_every=every, eval_epochs=0.0)
     for name in ("eval_every", "save_every"):
         if (every := getattr(options, name)) % calls:
             raise ValueError(
@@ -325,7 +333,7 @@ def _fit(
         concluded, best = (averaged(state), means), _best(experiment, abstract, checkpoints)
         if stopped:
             lines.append(f"stopped      after step {int(state.step)}: {stopped}")
-        if stopped and best:
+        if best and (stopped or options.saves_best):
             value = best.evaluation[metadata.best_metric]
             path = checkpoints.directory / str(best.step)
             lines.append(f"best saved   {path}, eval/{metadata.best_metric} {value:.4f}")

@@ -241,6 +241,7 @@ def main(
     build: Callable[[Any], Experiment],
     arguments: Sequence[str] | None = None,
     *,
+    default: Any = None,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
 ) -> None:
@@ -250,13 +251,15 @@ def main(
       config_type: a dataclass of flags, a kind of :class:`Config`.
       build: makes the experiment of one.
       arguments: the flags; by default, those of the process.
+      default: a config that has what the flags of a new run leave out.
       hooks, writers: as for :func:`jaxtrain.fit`.
 
     Exits with the codes of :mod:`jaxtrain.host.exit_codes`; an invalid configuration prints one
     sentence and exits with ``REFUSED``.
     """
     with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
-        config = parse(config_type, arguments, default=run_to_resume(config_type, arguments))
+        resumed = run_to_resume(config_type, arguments)
+        config = parse(config_type, arguments, default=default if resumed is None else resumed)
         use_compilation_cache()
         processes = getattr(config, "distributed", options.ProcessOptions())
         handle = config.run.handle_signals
@@ -283,6 +286,17 @@ def main(
 def parse(config_type: type, arguments: Sequence[str] | None = None, *, default: Any = None) -> Any:
     """Reads a config from the flags, by default those of the process, and simulates devices where
     it asks for them; ``default`` is a config that has what the flags leave out."""
+    config = _read_flags(config_type, arguments, default, program_name())
+    if count := getattr(config, "simulate_devices", 0):
+        simulate_devices(count)
+    if numbers := getattr(config, "devices", ()):
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, numbers)))
+    return config
+
+
+def _read_flags(
+    config_type: type, arguments: Sequence[str] | None, default: Any, program: str
+) -> Any:
     arguments = sys.argv[1:] if arguments is None else arguments
     typed = {word.partition("=")[0] for word in arguments}
     if {"--epochs", "--steps"} <= typed:
@@ -294,12 +308,7 @@ def parse(config_type: type, arguments: Sequence[str] | None = None, *, default:
         default = dataclasses.replace(default, steps=config_type.steps)
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
-    config = tyro.cli(config_type, args=arguments, prog=program_name(), **defaults)
-    if count := getattr(config, "simulate_devices", 0):
-        simulate_devices(count)
-    if numbers := getattr(config, "devices", ()):
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, numbers)))
-    return config
+    return tyro.cli(config_type, args=arguments, prog=program, **defaults)
 
 
 def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
@@ -385,11 +394,13 @@ def build_experiment(module: Any, config: Any, *, outline: bool = False) -> Expe
 
 def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
     """Imports an experiment's module and reads its config from the flags, as
-    :func:`load_experiment`."""
-    module = experiment_module(module_name)
-    refuse_aliases(module.Config, flags)
-    config = tyro.cli(module.Config, args=flags, prog=f"jaxtrain {command} {module_name}")
-    return module, config
+    :func:`load_experiment`. A module may have ``choose(flags)`` that returns another one, and the
+    config that has what the flags leave out."""
+    module, default = experiment_module(module_name), None
+    if hasattr(module, "choose"):
+        module, default = module.choose(flags)
+    program = f"jaxtrain {command} {module_name}"
+    return module, _read_flags(module.Config, flags, default, program)
 
 
 def module_name(config_type: type) -> str:

@@ -45,7 +45,10 @@ class RunOptions:
         everything.
       log_every: Steps between lines in the logs.
       eval_every: Steps between evaluations; 0 evaluates only at the end.
-      eval_first: Evaluate before the first step too, as step 0.
+      eval_epochs: Passes over the training rows between evaluations, fractions too; 0 counts steps,
+        by eval_every.
+      eval_first: Evaluate before the first step too, as step 0; what is concluded then has the
+        held-out losses of before and after.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
@@ -53,7 +56,8 @@ class RunOptions:
         stops.
       early_stop_min_change: Change of the best metric that counts as better for early stopping; it
         must be larger than this.
-      save_best: Save after every evaluation that is among the keep_best best so far.
+      save_best: Save after every evaluation that is among the keep_best best so far, and conclude
+        the run from the best.
       best_metric: Metric of an evaluation, such as accuracy, that chooses the best checkpoint, in
         place of the experiment's own; best_mode must be given too.
       best_mode: Direction of best_metric: whether its smallest or its largest value is the best.
@@ -85,6 +89,7 @@ class RunOptions:
     accept_changes: tuple[str, ...] = ()
     log_every: int = 10
     eval_every: int = 0
+    eval_epochs: float = 0.0
     eval_first: bool = False
     early_stop_patience: int = 0
     early_stop_min_change: float = 0.0
@@ -109,14 +114,20 @@ class RunOptions:
     def __post_init__(self) -> None:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1, "keep_best": 1}
-        least |= {"sample_seconds": 0, "early_stop_patience": 0, "early_stop_min_change": 0}
+        least |= dict.fromkeys(("eval_epochs", "sample_seconds", "early_stop_patience"), 0)
+        least |= {"early_stop_min_change": 0}
         check_least(self, **least, price=0)
         if (self.best_metric is None) != (self.best_mode is None):
             raise ValueError(
                 f"`best_metric` is {self.best_metric!r} and `best_mode` {self.best_mode!r}: give "
                 "both, or neither"
             )
-        if self.early_stop_patience and not self.eval_every:
+        if self.eval_every and self.eval_epochs:
+            raise ValueError(
+                f"`eval_every` is {self.eval_every} and `eval_epochs` {self.eval_epochs}: give one "
+                "of them"
+            )
+        if self.early_stop_patience and not (self.eval_every or self.eval_epochs):
             raise ValueError(
                 f"`early_stop_patience` is {self.early_stop_patience} and `eval_every` 0: give the "
                 "steps between evaluations too"

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bert import Config, build, class_of, largest_classes, outline, split_of
+from experiments.bert import Config, build, outline
+from experiments.bert.classify import class_of, largest_classes
+from experiments.bert.common import split_of
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state, rows_of
 from jaxtrain.models.encoder import EncoderConfig

@@ -18,9 +18,11 @@ MODERN = SIZES | dict(
     },
     **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
 )
-TOKENS, CLASSES, NONE = (
+TOKENS, CLASSES, TAGS, SPANS, NONE = (
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
     "AutoModel",
 )
 
@@ -46,8 +48,14 @@ MODELS = {
         CLASSES,
     ),
     "modernbert, none": ("modernbert", MODERN, NONE),
+    "bert, tags": ("bert", SIZES | dict(num_labels=5), TAGS),
+    "bert, spans": ("bert", SIZES, SPANS),
+    "roberta, tags": ("roberta", ROBERTA | dict(num_labels=3), TAGS),
+    "roberta, spans": ("roberta", ROBERTA, SPANS),
+    "modernbert, tags": ("modernbert", MODERN | dict(num_labels=3), TAGS),
+    "modernbert, spans": ("modernbert", MODERN, SPANS),
 }
-EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens"]
+EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, tags", "bert, spans"]
 
 
 def save(name, folder, **options):
@@ -81,8 +89,12 @@ def batch(name):
     if head == CLASSES:
         label = rng.integers(0, fields["num_labels"], 4).astype(np.int32)
         return rows | {"label": label, "mask": np.ones(4, np.float32)}
+    if head == SPANS:
+        span = np.array([[3, 20], [0, 0], [1, 1], [2, 8]], np.int32)
+        return rows | {"span": span, "mask": np.ones(4, np.float32)}
     mask = ((rng.random((4, 24)) < 0.4) & (segments > 0)).astype(np.float32)
-    return rows | {"targets": rng.integers(3, 61, (4, 24)).astype(np.int32), "mask": mask}
+    kinds = (0, fields["num_labels"]) if head == TAGS else (3, 61)
+    return rows | {"targets": rng.integers(*kinds, (4, 24)).astype(np.int32), "mask": mask}
 
 
 def without_dropout(config):
@@ -102,13 +114,20 @@ def theirs(name, folder, rows):
     given = {"input_ids": rows["tokens"], "attention_mask": rows["segments"]}
     if MODELS[name][0] != "modernbert":
         given["token_type_ids"] = rows["types"]
-    if head != NONE:
-        ignored = np.where(rows["mask"] > 0, rows["targets"], -100) if head == TOKENS else 0
-        given["labels"] = rows["label"] if head == CLASSES else ignored
+    if head in (TOKENS, TAGS):
+        given["labels"] = np.where(rows["mask"] > 0, rows["targets"], -100)
+    elif head == CLASSES:
+        given["labels"] = rows["label"]
     given = {key: torch.tensor(x, dtype=torch.int64) for key, x in given.items()}
     found = model(**given)
     if head == NONE:
         return found.last_hidden_state.detach().numpy(), None, {}
-    found.loss.backward()
+    logits, loss = getattr(found, "logits", None), found.loss
+    if head == SPANS:  # whose loss there counts padding among the places
+        logits = torch.stack([found.start_logits, found.end_logits], -1)
+        seen = torch.tensor(rows["segments"])[..., None] > 0
+        span = torch.tensor(rows["span"], dtype=torch.int64)
+        loss = torch.nn.functional.cross_entropy(logits.masked_fill(~seen, -1e30), span)
+    loss.backward()
     grads = {path: x.grad.numpy() for path, x in model.named_parameters() if x.grad is not None}
-    return found.logits.detach().numpy(), float(found.loss.detach()), grads
+    return logits.detach().numpy(), float(loss.detach()), grads

@@ -13,11 +13,13 @@ from jaxtrain.compile import CompiledStep
 from jaxtrain.decisions import describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
+from jaxtrain.host.paths import as_path
 from jaxtrain.planning import by_layer
 from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import CONCLUSION, Journal
 from jaxtrain.run.observe.report.command import leave_report
+from jaxtrain.run.observe.report.records import read_run
 from jaxtrain.sharding.mesh import describe_mesh
 from jaxtrain.state import TrainState, host_bytes, local_bytes
 
@@ -96,6 +98,22 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
     return {"FLOPs": f"{task.flops_per_step:.3g} per step, by {task.flops_formula}{mfu}"}
 
 
+def since_start(run_dir: str, evaluation: Mapping[str, Any]) -> list[str]:
+    """Says how held-out losses have changed since before the first step, where they were evaluated
+    then."""
+    found, names = [], [n for n in evaluation if n == "loss" or n.endswith("/loss")]
+    with contextlib.suppress(OSError, ValueError):  # a log that cannot be read ends no run
+        series = read_run(as_path(run_dir), "").series
+        for name in names:
+            first, now = series.get(f"eval/{name}"), evaluation[name]
+            if first is not None and first.steps[0] == 0:
+                then = first.values[0]
+                found.append(f"  {name:20} {then:9.4f} {now:9.4f} {now - then:+9.4f}")
+    return (
+        [f"{'held-out':22} {'before':>9} {'after':>9} {'change':>9}", *found, ""] if found else []
+    )
+
+
 def print_conclusion(
     experiment: Experiment,
     state: TrainState,
@@ -110,6 +128,7 @@ def print_conclusion(
         lines += [*conclude(natural(experiment, state), evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])
     journal.beat()
-    lines += leave_report(run_dir) if jax.process_index() == 0 else ()
+    if jax.process_index() == 0:
+        lines += [*since_start(run_dir, evaluation), *leave_report(run_dir)]
     lines += [f"checkpoints  {run_dir}/checkpoints", f"TensorBoard  {run_dir}/tensorboard"]
     terminal.print_lines([*lines, f"JSONL log    {run_dir}/log.jsonl"])

@@ -61,7 +61,7 @@ def test_sets_have_means_of_their_own_and_share_programs(tmp_path, monkeypatch, 
         assert result.evaluation[f"{name}/loss"] == pytest.approx(loss, rel=1e-5)
     assert {"near/largest", "far/half"} < result.evaluation.keys()
     assert "loss" not in result.evaluation
-    assert concluded == [result.evaluation]
+    assert concluded == [told.of[2]] != [result.evaluation]  # the best, and not the last
     logged = {x["step"]: x for x in lines(tmp_path) if "eval/near/loss" in x}
     assert list(logged) == list(told.of) == [0, 2, 4]
     assert all(logged[n][f"eval/{k}"] == v for n in told.of for k, v in told.of[n].items())

@@ -1,0 +1,196 @@
+"""Train an encoder on text: ``python -m experiments.bert``.
+
+By default a small BERT learns to fill in masked tokens of the running Python's own standard
+library. ``--task classify`` then trains it to tell from a fragment of source code which of the ten
+largest packages it is of, beside a baseline of counted words (TF-IDF and logistic regression). The
+same files are held out of both tasks, by a hash of their path. ``--task tags`` and ``--task
+answers`` read rows: words with their tags (names in text), and questions with answers that stand in
+a context.
+
+    python -m experiments.bert --run-dir runs/masked
+    python -m experiments.bert --task classify
+    python -m experiments.bert --task classify --init-from runs/masked
+    python -m experiments.bert --init-from BERT --data my_texts/
+    python -m experiments.bert --task tags --init-from BERT --data names.jsonl
+    python -m experiments.bert --task answers --init-from BERT --data questions.jsonl
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import jaxtrain as jt
+from experiments import language
+from experiments.bert import answers, classify, mask, tags
+from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
+from jaxtrain import data
+from jaxtrain.hf.encoders import label_fields
+from jaxtrain.host.least import check_least
+from jaxtrain.models import encoder
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.optim.rules import LEARNING_RATES
+
+# Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).
+RATES = {"muon": 2e-3}
+# A published model is tuned with that of BERT's paper (Devlin et al. 2019, appendix A.3).
+PUBLISHED = RATES | {"adamw": 5e-5}
+# A task is a module that has the HEAD of its model, METADATA of the experiment, the axis of what
+# is PREDICTED of a row (M predictions, T positions), and `open_rows`, `text_of` and `conclude`.
+TASKS = {"mask": mask, "classify": classify, "tags": tags, "answers": answers}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(language.Config):
+    """Trains an encoder on text."""
+
+    form = "encoder"
+
+    task: Literal[tuple(TASKS)] = "mask"  # type: ignore[valid-type]
+    """Task to learn: mask fills in masked tokens; classify names the package or folder that a
+    fragment is of, or the label of a row; tags tells the tag of every word; answers finds the
+    answer to a question in a context."""
+    model: Literal[tuple(encoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
+    data: str = "python"
+    """Text to learn: "python" (the standard library's source), or a folder of texts; to classify,
+    one with a folder of texts for each class, or rows of text, label and perhaps text_pair (JSONL,
+    CSV, TSV, Parquet; a file, or a folder with train.* and validation.*). Rows of tokens (words)
+    and tags, or of question, context and answers (of text and answer_start, as SQuAD has them)."""
+    tokenizer: str | None = None
+    """A tokenizer.json with a mask, or a number: a BPE tokenizer of that many tokens is trained
+    first (unigram:N and wordpiece:N: one of those); left out, 4096."""
+    classes: int = 10
+    """Number of classes: the largest packages or folders; labelled rows have all of theirs."""
+    class_weights: bool = False
+    """Weigh labelled rows by their class, so that all classes count the same in training."""
+    tag_names: tuple[str, ...] = ()
+    """Names of the tags 0, 1 and so on, such as O B-PER I-PER, where rows have numbers; left out,
+    tags are named by the rows."""
+    stride: int = 128
+    """Tokens of a long context that two neighbouring rows of a question share."""
+    mask_rate: float = 0.3
+    """Share of the tokens that are predicted; BERT's was 0.15."""
+    held_out_rows: int = 2500
+    """Rows to evaluate on, at most."""
+    examples: int = 8
+    """Held-out tokens or fragments to show when training is over."""
+
+    steps: int = 800
+    global_batch: int = 32
+    seq_len: int | None = None
+    """Tokens per row; left out, the model's."""
+
+
+def build(config: Config) -> jt.Experiment:
+    """Builds the experiment: everything that is trained, planned or checked follows from it."""
+    check_least(config, classes=2, held_out_rows=1, examples=0, stride=0)
+    task = TASKS[config.task]
+    config, split, sides = task.open_rows(config)
+    for name, of in (("class_weights", classify), ("tag_names", tags)):
+        if getattr(config, name) and (task is not of or sides is None):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for labelled rows: give --task and --data with "
+                f"rows of {of.FIELDS}, or leave it out"
+            )
+    tokenizer = open_tokenizer(config, split)
+    model = model_config(config, tokenizer.vocab_size)
+    text = task.text_of(config, model, split if sides is None else sides, tokenizer)
+    config = config.of_rows(text.train)
+    step = outline(config, vocab_size=tokenizer.vocab_size)
+    told = special_tokens(config, tokenizer)
+    told |= label_fields(text.classes) if text.classes else {}
+    return step.with_(
+        **config.batches_of(text.train, text.held_out),
+        **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
+        facts=language.facts(config, model, facts(config, text)),
+        conclude=functools.partial(task.conclude, config, model, text),
+        **text.more,
+    )
+
+
+def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
+    """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    check_tokenizer(config)
+    model = model_config(config, vocab_size or language.vocab_size(config, added=2))
+    length = row_length(config, model)
+    batch = batch_shapes(config, length)
+    of_row = {"classes": 1, "tokens": data.predictions(length, config.mask_rate)}
+    flops = encoder.flops_per_row(model, length=length, predictions=of_row.get(model.head, length))
+    rates = RATES if config.source is None or config.source.is_run else PUBLISHED
+    family = "roberta" if config.model.startswith("roberta") else "bert"
+    return language.outline(
+        config,
+        "bert",
+        model,
+        batch,
+        rates=(language.tuning_rates(LEARNING_RATES) if config.source else {}) | rates,
+        stored={} if config.source else {"family": family},
+        items_per_step=config.global_batch * length,
+        flops_per_step=float(config.global_batch * flops),
+        **TASKS[config.task].METADATA,
+    )
+
+
+def batch_shapes(config: Config, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of a batch, without any text."""
+    shapes = data.packed_shapes(config.global_batch, length)
+    rows = {name: shapes[name] for name in ("tokens", "segments")}
+    sizes = {"T": length, "M": data.predictions(length, config.mask_rate), "2": 2}
+    for name, axis in TASKS[config.task].PREDICTED.items():
+        size = (config.global_batch, *([sizes[axis]] if axis else []))
+        rows[name] = jax.ShapeDtypeStruct(size, np.float32 if name == "mask" else np.int32)
+    return rows
+
+
+def model_config(config: Config, vocab_size: int) -> EncoderConfig:
+    """The preset, or the model that the run begins with, changed by the flags that were given."""
+    head = TASKS[config.task].HEAD
+    own = {"head": head, "classes": config.classes if head in ("classes", "tags") else None}
+    if config.source is not None:  # whose positions stay, however short the rows
+        own["seq_len"] = config.source.model.seq_len
+    return language.model_config(config, vocab_size, **own)
+
+
+def check_tokenizer(config: Config) -> None:
+    """Refuses bytes, which have no mask."""
+    if language.tokenizer_name(config) == "bytes":
+        raise ValueError("--tokenizer bytes has no token to mask with: give a number, or a file")
+
+
+def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
+    """Loads the tokenizer, or trains it on the split and adds BERT's tokens."""
+    check_tokenizer(config)
+    name, kept = language.tokenizer_options(config).values()
+    tokenizer = data.open_tokenizer(name, split, kept=kept)
+    trained = data.trained_kind(name) and kept is None
+    return tokenizer.adding(FIRST[0], MASK[0]) if trained else tokenizer
+
+
+def special_tokens(config: Config, tokenizer: data.SubwordTokenizer) -> dict[str, Any]:
+    """Returns an export's fields for the tokens that begin, end, pad and mask a row."""
+    ours = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "cls_token_id": special_id(tokenizer, FIRST),
+        "sep_token_id": int(tokenizer.eod),
+        "mask_token_id": special_id(tokenizer, MASK),
+    }
+    if config.source is None:
+        return ours | ({"pad_token_id": 1} if config.model.startswith("roberta") else {})
+    found = config.source.told("special_tokens") or {}
+    return ours | {name: found[name] for name in ours.keys() & found.keys()}
+
+
+def facts(config: Config, text: Text) -> dict[str, str]:
+    """Returns the header's facts about the task and its text."""
+    rows, files = (len(text.train), len(text.held_out)), text.files
+    unread = {"not read": f"the fields {', '.join(text.unread)}"} if text.unread else {}
+    return {
+        "task": text.task,
+        "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} texts to train "
+        f"on, {rows[1]:,} rows of {files[1]:,} others held out",
+        **unread,
+    }

@@ -1,0 +1,186 @@
+"""Telling the class of a text, or of a pair of texts: its package, its folder, or its label."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.bert import common
+from jaxtrain import data
+from jaxtrain.host import extras
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.state import TrainState
+
+HEAD, METADATA, FIELDS = "classes", common.BY_ACCURACY, "text and label"
+PREDICTED = {"label": "", "mask": ""}
+# Its tests are about all the other packages, and larger than them together.
+NO_PACKAGE = {"test"}
+BASELINE_ROWS = 50_000
+_MODULES = "sklearn.feature_extraction.text", "sklearn.linear_model"
+_NEEDS = "the baseline comes with scikit-learn"
+_sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
+
+
+def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
+    """The config with all classes of labelled rows, their texts, and both sides of them; of text
+    without labels None."""
+    _sklearn()  # before anything is trained
+    sides = None
+    if config.data != "python":
+        sides = data.read_rows(config.data, (config.field, "label"), held_out=common.HELD_OUT)
+    if sides is None:
+        return config, common.split_of(config), None
+    names = {str(row["label"]) for side in sides for row in side}
+    config = dataclasses.replace(config, classes=len(names))
+    return config, data.texts_of_rows(sides, (config.field, "text_pair")), sides
+
+
+def text_of(
+    config: Any, model: EncoderConfig, opened: Any, tokenizer: data.SubwordTokenizer
+) -> common.Text:
+    """Rows with their class: the package or the folder that they are of, or what they say."""
+    make = classified_text if isinstance(opened, data.Split) else labelled_text
+    return make(config, model, opened, tokenizer)
+
+
+def classified_text(
+    config: Any, model: EncoderConfig, split: data.Split, tokenizer: data.SubwordTokenizer
+) -> common.Text:
+    """Rows with the package, or the folder, that they are of."""
+    classes = largest_classes(split, config)
+    number = {name: label for label, name in enumerate(classes)}
+    rows, files, prints = [], [], []
+    for side in split:
+        chosen = [each for each in side if class_of(each.name) in number]
+        corpus = data.tokenize(chosen, tokenizer)
+        labels = [number[class_of(each.name)] for each in chosen]
+        rows.append(common.fragments(config, model, tokenizer, corpus, labels=labels))
+        files.append(len(chosen))
+        prints.append(corpus.fingerprint)
+    held_out = data.spread(rows[1], config.held_out_rows)
+    task = f"which of {len(classes)}: {', '.join(classes)}"
+    return common.Text(tokenizer, rows[0], held_out, tuple(files), tuple(prints), task, classes)
+
+
+def labelled_text(
+    config: Any,
+    model: EncoderConfig,
+    sides: Sequence[Sequence[Mapping[str, Any]]],
+    tokenizer: data.SubwordTokenizer,
+) -> common.Text:
+    """Rows that say their class themselves; of what is too long for one, the end is cut off."""
+    names = {str(row["label"]) for side in sides for row in side}
+    # Labels 0 to 10 keep their numbers.
+    classes = tuple(sorted(names, key=int if all(map(str.isdecimal, names)) else str))
+    train, held_out = (LabelledRows(config, model, tokenizer, rows, classes) for rows in sides)
+    if config.class_weights:
+        counts_K = np.bincount(train.labels, minlength=len(classes))
+        train.weights_K = len(train) / len(classes) / np.maximum(counts_K, 1)
+    some, task = data.spread(held_out, config.held_out_rows), ", ".join(classes)
+    found = common.of_sides(sides, config.field, "text_pair", "label") | {"classes": classes}
+    return common.Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
+
+
+class LabelledRows:
+    """Texts, or pairs of them, with their classes: rows for batches, as those of Fragments."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: EncoderConfig,
+        tokenizer: data.SubwordTokenizer,
+        rows: Sequence[Mapping[str, Any]],
+        classes: Sequence[str],
+    ):
+        self.length = common.row_length(config, model)
+        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
+        self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
+        self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
+        parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
+        self._tokens = [tokenizer.encode_batch(part) for part in parts]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        label = self.labels[index]
+        text, pair = (part[index].tolist() for part in self._tokens)
+        while len(text) + len(pair) > self.length - 2 - bool(pair):
+            (text if len(text) >= len(pair) else pair).pop()
+        row = common.pair_row(self.ends, text, pair, self.length, typed=self.typed)
+        return row | {"label": label, "mask": np.float32(self.weights_K[label])}
+
+
+def class_of(name: str) -> str:
+    """The package or folder of a document; empty outside of all.
+
+    >>> class_of("json/tool/x.py"), class_of("abc.py")
+    ('json', '')
+    """
+    return name.partition("/")[0] if "/" in name else ""
+
+
+def largest_classes(split: data.Split, config: Any) -> tuple[str, ...]:
+    """The packages with the most bytes, of those that have files on both sides of the split."""
+    passed = NO_PACKAGE if config.data == "python" else set()
+    sides = []
+    for side in split:
+        sizes = collections.Counter()
+        for document in side:
+            if (name := class_of(document.name)) and name not in passed:
+                sizes[name] += len(document.text)
+        sides.append(sizes)
+    both = [name for name in sides[0] if sides[1][name]]
+    if len(both) < config.classes:
+        raise ValueError(
+            f"--classes is {config.classes}, and '{config.data}' has {len(both)} folders with "
+            "texts to train on and held out: give fewer"
+        )
+    both.sort(key=lambda name: (-sides[0][name] - sides[1][name], name))
+    return tuple(sorted(both[: config.classes]))
+
+
+def conclude(
+    config: Any,
+    model: EncoderConfig,
+    text: common.Text,
+    state: TrainState,
+    means: Mapping[str, float],
+) -> list[str]:
+    """Says how many fragments were right, beside counted words, and of which packages."""
+    begun = f"from {config.init_from}" if config.init_from else "from scratch"
+    labels = np.array([row["label"] for row in text.held_out])
+    often = np.bincount(labels).max() / len(labels)
+    lines = [
+        f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
+        f"TF-IDF with logistic regression: {baseline(text):.1%}; always the largest: {often:.1%}",
+    ]
+    if not config.examples:
+        return lines
+    lines += ["", "held-out fragments, where they are from, and what it says:", ""]
+    for row, guess in common.guesses(config, model, text, state):
+        words = " ".join(text.tokenizer.decode(common.inside(row)).split())
+        was, said = text.classes[row["label"]], text.classes[guess]
+        lines.append(f"  {words[:60]:60}  {was:16} {said}")
+    return lines
+
+
+def baseline(text: common.Text) -> float:
+    """The accuracy of logistic regression on the counted words of the same rows."""
+    sklearn = _sklearn()
+    words = sklearn.feature_extraction.text.TfidfVectorizer(
+        token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), min_df=2, sublinear_tf=True
+    )
+
+    def side(rows: Any) -> tuple[list[str], list[int]]:
+        found = [rows[i] for i in range(min(len(rows), BASELINE_ROWS))]
+        texts = [text.tokenizer.decode(common.inside(row)) for row in found]
+        return texts, [int(row["label"]) for row in found]
+
+    (train, labels), (held_out, wanted) = side(text.train), side(text.held_out)
+    regression = sklearn.linear_model.LogisticRegression(C=10.0, max_iter=300)
+    regression.fit(words.fit_transform(train), labels)
+    return float(regression.score(words.transform(held_out), wanted))

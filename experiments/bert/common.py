@@ -1,0 +1,136 @@
+"""Rows of an encoder's tasks, their text and what begins and ends them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain import data
+from jaxtrain.models import encoder
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.state import TrainState
+
+HELD_OUT = 0.2
+# What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
+FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
+# The metadata of an experiment whose loss is not of a token of text.
+BY_ACCURACY = {"best_metric": "accuracy", "best_mode": "max", "derived": lambda means: {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Rows to train on and held-out rows, of how many files and which; the task in words, their
+    tokenizer, the names of classes, fields that are not read, and more of the experiment."""
+
+    tokenizer: data.SubwordTokenizer
+    train: Any
+    held_out: Any
+    files: tuple[int, ...]
+    prints: tuple[str, ...]
+    task: str
+    classes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of the text, by name."""
+        found = dict(zip(("text", "held_out_text"), self.prints, strict=True))
+        return found | ({"classes": ", ".join(self.classes)} if self.classes else {})
+
+
+def row_length(config: Any, model: EncoderConfig) -> int:
+    """Tokens per row."""
+    return config.seq_len or model.seq_len
+
+
+def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
+    """The first of some special tokens that a tokenizer has."""
+    for name in names:
+        if (id := tokenizer.special_id(name.encode())) is not None:
+            return id
+    raise ValueError(
+        f"the tokenizer has no token {' or '.join(names)}: give --tokenizer an encoder's, as of "
+        "BERT or RoBERTa, or a number"
+    )
+
+
+def split_of(config: Any) -> data.Split:
+    """The documents to train on, and those that no task trains on."""
+    return data.open_text(config.data, field=config.field, held_out=HELD_OUT)
+
+
+def fragments(
+    config: Any,
+    model: EncoderConfig,
+    tokenizer: data.SubwordTokenizer,
+    corpus: data.Corpus,
+    *,
+    labels: Sequence[int] | None = None,
+) -> data.Fragments:
+    """A corpus as rows, each between the tokens that begin and end one."""
+    ends = {"first": special_id(tokenizer, FIRST), "last": int(tokenizer.eod)}
+    return data.Fragments(corpus, row_length(config, model), **ends, labels=labels)
+
+
+def guesses(
+    config: Any, model: EncoderConfig, text: Text, state: TrainState
+) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """Some held-out rows, each with what the trained model finds most probable."""
+    rows = data.spread(text.held_out, config.examples)
+    best = outputs(model, state, rows, lambda logits: logits.argmax(-1), size=len(rows))
+    return list(zip(rows, best, strict=True))
+
+
+def outputs(
+    model: EncoderConfig,
+    state: TrainState,
+    rows: Any,
+    best: Callable[[jax.Array], jax.Array],
+    *,
+    size: int,
+) -> np.ndarray:
+    """What the trained model says of each row: ``best`` of its logits, ``size`` rows at a time."""
+    names = rows[0].keys() & {"tokens", "segments", "types"}
+    step = jax.jit(lambda params, batch: best(encoder.logits(model, params, batch)))
+    found = []
+    for start in range(0, len(rows), size):
+        part = [rows[min(start + i, len(rows) - 1)] for i in range(size)]
+        batch = {name: np.stack([row[name] for row in part]) for name in names}
+        found.append(np.asarray(step(state.params, batch)))
+    return np.concatenate(found)[: len(rows)]
+
+
+def inside(row: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The tokens of a row between its ends."""
+    return row["tokens"][1 : int(row["segments"].sum()) - 1]
+
+
+def of_sides(sides: Iterable[Sequence[Mapping[str, Any]]], *read: str) -> dict[str, Any]:
+    """The fields of a :class:`Text` that say which rows it has, of both sides."""
+    sides = list(sides)
+    prints = tuple(hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides)
+    unread = tuple(name for name in sides[0][0] if name not in read)
+    return {"files": tuple(map(len, sides)), "prints": prints, "unread": unread}
+
+
+def pair_row(
+    ends: tuple[int, int],
+    text: Sequence[int],
+    pair: Sequence[int],
+    length: int,
+    *,
+    typed: bool = True,
+) -> dict[str, np.ndarray]:
+    """A row [T] of tokens between those that begin and end one, and perhaps a second text of
+    another type, which ends too."""
+    first, last = ends
+    both = [first, *text, last], [*pair, last] if len(pair) else []
+    tokens_T, segments_T, types_T = np.zeros((3, length), np.int32)
+    stop = len(both[0]) + len(both[1])
+    tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
+    types_T[len(both[0]) : stop] = typed
+    return {"tokens": tokens_T, "segments": segments_T, "types": types_T}
