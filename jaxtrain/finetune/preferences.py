@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from jaxtrain.finetune.change import STACKED, Change, apart, check_layers, without
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.ops.linear import LowRank
+from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.ops.numerics import wide
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import OptionalRules, Rule, Rules, as_rules
@@ -369,8 +369,9 @@ def _both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _without_additions(params: PyTree) -> PyTree:
-    added = lambda x: isinstance(x, LowRank)  # noqa: E731
-    return jax.tree.map(lambda x: x.base if added(x) else x, params, is_leaf=added)
+    added = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
+    below = lambda x: x.low.base if isinstance(x, Dora) else x.base  # noqa: E731
+    return jax.tree.map(lambda x: below(x) if added(x) else x, params, is_leaf=added)
 
 
 def _trained(params: Mapping[str, Any], still: Mapping[str, Any]) -> dict[str, Any]:

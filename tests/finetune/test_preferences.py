@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -304,9 +305,10 @@ def test_a_loss_without_a_reference_has_no_second_model():
     np.testing.assert_allclose(found.total, plain(params, batch, None).total, rtol=1e-5)
 
 
-def test_with_low_rank_additions_the_base_is_there_once():
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_low_rank_additions_the_base_is_there_once(dora):
     """The reference is the model without additions, and has copies of what else trains."""
-    batch, lora = packed()[1].batch(0), LoRA(rank=1, train=("^final_norm/",))
+    batch, lora = packed()[1].batch(0), LoRA(rank=1, dora=dora, train=("^final_norm/",))
     base = decoder.init(MODEL, jax.random.key(0))
     params = lora.params(base, jax.random.key(1))
     change = dataclasses.replace(DPO, frozen=lora.freeze)
@@ -315,7 +317,7 @@ def test_with_low_rank_additions_the_base_is_there_once():
     assert kept == {"reference/final_norm/scale", "reference/final_norm/bias"}
     r = np.random.default_rng(0)
     more = lambda x: x + 0.1 * r.normal(size=x.shape).astype("f")  # noqa: E731
-    moved = map_named(lambda n, x: more(x) if n[-2:] == "/b" or n[:5] == "final" else x, both)
+    moved = map_named(lambda n, x: more(x) if re.search("/b$|magnitude$|^final", n) else x, both)
     loss = jt.loss_from_stages(change.stages(decoder.stages(MODEL)))
 
     def copied(params, batch, rng):
