@@ -55,7 +55,7 @@ MODELS = {
     "modernbert, tags": ("modernbert", MODERN | dict(num_labels=3), TAGS),
     "modernbert, spans": ("modernbert", MODERN, SPANS),
 }
-EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, tags", "bert, spans"]
+EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, spans"]
 
 
 def save(name, folder, **options):
